@@ -1,0 +1,44 @@
+"""The recurrences written out token by token: slow, obvious, and the oracle that every fast scan is tested against."""
+
+import torch
+from torch import Tensor
+
+
+def rglru_scan(
+    x: Tensor, decay: Tensor, state: Tensor | None = None, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h_t = decay_t * h_{t-1} + x_t in fp32. See `needlework.kernels.rglru.rglru_scan` for the contract."""
+    hidden = torch.zeros(x.shape[0], x.shape[2], device=x.device) if state is None else state.float()
+    rows = []
+    for t in range(x.shape[1]):
+        kept = decay[:, t].float() * hidden
+        if reset is not None:
+            kept = torch.where(reset[:, t, None], torch.zeros_like(kept), kept)
+        hidden = kept + x[:, t].float()
+        rows.append(hidden)
+    out = torch.stack(rows, dim=1).to(x.dtype) if rows else torch.empty_like(x)
+    return out, hidden
+
+
+def selective_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None = None,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """h = exp(dt * A) * h + dt * x * B; y = (h * C).sum(n). See `needlework.kernels.selective_scan` for the contract."""
+    shape = (x.shape[0], x.shape[2], A.shape[1])  # [batch, inner, n]
+    hidden = torch.zeros(shape, device=x.device) if state is None else state.float()
+    rows = []
+    for t in range(x.shape[1]):
+        step = dt[:, t, :, None].float()  # [batch, inner, 1]
+        kept = torch.exp(step * A.float()) * hidden
+        if reset is not None:
+            kept = torch.where(reset[:, t, None, None], torch.zeros_like(kept), kept)
+        hidden = kept + step * x[:, t, :, None].float() * B[:, t, None, :].float()
+        rows.append((hidden * C[:, t, None, :].float()).sum(-1))
+    y = torch.stack(rows, dim=1).to(x.dtype) if rows else torch.empty_like(x)
+    return y, hidden

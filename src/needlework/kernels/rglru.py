@@ -1,0 +1,48 @@
+"""The recurrence of the Real-Gated Linear Recurrent Unit (Griffin, RecurrentGemma)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from needlework.kernels import rglru_cpu
+
+
+class _Scan(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, decay: Tensor, state: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.empty_like(x)
+        rglru_cpu.forward(x, decay, reset, state, out)
+        ctx.save_for_backward(decay, state, reset, out)
+        ctx.set_materialize_grads(False)
+        return out, (out[:, -1].clone() if x.shape[1] else state.clone())
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        decay, state, reset, out = ctx.saved_tensors
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
+        grad_final = torch.zeros_like(state) if grad_final is None else grad_final.contiguous()
+        grad_x, grad_decay, grad_state = torch.empty_like(out), torch.empty_like(out), torch.empty_like(state)
+        rglru_cpu.backward(decay, reset, state, out, grad_out, grad_final, grad_x, grad_decay, grad_state)
+        return grad_x, grad_decay, grad_state, None
+
+
+def rglru_scan(
+    x: Tensor, decay: Tensor, state: Tensor | None = None, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """h_t = decay_t * h_{t-1} + x_t, accumulated in fp32; returns (all h in x's dtype, the last h in fp32).
+
+    x, decay: [batch, time, width]. state: [batch, width], the h before the first token (zeros when None).
+    reset: bool [batch, time]; where True the state is cut before that token, as if its decay were 0.
+    Differentiable in x, decay and state, through both results.
+    """
+    if state is None:
+        state = torch.zeros(x.shape[0], x.shape[2], device=x.device)
+    if reset is None:
+        reset = torch.zeros(1, 0, dtype=torch.bool, device=x.device)
+    out, final = _Scan.apply(
+        x.float().contiguous(), decay.float().contiguous(), state.float().contiguous(), reset.contiguous()
+    )
+    return out.to(x.dtype), final
