@@ -1,0 +1,156 @@
+"""What a model is made of, as plain values: layers, kinds, heads, windows, parameters. Free of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+LayerKind = Literal["attention", "recurrent", "hybrid", "other"]
+
+
+class Head(NamedTuple):
+    """A query head, at the model's own layer index."""
+
+    layer: int
+    index: int
+
+
+@dataclass(frozen=True)
+class AttentionPart:
+    """The attention side of one layer."""
+
+    path: str
+    query_heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None  # keys a query can see, itself included; None: all before it
+    output_gate: bool  # the model multiplies head outputs by a gate before its output projection
+    output_bias: bool  # a bias of the output projection outlives silenced heads
+    parameters: int
+    kv_bytes_per_token: int
+
+
+@dataclass(frozen=True)
+class RecurrentPart:
+    """The recurrent side of one layer."""
+
+    path: str
+    mixer: str  # class name
+    parameters: int
+    state_bytes: int  # per sequence, whatever its length
+
+
+@dataclass(frozen=True)
+class Layer:
+    index: int
+    attention: AttentionPart | None
+    recurrent: RecurrentPart | None
+
+    @property
+    def kind(self) -> LayerKind:
+        if self.attention and self.recurrent:
+            return "hybrid"
+        return "attention" if self.attention else "recurrent" if self.recurrent else "other"
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        return tuple(Head(self.index, i) for i in range(self.attention.query_heads)) if self.attention else ()
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    model_type: str
+    architecture: str
+    layers: tuple[Layer, ...]
+    parameters: int
+    vocabulary: int
+    max_tokens: int | None  # the longest sequence the model's positions allow, where it says so
+    window_rule: str  # "transformers", or "deepmind" (one key more)
+    no_mixer_reason: str = ""  # why the recurrent side cannot be addressed although the model may have one
+
+    @property
+    def attention_layers(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.attention)
+
+    @property
+    def recurrent_layers(self) -> tuple[Layer, ...]:
+        return tuple(layer for layer in self.layers if layer.recurrent)
+
+    @property
+    def heads(self) -> tuple[Head, ...]:
+        return tuple(head for layer in self.layers for head in layer.heads)
+
+    @property
+    def window(self) -> int | None:
+        """The smallest window of any attention layer; None if every layer sees all keys."""
+        return min((w for _, part in self.attention_parts() if (w := part.window)), default=None)
+
+    @property
+    def attention_parameters(self) -> int:
+        return sum(part.parameters for _, part in self.attention_parts())
+
+    @property
+    def recurrent_parameters(self) -> int:
+        return sum(part.parameters for _, part in self.recurrent_parts())
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return sum(part.kv_bytes_per_token for _, part in self.attention_parts())
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(part.state_bytes for _, part in self.recurrent_parts())
+
+    def attention_parts(self) -> Iterator[tuple[int, AttentionPart]]:
+        return ((layer.index, layer.attention) for layer in self.layers if layer.attention)
+
+    def recurrent_parts(self) -> Iterator[tuple[int, RecurrentPart]]:
+        return ((layer.index, layer.recurrent) for layer in self.layers if layer.recurrent)
+
+    def attention(self, layer: int) -> AttentionPart:
+        part = self.layers[layer].attention
+        if part is None:
+            raise KeyError(f"layer {layer} has no attention")
+        return part
+
+    def flops_per_token(self, side: Literal["attention", "recurrent"], context_tokens: int) -> int:
+        """Multiply-adds x 2 of one decode step: projections, plus for attention the scores and values over its keys."""
+        if side == "recurrent":
+            return 2 * self.recurrent_parameters
+        scores = 0
+        for _, part in self.attention_parts():
+            keys = min(context_tokens, part.window or context_tokens)
+            scores += 2 * part.query_heads * keys * (part.key_dim + part.value_dim)
+        return 2 * self.attention_parameters + scores
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, totals included, ready for JSON."""
+        fields = asdict(self)
+        for layer, plain in zip(self.layers, fields["layers"], strict=True):
+            plain["kind"] = layer.kind
+        totals = ("window", "attention_parameters", "recurrent_parameters", "kv_bytes_per_token", "state_bytes")
+        fields |= {name: getattr(self, name) for name in totals}
+        fields["heads"] = len(self.heads)
+        fields["flops_per_token_at_2048"] = {
+            side: self.flops_per_token(side, 2048) for side in ("attention", "recurrent")  # type: ignore[arg-type]
+        }
+        return fields
+
+    def __str__(self) -> str:
+        kinds = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
+        heads = sorted({(part.query_heads, part.kv_heads) for _, part in self.attention_parts()})
+        lines = [
+            f"{self.architecture}: {len(self.layers)} layers {''.join(kinds[x.kind] for x in self.layers)}"
+            " (A attention, R recurrent, H both, - neither)",
+            f"  attention: {len(self.attention_layers)} layers, "
+            + (", ".join(f"{q} query heads over {kv} kv heads" for q, kv in heads) or "no heads")
+            + f", window {self.window or 'none'} (rule: {self.window_rule}), {self.attention_parameters:,} parameters,"
+            f" {self.kv_bytes_per_token:,} KV bytes per token",
+            f"  recurrent: {len(self.recurrent_layers)} layers, {self.recurrent_parameters:,} parameters,"
+            f" {self.state_bytes:,} state bytes per sequence"
+            + (f" ({self.no_mixer_reason})" if self.no_mixer_reason else ""),
+            f"  in all {self.parameters:,} parameters, vocabulary {self.vocabulary:,}",
+        ]
+        return "\n".join(lines)

@@ -1,0 +1,249 @@
+"""The one attention function that reaches every model, and its mask.
+
+Both are registered with transformers under one name. Idle, they *are* stock SDPA. While a `Forward` is current, attention
+is computed block by block from explicit positions, so that neither [heads, L, L] nor an L x L mask is ever allocated, and
+each batch row carries its own plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function, sdpa_mask
+
+from needlework.attention_plan import LayerPlan
+from needlework.errors import TrialError
+from needlework.interventions.acts import Phase
+from needlework.keys import Keys, OwnKeys, SharedPrefix
+from needlework.receipts import Tally
+
+NAME = "needlework"
+CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one query block; small blocks stay in cache
+
+
+class Observer(Protocol):
+    """Something that watches attention probabilities as they stream by."""
+
+    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None: ...
+
+
+@dataclass
+class Forward:
+    """One call of the model, as the attention function sees it."""
+
+    phase: Phase
+    positions: Tensor  # [rows, queries] absolute positions of the tokens that are fed now
+    slots: Tensor  # [rows] which trial each row belongs to, for the tally
+    tally: Tally
+    layer_of: dict[nn.Module, int]
+    plans: dict[int, LayerPlan] = field(default_factory=dict)
+    mixers: dict[int, Any] = field(default_factory=dict)  # layer -> recurrence.MixerPlan
+    observer: Observer | None = None
+    shared: bool = False  # the memory keeps the prompt's keys once for many rows
+    windows: dict[int, int | None] = field(default_factory=dict)  # by layer; needed where keys are shared
+    dense_masks: bool = False  # the model computes with its masks: hand it real ones
+    masks: dict[int, tuple[MaskSpec, Tensor]] = field(default_factory=dict)  # by storage address of the stand-in
+
+    @property
+    def own_maths(self) -> bool:
+        """Whether probabilities or masks are touched, so that stock SDPA cannot be asked."""
+        return self.shared or self.observer is not None or any(plan.needs_probabilities for plan in self.plans.values())
+
+
+_CURRENT: ContextVar[Forward | None] = ContextVar("needlework_forward", default=None)
+
+
+@contextmanager
+def current(forward: Forward | None) -> Iterator[None]:
+    """Make this the forward that the attention function and the hooks of `recurrence.py` obey."""
+    token = _CURRENT.set(forward)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def get_current() -> Forward | None:
+    return _CURRENT.get()
+
+
+@dataclass
+class MaskSpec:
+    """A mask as a function of positions, to be evaluated for one block of queries at a time."""
+
+    function: Callable[..., Tensor]
+    q_offset: int
+    kv_offset: int
+    all_visible: bool
+
+    def block(self, rows: int, queries: slice, keys: int, device: torch.device) -> Tensor | None:
+        """Visible pairs [rows or 1, 1, queries, keys]; None if all are."""
+        if self.all_visible:
+            return None
+        q = torch.arange(queries.start, queries.stop, device=device) + self.q_offset
+        k = torch.arange(keys, device=device) + self.kv_offset
+        b = torch.arange(rows, device=device)
+        seen = self.function(b[:, None, None, None], b[:1, None, None, None], q[None, None, :, None], k[None, None, None])
+        return seen.expand(-1, 1, q.numel(), keys)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Stock SDPA's mask when nothing is touched; else a stand-in without memory that the attention function recognises."""
+    forward = _CURRENT.get()
+    args = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    if forward is None or not forward.own_maths:
+        return sdpa_mask(*args, **kwargs)
+    if forward.dense_masks or kwargs.get("use_vmap"):
+        return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+    function = mask_function
+    if attention_mask is not None:
+        missing = kv_length + kv_offset - attention_mask.shape[-1]
+        padding = nn.functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
+        function = and_masks(mask_function, padding_mask_function(padding))
+    window = kwargs.get("local_size")
+    whole = q_length == 1 and attention_mask is None and (window is None or kv_length <= window)
+    stand_in = torch.zeros(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    forward.masks[stand_in.untyped_storage().data_ptr()] = MaskSpec(function, q_offset, kv_offset, whole), stand_in
+    return stand_in.expand(batch_size, 1, q_length, kv_length)
+
+
+@dataclass
+class Block:
+    """Some queries against the keys that any of them may see."""
+
+    queries: slice
+    visible: Tensor | None  # [rows or 1, 1, queries, keys]
+    q_positions: Tensor  # [rows, queries]
+    k_positions: Tensor  # [rows, keys]; equals the index of the token in its own sequence
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    forward = _CURRENT.get()
+    if forward is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    layer = forward.layer_of.get(module)
+    if layer is None:
+        raise TrialError(f"attention module {type(module).__name__} was not seen when the model was probed")
+    plan = forward.plans.get(layer)
+    forward.tally.add(layer, forward.phase, "positions", forward.slots, query.shape[2])
+    if not forward.own_maths:
+        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return (out if plan is None else plan.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
+    return _blockwise(forward, layer, plan, module, query, key, value, attention_mask, kwargs), None
+
+
+def _blockwise(
+    forward: Forward,
+    layer: int,
+    plan: LayerPlan | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    rows, heads, queries, _ = query.shape
+    scaling = kwargs.get("scaling")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    keys: Keys = _keys(forward, key, value)
+    positions = keys.positions(forward.positions)
+    out = query.new_empty(rows, queries, heads, keys.value_dim)
+    budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
+    step = max(1, min(queries, budget // (4 * rows * heads * keys.count)))
+    if plan is not None and plan.needs_all_queries:
+        step = queries
+    for start in range(0, queries, step):
+        part = slice(start, min(start + step, queries))
+        if isinstance(keys, SharedPrefix):
+            visible = _visible_by_position(forward, layer, keys, positions, part)
+        else:
+            visible = _visible(forward, mask, rows, part, keys.count, query.device)
+        first, last = _key_range(visible, keys)
+        if visible is not None:
+            visible = visible[..., first:last]
+        q_positions = forward.positions[:, part]
+        block = Block(part, visible, q_positions, positions[:, first:last])
+        if plan is not None and plan.limit is not None:
+            block.visible = plan.limit_keys(forward, layer, block)
+        scores = keys.scores(query[:, :, part], first, last).float().mul_(scaling)  # [rows, heads, queries, keys]
+        if (bias := kwargs.get("position_bias")) is not None:
+            scores = scores + bias[:, :, part, first:last].float()
+        if block.visible is not None:
+            scores = scores.masked_fill_(~block.visible, -1e30)
+        log_p = scores.log_softmax(-1)
+        p = log_p.exp()
+        if block.visible is not None:
+            p = p.masked_fill_(~block.visible, 0.0)  # a query that sees nothing gets nothing, not uniform attention
+        if forward.observer is not None:
+            forward.observer.see(forward, layer, block, p)
+        head_scores = plan.head_scores(p, log_p) if plan is not None else {}
+        if plan is not None and plan.expose is not None:
+            p = plan.expose_columns(forward, layer, block, p)
+        mixed = keys.mix(p.to(query.dtype), first, last).transpose(1, 2)  # [rows, queries, heads, dim]
+        out[:, part] = mixed if plan is None else plan.edit_outputs(forward, layer, mixed, part, head_scores)
+    return out
+
+
+def _keys(forward: Forward, key: Tensor, value: Tensor) -> Keys:
+    prefix = getattr(key, "shared_prefix", None)
+    if forward.shared and prefix is None:
+        raise TrialError("the model changed its keys after the cache returned them; shared keys cannot serve it")
+    return OwnKeys(key, value) if prefix is None else SharedPrefix(prefix, key, value)
+
+
+def _visible(
+    forward: Forward, mask: Tensor | None, rows: int, queries: slice, keys: int, device: torch.device
+) -> Tensor | None:
+    if mask is None:
+        raise TrialError("the model passed no mask to attention: it would not be causal")
+    known = forward.masks.get(mask.untyped_storage().data_ptr())
+    if known is not None:
+        return known[0].block(rows, queries, keys, device)
+    dense = mask[:, :1, queries, :keys]  # built by the model itself: bool, or additive
+    return dense if dense.dtype == torch.bool else dense > torch.finfo(dense.dtype).min / 2
+
+
+def _key_range(visible: Tensor | None, keys: Keys) -> tuple[int, int]:
+    """The first and last key that any query of the block sees: windows and causality cut the work, not just the result."""
+    if visible is None or not keys.sliceable or visible.shape[2] == 1:
+        return 0, keys.count
+    columns = visible.any(0).any(1)[0].nonzero()
+    return (int(columns[0]), int(columns[-1]) + 1) if columns.numel() else (0, 1)
+
+
+def _visible_by_position(
+    forward: Forward, layer: int, keys: SharedPrefix, positions: Tensor, queries: slice
+) -> Tensor | None:
+    """Shared keys have no place in the model's own mask: rows may be of different lengths. Causality and window decide."""
+    window = forward.windows[layer]
+    one = forward.positions.shape[1] == 1
+    if one and keys.prefix.complete and (window is None or keys.count <= window):
+        return None
+    q = forward.positions[:, None, queries, None]
+    k = positions[:, None, None, :]
+    visible = (k >= 0) & (k <= q)
+    return visible if window is None else visible & (k > q - window)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

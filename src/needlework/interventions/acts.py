@@ -1,0 +1,145 @@
+"""The small vocabulary that every intervention is lowered to: what happens in one layer, in one phase, to one row.
+
+An intervention says what a person means; acts say what `attention.py` and `recurrence.py` do. A new intervention only has
+to say which acts it stands for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from needlework.anatomy import Anatomy
+from needlework.errors import NeedleworkError
+
+Phase = Literal["prefill", "decode"]
+Half = Literal["kv", "recurrent"]
+Span = tuple[tuple[int, int], ...]  # half-open token ranges; several if the thing occurs more than once
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One prompt as an intervention sees it when it is lowered."""
+
+    anatomy: Anatomy
+    prompt_tokens: int
+    spans: Mapping[str, Span] = field(default_factory=dict)
+    sample: int = 0  # key of the sample, for random choices that batching and resuming cannot change
+
+    def positions(self, span: str | tuple[int, ...]) -> tuple[int, ...]:
+        """Token positions of a named span, or the given positions; an error if they are not in the prompt."""
+        if isinstance(span, str):
+            ranges = self.spans.get(span)
+            if not ranges:
+                known = ", ".join(sorted(self.spans)) or "none"
+                raise NeedleworkError(f"the prompt has no span {span!r} (it has: {known}); pass spans={{{span!r}: ...}}")
+            positions = tuple(p for start, end in ranges for p in range(start, end))
+        else:
+            positions = span
+        outside = [p for p in positions if not 0 <= p < self.prompt_tokens]
+        if outside or not positions:
+            raise NeedleworkError(
+                f"span {span!r} covers positions {outside or 'nothing'} outside the prompt of {self.prompt_tokens} tokens"
+            )
+        return positions
+
+
+@dataclass(frozen=True)
+class Act:
+    """Base of all acts. `layer` is the model's own index; -1 for acts on the whole memory."""
+
+    layer: int
+
+
+@dataclass(frozen=True)
+class KeepBest(Act):
+    """Keep the k best heads of each token by a score of its attention; zero the outputs of the others."""
+
+    k: int
+    by: Literal["entropy", "l2", "norm", "random"]
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class SilenceHeads(Act):
+    """Replace the outputs of these heads by zero, or by calibrated means (named by their hash)."""
+
+    heads: frozenset[int]
+    means: str = ""
+
+
+@dataclass(frozen=True)
+class ChangeOutputs(Act):
+    """Pass head outputs [queries, heads, dim] of one row through a function: the open end of the vocabulary."""
+
+    function: Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class DropAttention(Act):
+    """The whole attention module contributes nothing, its output bias included."""
+
+
+@dataclass(frozen=True)
+class LimitKeys(Act):
+    """A query sees only the last `tokens` keys (itself included) and the first `sinks`."""
+
+    tokens: int
+    sinks: int
+
+
+@dataclass(frozen=True)
+class ExposeColumns(Act):
+    """Rewrite attention probabilities on and off the given key positions."""
+
+    mode: Literal["omit", "only", "null", "balanced"]
+    positions: tuple[int, ...]
+    renormalize: bool
+    paper: bool
+
+
+@dataclass(frozen=True)
+class CutMemory(Act):
+    """The mixer sees each token alone: nothing is carried from token to token."""
+
+
+@dataclass(frozen=True)
+class DropRecurrent(Act):
+    """The mixer contributes nothing."""
+
+
+@dataclass(frozen=True)
+class ClearState(Act):
+    """The mixer's memory is emptied just before the token at `position` is read."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class SwapHalf(Act):
+    """After prefill, one half of the memory comes from the twin prompt of this name, or of these token ids."""
+
+    half: Half
+    twin: str | tuple[int, ...]
+
+
+_MASK = (1 << 64) - 1
+# Odd constants of splitmix64; `attention.py` repeats this mix on tensors, a test holds them equal.
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
+
+def mix(state: int) -> int:
+    """One round of splitmix64: a 64-bit hash step with no state but its argument."""
+    state = (state + GOLDEN) & _MASK
+    state = ((state ^ (state >> 30)) * MIX1) & _MASK
+    state = ((state ^ (state >> 27)) * MIX2) & _MASK
+    return state ^ (state >> 31)
+
+
+def draw(*keys: int) -> int:
+    """A hash of integers, the same on every machine and in every batch."""
+    state = 0
+    for key in keys:
+        state = mix(state ^ (key & _MASK))
+    return state

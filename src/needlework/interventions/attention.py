@@ -1,0 +1,177 @@
+"""Interventions on attention: which heads speak, which keys are seen, which columns are exposed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from needlework.anatomy import Anatomy, Head
+from needlework.errors import NeedleworkError
+from needlework.interventions import acts
+from needlework.interventions.acts import Act, Scene
+from needlework.interventions.base import Part, register
+from needlework.ranking import Ranking
+
+def _sorted_heads(value: Any) -> Any:
+    return tuple(sorted({Head(*pair) for pair in value}))
+
+
+Heads = Annotated[tuple[Head, ...], BeforeValidator(_sorted_heads)]
+
+
+@register
+class KeepHeads(Part):
+    """In every attention layer and for every token, keep the k best heads and zero the outputs of the others."""
+
+    side = "attention"
+    k: int | None = Field(None, ge=0)
+    fraction: float | None = Field(None, ge=0, le=1)
+    by: Literal["entropy", "l2", "norm", "random"] | Ranking = "entropy"
+    scope: Literal["layer", "model"] = "layer"
+    seed: int = 0
+    draw: Literal["token", "trial"] = "token"  # for by="random": a new choice per token, or one per trial
+
+    def model_post_init(self, _: Any) -> None:
+        if (self.k is None) == (self.fraction is None):
+            raise NeedleworkError("keep_heads: give either k or fraction, e.g. keep_heads(k=2) or keep_heads(fraction=0.15)")
+        static = isinstance(self.by, Ranking) or (self.by == "random" and self.draw == "trial")
+        if self.scope == "model" and not static:
+            raise NeedleworkError(
+                "keep_heads: scope='model' needs a Ranking, or by='random' with draw='trial': dynamic scores of later layers"
+                " are unknown when earlier layers must be cut"
+            )
+
+    def count(self, heads: int) -> int:
+        """How many of `heads` are kept."""
+        if self.k is not None:
+            return self.k
+        assert self.fraction is not None
+        return 0 if self.fraction == 0 else max(1, int(self.fraction * heads + 0.5))
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        sizes = {index: anatomy.attention(index).query_heads for index in self.where(anatomy)}
+        most = sum(sizes.values()) if self.scope == "model" else min(sizes.values())
+        if self.k is not None and self.k > most:
+            raise NeedleworkError(f"{self}: k={self.k} is more than the {most} heads there are; choose k from 0 to {most}")
+        if isinstance(self.by, Ranking):
+            missing = {h for i in sizes for h in anatomy.layers[i].heads} - set(self.by.order)
+            if missing:
+                raise NeedleworkError(f"{self.name}: the ranking does not cover heads {sorted(missing)[:5]} of this model")
+
+    def stands_for(self, scene: Scene) -> Iterable[Act]:
+        sizes = {index: scene.anatomy.attention(index).query_heads for index in self.where(scene.anatomy)}
+        if not isinstance(self.by, Ranking) and not (self.by == "random" and self.draw == "trial"):
+            for index, heads in sizes.items():
+                if self.count(heads) < heads:
+                    yield acts.KeepBest(index, self.count(heads), self.by, self.seed)
+            return
+        order = self._static_order(scene, sizes)
+        groups = [list(sizes)] if self.scope == "model" else [[index] for index in sizes]
+        for group in groups:
+            members = [head for head in order if head.layer in group]
+            kept = set(members[: self.count(len(members))])
+            for index in group:
+                silenced = frozenset(h.index for h in scene.anatomy.layers[index].heads if h not in kept)
+                if silenced:
+                    yield acts.SilenceHeads(index, silenced)
+
+    def _static_order(self, scene: Scene, sizes: dict[int, int]) -> list[Head]:
+        heads = [Head(index, i) for index, count in sizes.items() for i in range(count)]
+        if isinstance(self.by, Ranking):
+            rank = {head: i for i, head in enumerate(self.by.order)}
+            return sorted(heads, key=rank.__getitem__)
+        return sorted(heads, key=lambda h: acts.draw(self.seed, scene.sample, h.layer, h.index))
+
+
+@register
+class AblateHeads(Part):
+    """Silence single heads: their outputs become zero, or the mean that `nw.calibrate` measured."""
+
+    side = "attention"
+    heads: Heads
+    value: Literal["zero", "mean"] = "zero"
+    means: str = ""  # hash of the calibrated means
+
+    def model_post_init(self, _: Any) -> None:
+        if (self.value == "mean") != bool(self.means):
+            raise NeedleworkError(f"{self.name}: value='mean' goes with means=HASH; nw.calibrate(subject, texts).hash gives it")
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        return tuple(sorted({head.layer for head in self.heads}))
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        wrong = sorted(set(self.heads) - set(anatomy.heads))
+        if wrong or not self.heads:
+            raise NeedleworkError(
+                f"{self.name}: no such heads {[tuple(h) for h in wrong]} in {anatomy.architecture}; attention layers are "
+                f"{[x.index for x in anatomy.attention_layers]}, `needlework inspect` shows their heads"
+            )
+
+    def _silenced(self, anatomy: Anatomy) -> Iterator[tuple[int, frozenset[int]]]:
+        for index in self.where(anatomy):
+            yield index, frozenset(h.index for h in self.heads if h.layer == index)
+
+    def stands_for(self, scene: Scene) -> Iterable[Act]:
+        for index, heads in self._silenced(scene.anatomy):
+            if heads:
+                yield acts.SilenceHeads(index, heads, self.means)
+
+
+@register
+class OnlyHeads(AblateHeads):
+    """The complement of AblateHeads: every head that is not named is silenced."""
+
+    def _silenced(self, anatomy: Anatomy) -> Iterator[tuple[int, frozenset[int]]]:
+        for layer in anatomy.attention_layers:
+            if self.layers is None or layer.index in self.layers:
+                yield layer.index, frozenset(h.index for h in layer.heads if h not in self.heads)
+
+
+@register
+class AblateAttention(Part):
+    """Silence all heads. `site="heads"` leaves the output projection's bias; `site="block"` removes that too."""
+
+    side = "attention"
+    site: Literal["heads", "block"] = "heads"
+
+    def stands_for(self, scene: Scene) -> Iterable[Act]:
+        for index in self.where(scene.anatomy):
+            everything = frozenset(range(scene.anatomy.attention(index).query_heads))
+            yield acts.DropAttention(index) if self.site == "block" else acts.SilenceHeads(index, everything)
+
+
+@register
+class ExposeTokens(Part):
+    """Rewrite attention probabilities on and off a span of keys. Combine a prefill and a decode one with `+`."""
+
+    side = "attention"
+    mode: Literal["keep", "omit", "only", "null", "balanced"]
+    span: str | tuple[int, ...] = "needle"
+    renormalize: bool = False
+    compat: Literal["right", "paper"] = "right"
+
+    def stands_for(self, scene: Scene) -> Iterable[Act]:
+        positions = scene.positions(self.span)
+        if self.compat == "paper":  # the authors' finder ignores BOS and stops at the first copy of the needle
+            first = scene.spans[self.span][0] if isinstance(self.span, str) else (min(positions), max(positions) + 1)
+            positions = tuple(p - 1 for p in range(*first) if p > 0)
+        if self.mode != "keep":
+            for index in self.where(scene.anatomy):
+                yield acts.ExposeColumns(index, self.mode, positions, self.renormalize, self.compat == "paper")
+
+
+@register
+class LimitContext(Part):
+    """Attention sees only the last `tokens` keys, the query's own included, and the first `sinks`."""
+
+    side = "attention"
+    tokens: int = Field(ge=1)
+    sinks: int = Field(0, ge=0)
+
+    def stands_for(self, scene: Scene) -> Iterable[Act]:
+        for index in self.where(scene.anatomy):
+            yield acts.LimitKeys(index, self.tokens, self.sinks)

@@ -1,0 +1,170 @@
+"""What can be done to a model. Every intervention is a frozen value: `+` composes, `str()` and `parse()` round-trip."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+
+from needlework.anatomy import Anatomy
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Act, Phase, Scene
+from needlework.ranking import Ranking
+
+When = Literal["prefill", "decode", "both"]
+
+
+def _sorted_unique(value: Any) -> Any:
+    return tuple(sorted(set(value))) if isinstance(value, Iterable) and not isinstance(value, str) else value
+
+
+Layers = Annotated[tuple[int, ...] | None, BeforeValidator(lambda v: v if v is None else _sorted_unique(v))]
+
+
+class Intervention(BaseModel):
+    """Base of all interventions. The empty one, `NONE`, does nothing and reads "none"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
+    name: ClassVar[str] = "none"
+    side: ClassVar[Literal["attention", "recurrent", "memory", "none"]] = "none"
+
+    def __init__(self, /, **fields: Any) -> None:
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "value"
+            message = first["msg"].removeprefix("Value error, ")
+            raise NeedleworkError(f"{type(self).name}: {where}: {message} (got {first['input']!r})") from None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return ()
+
+    def __add__(self, other: Intervention) -> Intervention:
+        return combine(self.parts + other.parts)
+
+    def check(self, anatomy: Anatomy) -> None:
+        """Raise if this cannot act on such a model; needs no prompt, so it runs before any compute."""
+        for part in self.parts:
+            part.check(anatomy)
+
+    def lower(self, scene: Scene, phase: Phase) -> list[Act]:
+        """The acts that this stands for in one phase of one prompt."""
+        return [act for part in self.parts if part.phase in (phase, "both") for act in part.stands_for(scene)]
+
+    def acts_in(self, phase: Phase) -> bool:
+        return any(part.phase in (phase, "both") for part in self.parts)
+
+    def __str__(self) -> str:
+        return " + ".join(part.text() for part in self.parts) or "none"
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+NONE = Intervention()
+
+
+class Part(Intervention):
+    """One intervention of one kind. Subclass this, decorate with `@register`, and say which acts it stands for."""
+
+    phase: When = "both"
+    layers: Layers = None
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (self,)
+
+    def stands_for(self, scene: Scene) -> Iterable[Act]:
+        raise TypeError(f"{type(self).__name__} does not say which acts it stands for: define stands_for(self, scene)")
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        """The layers this acts on: the given ones, or all of its side."""
+        own = anatomy.recurrent_layers if self.side == "recurrent" else anatomy.attention_layers
+        return self.layers if self.layers is not None else tuple(layer.index for layer in own)
+
+    def check(self, anatomy: Anatomy) -> None:
+        if self.side not in ("attention", "recurrent"):
+            return
+        own = {x.index for x in (anatomy.recurrent_layers if self.side == "recurrent" else anatomy.attention_layers)}
+        if not own:
+            reason = anatomy.no_mixer_reason if self.side == "recurrent" else ""
+            raise NeedleworkError(
+                f"{self}: {anatomy.architecture} has no separate {self.side} layers"
+                + (f" ({reason})" if reason else "") + "; choose an intervention on the side it has"
+            )
+        wrong = sorted(set(self.where(anatomy)) - own)
+        if wrong:
+            raise NeedleworkError(
+                f"{self}: layers {wrong} are no {self.side} layers of {anatomy.architecture}; choose from {sorted(own)}"
+            )
+
+    def clashes(self, other: Part) -> bool:
+        """Whether the two may not be combined: by default, when they are of one kind in one phase and layer."""
+        phases_meet = self.phase == other.phase or "both" in (self.phase, other.phase)
+        layers_meet = self.layers is None or other.layers is None or bool(set(self.layers) & set(other.layers))
+        return type(self) is type(other) and phases_meet and layers_meet
+
+    def text(self) -> str:
+        fields = []
+        for key, info in type(self).model_fields.items():
+            value = getattr(self, key)
+            if value != info.default:
+                fields.append(f"{info.alias or key}={_literal(value)}")
+        return f"{self.name}({', '.join(fields)})"
+
+
+class Composite(Intervention):
+    """Several parts at once. Made by `+`; the order in which they were added does not matter."""
+
+    members: tuple[Any, ...]
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return self.members
+
+
+def combine(parts: Sequence[Part]) -> Intervention:
+    """One intervention from parts, in one order whatever way they came; two of a kind may not meet."""
+    ordered = sorted(parts, key=str)
+    for i, a in enumerate(ordered):
+        for b in ordered[i + 1 :]:
+            if a.clashes(b):
+                raise NeedleworkError(
+                    f"two {a.name} meet in one phase and layer ({a}; {b}): merge them, or give them different phases or layers"
+                )
+    if not ordered:
+        return NONE
+    return ordered[0] if len(ordered) == 1 else Composite(members=tuple(ordered))
+
+
+_REGISTRY: dict[str, type[Part]] = {}
+P = TypeVar("P", bound=type[Part])
+
+
+def register(cls: P) -> P:
+    """Class decorator: makes an intervention known by its snake-case class name, for `parse` and plans."""
+    cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+    _REGISTRY[cls.name] = cls
+    return cls
+
+
+def registered() -> dict[str, type[Part]]:
+    """All interventions by name, those of installed plug-ins (entry point `needlework.interventions`) included."""
+    from importlib.metadata import entry_points
+
+    for point in entry_points(group="needlework.interventions"):
+        if point.name not in _REGISTRY:
+            register(point.load())
+    return dict(_REGISTRY)
+
+
+def _literal(value: Any) -> str:
+    if isinstance(value, Ranking):
+        return value.text()
+    if isinstance(value, (tuple, list)):
+        return "[" + ", ".join(_literal(item) for item in value) + "]"
+    return repr(value)

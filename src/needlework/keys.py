@@ -1,0 +1,152 @@
+"""Keys and values as attention reads them: a row's own, or the prompt's read by many forked rows at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+class Keys(Protocol):
+    count: int
+    value_dim: int
+    sliceable: bool
+
+    def positions(self, q_positions: Tensor) -> Tensor:
+        """Absolute position of every key for every row. [rows, keys]"""
+        ...
+
+    def scores(self, query: Tensor, first: int, last: int) -> Tensor:
+        """Dot products [rows, heads, queries, last - first] of queries with keys."""
+        ...
+
+    def mix(self, weights: Tensor, first: int, last: int) -> Tensor:
+        """Weighted values [rows, heads, queries, value_dim]."""
+        ...
+
+
+def _grouped(x: Tensor, kv_heads: int) -> Tensor:
+    """[rows, heads, queries, n] -> [rows, kv_heads, group * queries, n]: query heads of one kv head become more queries."""
+    rows, heads, queries, n = x.shape
+    return x.reshape(rows, kv_heads, heads // kv_heads * queries, n)
+
+
+class OwnKeys:
+    """Every row has its own keys."""
+
+    sliceable = True
+
+    def __init__(self, key: Tensor, value: Tensor) -> None:
+        self.key, self.value = key, value  # [rows, kv_heads, keys, dim]
+        self.count, self.value_dim = key.shape[2], value.shape[3]
+
+    def positions(self, q_positions: Tensor) -> Tensor:
+        # Caches keep the newest keys, so the last key belongs to the last token that is fed now.
+        return q_positions[:, -1:] + torch.arange(1 - self.count, 1, device=q_positions.device)
+
+    def scores(self, query: Tensor, first: int, last: int) -> Tensor:
+        rows, heads, queries, _ = query.shape
+        key = self.key[:, :, first:last]
+        return (_grouped(query, key.shape[1]) @ key.transpose(2, 3)).view(rows, heads, queries, last - first)
+
+    def mix(self, weights: Tensor, first: int, last: int) -> Tensor:
+        rows, heads, queries, _ = weights.shape
+        value = self.value[:, :, first:last]
+        return (_grouped(weights, value.shape[1]) @ value).view(rows, heads, queries, self.value_dim)
+
+
+@dataclass
+class Prefix:
+    """The keys of P prompts, and which rows read which."""
+
+    key: Tensor  # [prompts, kv_heads, keys, dim]
+    value: Tensor
+    positions: Tensor  # [prompts, keys] absolute position of each key; -1 where a shorter prompt is padded
+    prompt: Tensor  # [rows] the prompt that each row reads
+    start: Tensor  # [rows] position of the first key that is the row's own
+    complete: bool  # nothing is padded, neither here nor among the rows' own keys
+    order: Tensor  # [prompts, readers] the rows that read each prompt, padded with any row
+    place: Tensor  # [rows] flat index of each row in `order`
+
+    @classmethod
+    def of(
+        cls, key: Tensor, value: Tensor, positions: Tensor, prompt: Tensor, start: Tensor, complete: bool = True
+    ) -> Prefix:
+        readers: list[list[int]] = [[] for _ in range(key.shape[0])]
+        where = []
+        for row, p in enumerate(prompt.tolist()):
+            where.append((p, len(readers[p])))
+            readers[p].append(row)
+        most = max(len(some) for some in readers)
+        order = torch.tensor([some + [0] * (most - len(some)) for some in readers], device=key.device)
+        place = torch.tensor([p * most + i for p, i in where], device=key.device)
+        return cls(key, value, positions, prompt, start, complete, order, place)
+
+    def select(self, rows: Tensor) -> Prefix:
+        """For some of the rows; prompts that nobody reads any more are let go once they are the majority."""
+        prompt, start = self.prompt[rows], self.start[rows]
+        used = prompt.unique()
+        if 2 * len(used) > self.key.shape[0]:
+            return Prefix.of(self.key, self.value, self.positions, prompt, start, self.complete)
+        return Prefix.of(
+            self.key[used], self.value[used], self.positions[used], torch.searchsorted(used, prompt), start, self.complete
+        )
+
+    @staticmethod
+    def join(prefixes: Sequence[Prefix], same_own: bool) -> Prefix:
+        """The prompts and rows of all of them; shorter prompts are padded on the left."""
+        length = max(p.key.shape[2] for p in prefixes)
+        lacks = [length - p.key.shape[2] for p in prefixes]
+        offsets = [sum(p.key.shape[0] for p in prefixes[:i]) for i in range(len(prefixes))]
+        return Prefix.of(
+            torch.cat([pad(p.key, (0, 0, n, 0)) for p, n in zip(prefixes, lacks, strict=True)]),
+            torch.cat([pad(p.value, (0, 0, n, 0)) for p, n in zip(prefixes, lacks, strict=True)]),
+            torch.cat([pad(p.positions, (n, 0), value=-1) for p, n in zip(prefixes, lacks, strict=True)]),
+            torch.cat([p.prompt + n for p, n in zip(prefixes, offsets, strict=True)]),
+            torch.cat([p.start for p in prefixes]),
+            same_own and not any(lacks) and all(p.complete for p in prefixes),
+        )
+
+
+class SharedPrefix:
+    """Forked rows read their prompt's keys where they lie: one matrix product per prompt instead of a copy per row."""
+
+    sliceable = False
+
+    def __init__(self, prefix: Prefix, key: Tensor, value: Tensor) -> None:
+        self.prefix, self.own = prefix, OwnKeys(key, value)
+        self.length = prefix.key.shape[2]
+        self.count, self.value_dim = self.length + self.own.count, value.shape[3]
+
+    def _gather(self, x: Tensor) -> Tensor:
+        """[rows, heads, queries, n] -> [prompts, kv_heads, readers * group * queries, n]"""
+        prompts, readers = self.prefix.order.shape
+        kv_heads = self.prefix.key.shape[1]
+        rows = _grouped(x, kv_heads)[self.prefix.order.flatten()]
+        return rows.view(prompts, readers, kv_heads, *rows.shape[2:]).transpose(1, 2).flatten(2, 3)
+
+    def _scatter(self, x: Tensor, like: tuple[int, int, int]) -> Tensor:
+        prompts, readers = self.prefix.order.shape
+        rows, heads, queries = like
+        x = x.view(prompts, x.shape[1], readers, -1, x.shape[-1]).transpose(1, 2)
+        return x.flatten(0, 1)[self.prefix.place].reshape(rows, heads, queries, x.shape[-1])
+
+    def positions(self, q_positions: Tensor) -> Tensor:
+        """Absolute position of every key for every row, -1 for padding. [rows, keys]"""
+        own = q_positions[:, -1:] + torch.arange(1 - self.own.count, 1, device=q_positions.device)
+        own = own.masked_fill(own < self.prefix.start[:, None], -1)
+        return torch.cat([self.prefix.positions[self.prefix.prompt], own], 1)
+
+    def scores(self, query: Tensor, first: int, last: int) -> Tensor:
+        shape = (query.shape[0], query.shape[1], query.shape[2])
+        prompt = self._scatter(self._gather(query) @ self.prefix.key.transpose(2, 3), shape)
+        return torch.cat([prompt, self.own.scores(query, 0, self.own.count)], -1)
+
+    def mix(self, weights: Tensor, first: int, last: int) -> Tensor:
+        shape = (weights.shape[0], weights.shape[1], weights.shape[2])
+        prompt = self._scatter(self._gather(weights[..., : self.length]) @ self.prefix.value, shape)
+        return prompt + self.own.mix(weights[..., self.length :], 0, self.own.count)

@@ -1,0 +1,67 @@
+"""What was done to each trial, counted where it was done."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+Count = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """Counts per (layer, phase): positions seen, head outputs zeroed, columns touched, states cut or cleared."""
+
+    counts: dict[tuple[int, str], Count] = field(default_factory=dict)
+    swapped: tuple[str, ...] = ()  # halves of the memory that came from a twin
+    notes: tuple[str, ...] = ()
+
+    def total(self, what: str, phase: str | None = None, layer: int | None = None) -> int:
+        return sum(
+            count.get(what, 0)
+            for (at, when), count in self.counts.items()
+            if phase in (None, when) and layer in (None, at)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        rows = [{"layer": at, "phase": when, **count} for (at, when), count in sorted(self.counts.items())]
+        return {"layers": rows, "swapped": list(self.swapped), "notes": list(self.notes)}
+
+
+class Tally:
+    """Counts of all trials of one batch, kept as small tensors until someone asks."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+        self._constant: dict[tuple[int, str, str], list[int]] = defaultdict(lambda: [0] * slots)
+        self._tensors: dict[tuple[int, str, str], Any] = {}
+        self._rows: tuple[Any, list[int]] | None = None
+
+    def add(self, layer: int, phase: str, what: str, slots: Any, amount: Any) -> None:
+        """Add a number for all these rows, or a tensor with one number a row."""
+        key = (layer, phase, what)
+        if isinstance(amount, int):
+            counts = self._constant[key]
+            for slot in self._as_list(slots):
+                counts[slot] += amount
+            return
+        total = self._tensors.get(key)
+        if total is None:
+            total = self._tensors[key] = amount.new_zeros(self.slots, dtype=slots.dtype)
+        total.index_add_(0, slots, amount.to(total.dtype))
+
+    def _as_list(self, slots: Any) -> list[int]:
+        if self._rows is None or self._rows[0] is not slots:
+            self._rows = (slots, slots.tolist())
+        return self._rows[1]
+
+    def receipt(self, slot: int, swapped: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> Receipt:
+        counts: dict[tuple[int, str], Count] = defaultdict(dict)
+        for (layer, phase, what), numbers in self._constant.items():
+            if numbers[slot]:
+                counts[layer, phase][what] = numbers[slot]
+        for (layer, phase, what), tensor in self._tensors.items():
+            if number := int(tensor[slot]):
+                counts[layer, phase][what] = counts[layer, phase].get(what, 0) + number
+        return Receipt(dict(counts), swapped, notes)

@@ -1,0 +1,169 @@
+"""The public face of a loaded model: ask it to generate, to score choices, for logits, under any intervention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from needlework.anatomy import Anatomy
+from needlework.engine import Engine
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Phase, Span
+from needlework.interventions.base import NONE, Intervention
+from needlework.requests import Answer, Request
+from needlework.scoring import Scores, choices, logits
+from needlework.subjects.body import Body, Kernels
+
+Prompt = str | Sequence[int]
+
+
+class Subject:
+    """A model with its tokenizer and anatomy. `model` and `tokenizer` stay within reach, unchanged between calls."""
+
+    def __init__(self, body: Body, tokenizer: Any = None, memory_bytes: int | None = None) -> None:
+        self.body, self.tokenizer = body, tokenizer
+        self.engine = Engine(body, memory_bytes)
+
+    @property
+    def model(self) -> Any:
+        return self.body.model
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.body.anatomy
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        intervention: Intervention = NONE,
+        *,
+        interventions: Sequence[Intervention] | None = None,
+        max_new_tokens: int = 40,
+        stop: Sequence[int | str] = (),
+        spans: Sequence[Mapping[str, Span]] | None = None,
+        twins: Sequence[Mapping[str, Prompt]] | None = None,
+        boundary: Phase = "decode",
+    ) -> list[Answer]:
+        """Greedy answers, in the order of the prompts. `interventions`, if given, has one for each prompt."""
+        if isinstance(prompts, str):
+            raise NeedleworkError("give a list of prompts: generate([prompt])")
+        each = _one_each(interventions, len(prompts), intervention, "interventions")
+        ends = self._stops(stop)
+        requests = [
+            Request(
+                prompt=self.encode(prompt),
+                intervention=act,
+                max_new_tokens=max_new_tokens,
+                stop=ends,
+                spans=span,
+                twins={name: self.encode(twin) for name, twin in twin_of.items()},
+                boundary=boundary,
+            )
+            for prompt, act, span, twin_of in zip(
+                prompts, each, _one_each(spans, len(prompts), {}, "spans"), _one_each(twins, len(prompts), {}, "twins"),
+                strict=True,
+            )
+        ]  # fmt: skip
+        return self.answer(requests)
+
+    def answer(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answers to requests, in order, with their text."""
+        answers: dict[int, Answer] = dict(self.engine.run(requests))
+        return [self._with_text(answers[i]) for i in range(len(requests))]
+
+    def logits(
+        self,
+        input_ids: Tensor | Sequence[Sequence[int]],
+        intervention: Intervention = NONE,
+        *,
+        prompt_tokens: int | None = None,
+        attention_mask: Tensor | None = None,
+        spans: Mapping[str, Span] | None = None,
+        boundary: Phase = "decode",
+    ) -> Tensor:
+        """Logits [rows, tokens, vocabulary]. The first `prompt_tokens` are prefill, the rest is decoded token by token;
+        without it all tokens are prefill (scoring). Left padding named by `attention_mask` is taken off first."""
+        return logits(self.body, input_ids, intervention, prompt_tokens, attention_mask, spans or {}, boundary)
+
+    def choices(
+        self,
+        prompts: Sequence[Prompt],
+        options: Sequence[Sequence[Prompt]],
+        intervention: Intervention = NONE,
+        *,
+        interventions: Sequence[Intervention] | None = None,
+        spans: Sequence[Mapping[str, Span]] | None = None,
+    ) -> list[Scores]:
+        """Log-likelihood of each option after each prompt. Scoring: every position counts as prefill."""
+        each = _one_each(interventions, len(prompts), intervention, "interventions")
+        spans = _one_each(spans, len(prompts), {}, "spans")
+        asked = [
+            (Request(self.encode(p), act, spans=span), [self.encode(o, continuation=True) for o in some])
+            for p, act, span, some in zip(prompts, each, spans, options, strict=True)
+        ]
+        return choices(self.engine, asked)
+
+    def encode(self, prompt: Prompt, continuation: bool = False) -> tuple[int, ...]:
+        if not isinstance(prompt, str):
+            return tuple(int(token) for token in prompt)
+        if self.tokenizer is None:
+            raise NeedleworkError("this model was loaded without a tokenizer; give token ids instead of text")
+        return tuple(self.tokenizer(prompt, add_special_tokens=not continuation)["input_ids"])
+
+    def use(self, means: Any) -> None:
+        """Make calibrated means (`nw.calibrate`, `nw.Means.load`) known to interventions that name their hash."""
+        self.body.means[means.hash] = means.tensors
+
+    def _with_text(self, answer: Answer) -> Answer:
+        return answer if self.tokenizer is None else answer.with_text(self.tokenizer.decode(answer.tokens))
+
+    def _stops(self, stop: Sequence[int | str]) -> frozenset[int]:
+        ends = set()
+        for item in stop:
+            ids = (item,) if isinstance(item, int) else self.encode(item, continuation=True)
+            if len(ids) != 1:
+                raise NeedleworkError(f"stop {item!r} is {len(ids)} tokens; a stop must be one token")
+            ends.add(ids[0])
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        ends |= {eos} if isinstance(eos, int) else set(eos or ())
+        return frozenset(ends)
+
+
+def _one_each(given: Any, count: int, default: Any, name: str) -> Any:
+    if given is None:
+        return [default] * count
+    if len(given) != count:
+        raise NeedleworkError(f"{len(given)} {name} for {count} prompts; give one for each")
+    return given
+
+
+def load(
+    source: str | Path,
+    *,
+    device: str = "cpu",
+    dtype: str = "float32",
+    device_map: Any = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    window: str = "transformers",
+    kernels: Kernels = "fast",
+    memory_bytes: int | None = None,
+) -> Subject:
+    """Load a model from a directory, a .gguf file or a hub id. `window="deepmind"` is RecurrentGemma's own rule."""
+    from needlework.subjects.load import load_body
+
+    body, tokenizer = load_body(
+        source, device, dtype, device_map, revision, trust_remote_code, window, kernels  # type: ignore[arg-type]
+    )
+    return Subject(body, tokenizer, memory_bytes)
+
+
+def wrap(model: torch.nn.Module, tokenizer: Any = None, *, kernels: Kernels = "fast") -> Subject:
+    """A subject around a model that is already in memory."""
+    from needlework.subjects.load import make_body
+
+    return Subject(make_body(model, "transformers", kernels), tokenizer)

@@ -1,0 +1,1 @@
+"""Loaded models and what the product knows about their families."""

@@ -1,0 +1,204 @@
+"""A loaded model that can be fed tokens while acts apply: prefill, step and fork are all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from needlework.anatomy import Anatomy
+from needlework.attention import NAME, Forward, Observer, current
+from needlework.attention_plan import LayerPlan, compile_layer
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Act, ClearState, Phase
+from needlework.receipts import Tally
+from needlework.recurrence import Mixer, MixerPlan, compile_mixer, hooked
+from needlework.subjects.families import Family
+from needlework.subjects.probe import Findings, attention_switched, run_model
+from needlework.subjects.seams import continues_prefill, fast_kernels
+from needlework.subjects.state import Memory
+
+Kernels = Literal["fast", "stock"]
+
+
+@dataclass
+class Rows:
+    """The acts of a batch in one phase, compiled: a plan per layer with one entry a row."""
+
+    slots: Tensor  # [rows] which trial each row belongs to
+    attention: dict[int, LayerPlan] = field(default_factory=dict)
+    mixers: dict[int, MixerPlan] = field(default_factory=dict)
+    clears: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # position -> layer -> rows
+
+    def select(self, rows: Tensor) -> Rows:
+        places = {int(row): i for i, row in enumerate(rows)}
+        return Rows(
+            self.slots[rows],
+            {layer: plan.select(rows) for layer, plan in self.attention.items()},
+            {layer: plan.select(rows) for layer, plan in self.mixers.items()},
+            {
+                position: {layer: [places[r] for r in some if r in places] for layer, some in layers.items()}
+                for position, layers in self.clears.items()
+            },
+        )
+
+
+class Body:
+    """Model, anatomy and everything needed to act on it. Knows rows and token ids, not trials."""
+
+    def __init__(self, model: Any, family: Family, findings: Findings, kernels: Kernels) -> None:
+        self.model, self.family, self.kernels = model, family, kernels
+        self.anatomy: Anatomy = findings.anatomy
+        self.attention: dict[nn.Module, int] = findings.attention
+        self.mixers: tuple[Mixer, ...] = findings.mixers
+        self.shareable = findings.shareable
+        self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
+        self.observer: Observer | None = None
+        self.device = next(model.parameters()).device
+        self._memory: Memory | None = None  # the one that is being fed; hooks clear its rows
+        self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
+        self._depth = 0
+
+    @property
+    def continues(self) -> bool:
+        """Whether a prefill can go on with several tokens at once; else the rest is fed token by token."""
+        return continues_prefill(self.anatomy.model_type, self.kernels == "fast")
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Put our attention function, kernels and hooks in place; leave no trace on the model, also after an exception."""
+        if self._depth:
+            yield
+            return
+        with ExitStack() as stack:
+            self._depth += 1
+            stack.callback(self._leave)
+            if self.attention:
+                stack.enter_context(attention_switched(self.model, NAME))
+            if self.kernels == "fast":
+                stack.enter_context(fast_kernels(self.model))
+            stack.enter_context(hooked(self.mixers, self.attention, self._clear_rows))
+            stack.enter_context(torch.inference_mode())
+            was_training = self.model.training
+            self.model.eval()
+            stack.callback(self.model.train, was_training)
+            yield
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        self._memory = None
+
+    def _clear_rows(self, mixer: Mixer, rows: Tensor) -> None:
+        """A mixer's memory is emptied for these rows while the model runs."""
+        for name in mixer.state_names:
+            path, _, leaf = name.rpartition(".")
+            holder = mixer.module.get_submodule(path)
+            state = getattr(holder, leaf)
+            if state is not None:
+                setattr(holder, leaf, state * (~rows).to(state.dtype).view(-1, *[1] * (state.dim() - 1)))
+        if self._memory is not None and not mixer.state_names:
+            self._memory.clear([mixer.cache_layer], rows)
+
+    def new_memory(self, rows: int) -> Memory:
+        stateful = {}
+        for mixer in self.mixers:
+            for name in mixer.state_names:
+                path, _, leaf = name.rpartition(".")
+                stateful[f"{mixer.layer}.{name}"] = (mixer.cache_layer, mixer.module.get_submodule(path), leaf)
+        return Memory(self.family.make_cache(self.model.config), stateful, rows)
+
+    def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
+        """Plans for a batch from each row's acts."""
+        compiled = Rows(slots)
+        touched = {act.layer for row in rows for act in row}
+        by_layer = {layer: [[act for act in row if act.layer == layer] for row in rows] for layer in touched}
+        for layer, part in self.anatomy.attention_parts():
+            if layer in touched:
+                means = {name: table[layer, phase] for name, table in self.means.items() if (layer, phase) in table}
+                plan = compile_layer(by_layer[layer], samples, part.query_heads, means, self.device)
+                if not plan.idle:
+                    compiled.attention[layer] = plan
+        for mixer in self.mixers:
+            if mixer.layer in touched:
+                mixer_plan = compile_mixer(by_layer[mixer.layer], self.device)
+                if not mixer_plan.idle:
+                    compiled.mixers[mixer.layer] = mixer_plan
+        for i, row in enumerate(rows):
+            for act in row:
+                if isinstance(act, ClearState):
+                    compiled.clears.setdefault(act.position, {}).setdefault(act.layer, []).append(i)
+        return compiled
+
+    def feed(
+        self,
+        ids: Tensor,
+        memory: Memory,
+        phase: Phase,
+        rows: Rows,
+        tally: Tally,
+        positions: Tensor | None = None,
+        keep: Literal["last", "all"] = "last",
+    ) -> Tensor:
+        """Feed tokens [rows, n]; logits [rows, 1 or n, vocabulary] in fp32. The memory moves on."""
+        n = ids.shape[1]
+        start = memory.length
+        if positions is None:
+            positions = torch.arange(start, start + n, device=self.device).expand(ids.shape[0], -1)
+        logits = []
+        for part in self._parts(start, n, rows):
+            self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
+            last = part.stop == n
+            out = self._forward(ids[:, part], positions[:, part], memory, phase, rows, tally, keep == "all")
+            if keep == "all" or last:
+                logits.append(out)
+        return torch.cat(logits, 1) if len(logits) > 1 else logits[0]
+
+    def _parts(self, start: int, n: int, rows: Rows) -> list[slice]:
+        """Cut where a state must be cleared first, and into single tokens where the model cannot continue a prefill."""
+        if start and n > 1 and not self.continues:
+            return [slice(i, i + 1) for i in range(n)]
+        cuts = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n)})
+        parts = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        if len(parts) > 1 and not self.continues:
+            return [parts[0], *(slice(i, i + 1) for i in range(parts[0].stop, n))]
+        return parts
+
+    def _apply_clears(self, memory: Memory, rows: Rows, tally: Tally, phase: Phase, at: Tensor) -> None:
+        if not rows.clears:
+            return
+        for i, position in enumerate(at.tolist()):
+            for layer, some in rows.clears.get(position, {}).items():
+                if i in some:
+                    mask = torch.zeros(memory.rows, dtype=torch.bool, device=self.device)
+                    mask[i] = True
+                    cache_layers = [mixer.cache_layer for mixer in self.mixers if mixer.layer == layer]
+                    memory.clear(cache_layers, mask)
+                    tally.add(layer, phase, "states_cleared", rows.slots[i : i + 1], 1)
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, memory: Memory, phase: Phase, rows: Rows, tally: Tally, all_logits: bool
+    ) -> Tensor:
+        if not self._depth:
+            raise RuntimeError("feed a body inside `with body.session():`")
+        shared = memory.shared
+        forward = Forward(
+            phase, positions, rows.slots, tally, self.attention, rows.attention, rows.mixers, self.observer,
+            shared, self._windows, self.family.dense_masks,
+        )  # fmt: skip
+        self._memory = memory
+        with memory.mounted(), current(forward):
+            out = run_model(self.model, ids, positions, memory, logits_to_keep=0 if all_logits else 1)
+        memory.length += ids.shape[1]
+        logits: Tensor = out.logits if all_logits else out.logits[:, -1:]
+        return logits.float()
+
+    def check_length(self, tokens: int) -> None:
+        most = self.anatomy.max_tokens
+        if most is not None and tokens > most:
+            raise NeedleworkError(
+                f"{tokens} tokens are more than the {most} that {self.anatomy.architecture} allows; shorten the prompt or the answer"
+            )

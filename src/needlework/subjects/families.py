@@ -1,0 +1,75 @@
+"""What no probe can find out about a model family: one row each. Everything else is discovered by running the model."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import DynamicCache
+
+
+@dataclass(frozen=True)
+class Family:
+    """Facts about one `model_type`."""
+
+    mixer_class: str = ""  # class of the recurrent mixer where it never touches the cache, so that no probe sees it
+    state_names: tuple[str, ...] = ()  # where such a mixer keeps its state
+    no_mixer: str = ""  # why there is no recurrent side that could be switched off by itself
+    dense_masks: bool = False  # the model computes with its masks, so it must be given real ones
+    decode_drift: str = ""  # why decoding differs from a full forward by the model's own doing
+    make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)
+    deepmind_window: bool = False  # trained with one key more than transformers shows
+
+
+def _recurrent_gemma_cache(config: Any) -> Any:
+    """Layer 0 is recurrent and unknown to the cache, which would report a length of 0 and reset every decode step."""
+    config = copy.copy(config)
+    kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+    config.layer_types = [kinds[kind] for kind in config.layers_block_type]
+    return DynamicCache(config=config)
+
+
+def _minimax_cache(config: Any) -> Any:
+    from transformers.models.minimax.modeling_minimax import MiniMaxCache
+
+    first = list(config.layer_types).index("full_attention") if "full_attention" in config.layer_types else 0
+
+    class Cache(MiniMaxCache):  # type: ignore[misc, unused-ignore]
+        """Lengths and mask sizes are read from layer 0, which may be linear: answer for the first attention layer."""
+
+        def get_seq_length(self, layer_idx: int = 0) -> int:
+            return int(super().get_seq_length(layer_idx or first))
+
+        def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+            return super().get_mask_sizes(query_length, layer_idx or first)  # type: ignore[no-any-return]
+
+    return Cache()
+
+
+_TIME_STEP = "prefill clamps the time step at its minimum, single-token decode does not"
+
+FAMILIES: dict[str, Family] = {
+    "recurrent_gemma": Family(
+        mixer_class="RecurrentGemmaRecurrentBlock",
+        state_names=("conv1d_state", "rg_lru.recurrent_states"),
+        make_cache=_recurrent_gemma_cache,
+        deepmind_window=True,
+    ),
+    "minimax": Family(make_cache=_minimax_cache),
+    "zamba2": Family(decode_drift=_TIME_STEP),
+    "nemotron_h": Family(decode_drift=_TIME_STEP),
+    "glm5_next": Family(dense_masks=True),
+    "glm5_next_text": Family(dense_masks=True),
+    "qwen4_exp": Family(dense_masks=True),
+    "qwen4_exp_text": Family(dense_masks=True),
+    "zaya": Family(no_mixer="its convolution sits inside the query, key and value projections"),
+    "inkling": Family(no_mixer="its short convolutions sit inside attention and feed-forward layers"),
+    "inkling_text": Family(no_mixer="its short convolutions sit inside attention and feed-forward layers"),
+    "hrm_text": Family(no_mixer="it recurs over depth, not over tokens"),
+}
+
+
+def family(model_type: str) -> Family:
+    return FAMILIES.get(model_type, Family())

@@ -1,0 +1,10 @@
+"""The zoo: tiny models of the paper's architecture classes, trained on a toy language and shipped with the package.
+
+`world` is the language, `recipes` say how a model is made, `train` makes it, `catalog()` lists what was made. Importing
+this package imports neither torch nor transformers.
+"""
+
+from needlework.zoo.catalog import Entry, catalog, path
+from needlework.zoo.errors import ZooError
+
+__all__ = ["Entry", "ZooError", "catalog", "path"]

@@ -1,0 +1,103 @@
+"""What is written beside a model's weights: figures.json, the model card and the picture of its training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from needlework.zoo.checkpoints import FINISHED, Progress
+from needlework.zoo.evaluate import Figure
+from needlework.zoo.recipes import Recipe
+
+Record = dict[str, Any]
+
+
+def record(
+    recipe: Recipe, progress: Progress, measured: dict[str, Figure], parameters: int, versions: dict[str, str]
+) -> Record:
+    return {
+        "name": recipe.name,
+        "about": recipe.about,
+        "architecture": recipe.architecture,
+        "parameters": parameters,
+        "recipe_hash": recipe.hash(),
+        "seed": recipe.seed,
+        "steps": recipe.steps,
+        "threads": recipe.threads,
+        "train_minutes": round(progress.seconds / 60, 1),
+        "longest_document_tokens": recipe.longest,
+        "versions": versions,
+        "figures": {name: figure.as_dict() for name, figure in measured.items()},
+    }
+
+
+def _figure_rows(figures: dict[str, dict[str, float]]) -> str:
+    return "\n".join(
+        f"| {name} | {100 * f['value']:.1f} % | {100 * f['low']:.1f} to {100 * f['high']:.1f} % | {int(f['n'])} |"
+        for name, f in figures.items()
+    )
+
+
+def text(made: Record) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    return f"""# {made["name"]}
+
+{made["about"]}
+
+A {made["architecture"]} of {made["parameters"]:,} parameters, trained from nothing on needlework's toy language
+(generated text, no outside data). It speaks that language only. Load it with
+`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, or by its name with `needlework.load`.
+
+| training | |
+|---|---|
+| recipe hash | `{made["recipe_hash"]}` (`recipe.yaml` beside this card) |
+| seed | {made["seed"]} |
+| steps | {made["steps"]} |
+| threads | {made["threads"]} |
+| wall time | {made["train_minutes"]} minutes |
+| longest document | {made["longest_document_tokens"]} tokens |
+| versions | {versions} |
+
+## Held-out figures
+
+Exact match of the greedy answer, with 95 % Wilson intervals. Samples come from the split "eval", which training never
+draws from. `niah_L_...` has prompts of about L tokens; letter questions have four options (chance 25 %), judgements two
+(chance 50 %), all others count only the right answer over the whole vocabulary.
+
+| figure | value | interval | n |
+|---|---|---|---|
+{_figure_rows(made["figures"])}
+
+![training curve](curve.png)
+"""
+
+
+def picture(path: Path, recipe: Recipe, progress: Progress) -> None:
+    """Loss and the followed accuracies against the step, as a small PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(7, 3), dpi=80, layout="constrained")
+    FigureCanvasAgg(canvas)
+    loss, accuracy = canvas.subplots(1, 2)
+    steps = [point["step"] for point in progress.curve]
+    loss.plot(steps, [point["loss"] for point in progress.curve], color="#444")
+    loss.set(xlabel="step", ylabel="loss", title=f"{recipe.name}: training loss")
+    for name in progress.curve[-1] if progress.curve else ():
+        if name not in ("step", "loss"):
+            known = [point for point in progress.curve if name in point]
+            accuracy.plot([p["step"] for p in known], [p[name] for p in known], label=name)
+    accuracy.set(xlabel="step", ylim=(-0.02, 1.02), title="held-out exact match")
+    accuracy.legend(fontsize=7)
+    canvas.savefig(path)
+
+
+def write(out: Path, recipe: Recipe, progress: Progress, made: Record) -> None:
+    """figures.json comes last and whole: its presence says that the directory is complete."""
+    (out / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    picture(out / "curve.png", recipe, progress)
+    (out / "README.md").write_text(text(made), encoding="utf-8")
+    half = out / f"{FINISHED}.tmp"
+    half.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    half.replace(out / FINISHED)

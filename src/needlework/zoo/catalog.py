@@ -1,0 +1,49 @@
+"""The models that come with the package: where they are and what was measured when they were trained."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from needlework.zoo.errors import ZooError, did_you_mean
+
+FIGURES = "figures.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A shipped model: its directory and the record written by its training (figures, recipe hash, seed, steps)."""
+
+    name: str
+    path: Path
+    record: dict[str, Any]
+
+    @property
+    def figures(self) -> dict[str, dict[str, float]]:
+        figures: dict[str, dict[str, float]] = self.record["figures"]
+        return figures
+
+
+def weights_directory() -> Path:
+    """Where shipped weights live. The package is always installed as plain files, never run from an archive."""
+    return Path(str(resources.files("needlework.zoo"))) / "weights"
+
+
+def catalog() -> dict[str, Entry]:
+    """All shipped models by name."""
+    found = {}
+    for path in sorted(weights_directory().glob(f"*/{FIGURES}")):
+        folder = path.parent
+        found[folder.name] = Entry(folder.name, folder, json.loads(path.read_text(encoding="utf-8")))
+    return found
+
+
+def path(name: str) -> Path:
+    """The directory of a shipped model, fit for `from_pretrained`."""
+    folder = weights_directory() / name
+    if name and (folder / FIGURES).is_file() and folder.parent == weights_directory():
+        return folder
+    raise ZooError(f"no zoo model is called {name!r}: {did_you_mean(name, catalog())}")

@@ -1,0 +1,190 @@
+"""Training documents: rows of exactly one length, made of the same Samples that tasks ask, answers weighted.
+
+A row is a pure function of (seed, step, row number), so a resumed training sees the data it would have seen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from needlework.zoo import facts, judgements, recall
+from needlework.zoo import words as w
+from needlework.zoo.needles import LAYOUTS, RELATION_NAMES, RELATIONS, Needle, ask, fresh_values, scene, sentence
+from needlework.zoo.sample import Sample, Stream
+
+# Part of every recipe hash: raise it when the documents of a given (seed, step) change.
+DATA_VERSION = 1
+
+# Kinds of row: how a whole document is laid out.
+ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "recall", "short")
+# Kinds of item in a "short" row: many small texts one after the other.
+ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
+ITEM_SHARES = {
+    "sentence": 1.0,
+    "statement": 2.0,
+    "cloze": 4.0,
+    "letter": 5.0,
+    "letter_lookup": 2.0,
+    "acceptability": 1.0,
+    "entailment": 1.0,
+    "paraphrase": 1.0,
+}
+SHORTEST_ITEM = 8
+DENSE_NEEDLE_WORDS = 24  # one needle sentence and one question with its answer, on average, and some haystack
+QUOTE_SHARE = 0.15
+ONE_RELATION_SHARE = 0.7
+
+
+@dataclass(frozen=True)
+class Diet:
+    """What a training step is made of: shares of row kinds, shares of items in short rows, weight of answers."""
+
+    rows: dict[str, float]
+    items: dict[str, float]
+    answer_weight: float
+    relations: tuple[str, ...] = RELATION_NAMES
+
+
+class _Row:
+    """Words and their loss weights, growing up to a fixed length."""
+
+    def __init__(self, length: int, answer_weight: float) -> None:
+        self.length = length
+        self.answer_weight = answer_weight
+        self.words: list[str] = [w.BOS]
+        self.weights: list[float] = [0.0]
+
+    @property
+    def room(self) -> int:
+        return self.length - len(self.words)
+
+    def add(self, words: list[str] | tuple[str, ...], weight: float = 1.0) -> None:
+        self.words += words
+        self.weights += [weight] * len(words)
+
+    def add_answer(self, target: tuple[str, ...], stop: str) -> None:
+        self.add(target, self.answer_weight)
+        if stop:
+            self.add((stop,))
+
+    def add_sample(self, sample: Sample) -> None:
+        self.add(sample.prompt)
+        self.add_answer(sample.target, sample.stop)
+
+    def add_series(self, samples: list[Sample]) -> None:
+        """Samples that each continue the one before it."""
+        for sample in samples:
+            self.add(sample.prompt[len(self.words) - 1 :])
+            self.add_answer(sample.target, sample.stop)
+
+
+def _hidden(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Needle]:
+    """Needles for one document: mostly of one relation; else mixed, and then one name may hold several values."""
+    if stream.chance(ONE_RELATION_SHARE):
+        kinds = [stream.pick(relations)] * count
+        names = stream.some(w.NAMES, count)
+    else:
+        kinds = [stream.pick(relations) for _ in range(count)]
+        names = [stream.pick(w.NAMES) for _ in range(count)]
+    hidden: dict[tuple[str, str], Needle] = {}
+    for kind, name in zip(kinds, names, strict=True):
+        taken = [needle.value for needle in hidden.values() if needle.relation == kind]
+        if len(taken) < len(RELATIONS[kind].values):
+            hidden[kind, name] = Needle(kind, name, fresh_values(stream, kind, 1, taken)[0])
+    return list(hidden.values())
+
+
+def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]) -> None:
+    layout = kind if kind in LAYOUTS else "plain"
+    copies = 2 if layout == "jrt" else 1
+    room = row.room // copies
+    most = max(1, (room - 6) // DENSE_NEEDLE_WORDS)
+    count = stream.between(max(1, most // 2), most) if kind == "dense" else min(most, stream.pick((1, 2, 3, 4, 6, 9)))
+    hidden = _hidden(stream, count, relations)
+    asked = stream.mixed(range(len(hidden)))
+    if kind != "dense":
+        asked = asked[:4]
+    forms = [(stream.below(2), stream.chance(QUOTE_SHARE)) for _ in asked]
+    blocks = [
+        (hidden[i].question(form), tuple(hidden[i].sentence()[:-1]) if quote else hidden[i].value)
+        for i, (form, quote) in zip(asked, forms, strict=True)
+    ]
+    later = sum(len(question) + 2 + len(answer) + 1 for question, answer in blocks[1:])
+    first = copies * (2 + len(blocks[0][0])) + 2 + len(blocks[0][1]) + 1
+    context = (row.room - first - later) // copies
+    place = scene(stream, hidden, max(context, sum(len(needle.sentence()) for needle in hidden)))
+    row.add_sample(ask(stream, place, asked[0], layout=layout, form=forms[0][0], quote=forms[0][1]))
+    for (question, answer), (_, quote) in zip(blocks[1:], forms[1:], strict=True):
+        row.add([*question, "quote" if quote else "answer", ":"])
+        row.add_answer(answer, ".")
+
+
+def _recall_row(stream: Stream, row: _Row) -> None:
+    kind = stream.weighted({"pairs": 2.0, "phone": 2.0, "copy": 1.0})
+    if kind == "pairs":
+        pairs = min(40, stream.between(4, max(4, (row.room - 6) // 4)))
+        row.add_series(recall.key_values(stream, pairs, min(pairs, (row.room - 6 - 2 * pairs) // 2)))
+        row.add((".",))
+    elif kind == "phone":
+        entries = max(1, stream.between(1, (row.room - 4) // 22))
+        row.add_series(recall.phone_book(stream, entries, max(1, min(entries, (row.room - 4 - 6 * entries) // 17))))
+    else:
+        row.add_sample(recall.copying(stream, stream.between(4, min(60, (row.room - 6) // 2))))
+    _short_row(stream, row, ITEM_SHARES)
+
+
+def _item(stream: Stream, kind: str) -> Sample | list[str]:
+    if kind == "sentence":
+        return sentence(stream)
+    if kind == "statement":
+        return facts.statement(stream)
+    if kind == "cloze":
+        return facts.cloze(stream)
+    if kind == "letter":
+        return facts.letter_choice(stream)
+    if kind == "letter_lookup":
+        return facts.letter_lookup(stream)
+    return judgements.judgement(stream, kind)
+
+
+def _short_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
+    """Fill the rest of a row with small texts; the last few words may stay empty."""
+    misses = 0
+    while row.room >= SHORTEST_ITEM and misses < 4:
+        item = _item(stream, stream.weighted(items))
+        if isinstance(item, Sample):
+            if len(item.prompt) + len(item.target) + 1 > row.room:
+                misses += 1
+                continue
+            row.add_sample(item)
+        elif len(item) <= row.room:
+            row.add(item)
+
+
+def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]]:
+    """One document of at most `length` words, BOS included, and the loss weight of predicting each of them."""
+    kind = stream.weighted(diet.rows)
+    made = _Row(length, diet.answer_weight)
+    if kind == "short":
+        _short_row(stream, made, diet.items)
+    elif kind == "recall":
+        _recall_row(stream, made)
+    else:
+        _needle_row(stream, made, kind, diet.relations)
+    return made.words[:length], made.weights[:length]
+
+
+def batch(
+    seed: int, step: int, rows: int, length: int, diet: Diet
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Token ids and loss weights of one training step, [rows, length] each; padding has weight 0."""
+    ids = np.full((rows, length), w.WORD_ID[w.PAD], dtype=np.int64)
+    weights = np.zeros((rows, length), dtype=np.float32)
+    for i in range(rows):
+        words, row_weights = row(Stream("train", seed, step, i), length, diet)
+        ids[i, : len(words)] = [w.WORD_ID[word] for word in words]
+        weights[i, : len(words)] = row_weights
+    return ids, weights

@@ -1,0 +1,247 @@
+"""Needles in haystacks: values that are true in one document alone, hidden among sentences about other things."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from needlework.zoo import words as w
+from needlework.zoo.facts import statement
+from needlework.zoo.sample import Sample, Span, Stream, Words
+
+LAYOUTS = ("plain", "jrt", "question_first")
+FACT_SHARE = 0.2  # of haystack sentences that state a fact of the fixed world
+SHORTEST_SENTENCE = 6
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A kind of needle: sentence and questions hold {n}, the sentence's value of `length` words comes at its end."""
+
+    name: str
+    sentence: tuple[str, ...]
+    questions: tuple[tuple[str, ...], ...]
+    values: Words
+    length: int
+
+
+def _relation(name: str, sentence: str, questions: str, values: Words, length: int) -> Relation:
+    return Relation(
+        name, tuple(sentence.split()), tuple(tuple(q.split()) for q in questions.split("|")), values, length
+    )
+
+
+RELATIONS: dict[str, Relation] = {
+    relation.name: relation
+    for relation in (
+        _relation(
+            "code",
+            "the secret code of {n} is",
+            "what is the secret code of {n} ?|which secret code has {n} ?",
+            w.DIGITS,
+            3,
+        ),
+        _relation(
+            "badge", "the badge of {n} is", "what is the badge of {n} ?|which badge has {n} ?", w.COLOURS, 2
+        ),
+        _relation(
+            "hideout",
+            "{n} hid the key in the",
+            "where is the key of {n} ?|where has {n} hid the key ?",
+            w.HIDEOUTS,
+            1,
+        ),
+        _relation(
+            "gift", "the gift for {n} is a", "what is the gift for {n} ?|which gift gets {n} ?", w.GIFTS, 1
+        ),
+    )
+}
+RELATION_NAMES: Words = tuple(RELATIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class Needle:
+    relation: str
+    name: str
+    value: Words
+
+    def sentence(self) -> list[str]:
+        kind = RELATIONS[self.relation]
+        return [*(self.name if word == "{n}" else word for word in kind.sentence), *self.value, "."]
+
+    def question(self, form: int) -> list[str]:
+        forms = RELATIONS[self.relation].questions
+        return ["question", ":", *(self.name if word == "{n}" else word for word in forms[form % len(forms)])]
+
+
+def sentence(stream: Stream) -> list[str]:
+    """A haystack sentence of 6 to 13 words. All parts are drawn apart, so no part tells of another."""
+    words = [stream.pick(w.DETERMINERS)]
+    if stream.chance(0.3):
+        words.append(stream.pick(w.MANNERS))
+    words += (stream.pick(w.PEOPLE), stream.pick(w.VERBS), stream.pick(w.DETERMINERS))
+    if stream.chance(0.3):
+        words.append(stream.pick(w.LOOKS))
+    words.append(stream.pick(w.THINGS))
+    if stream.chance(0.5):
+        words += (stream.pick(w.SIDES), "the", stream.pick(w.PLACES))
+    if stream.chance(0.3):
+        words += stream.pick(w.TIMES)
+    words.append(".")
+    return words
+
+
+def haystack(stream: Stream, words: int, fact_share: float = FACT_SHARE) -> list[list[str]]:
+    """Sentences of at most `words` words together, short of it by less than the shortest sentence."""
+    sentences: list[list[str]] = []
+    left = words
+    while left >= SHORTEST_SENTENCE:
+        new = statement(stream) if stream.chance(fact_share) else sentence(stream)
+        if len(new) <= left:
+            sentences.append(new)
+            left -= len(new)
+    return sentences
+
+
+def value_of(stream: Stream, relation: str) -> Words:
+    kind = RELATIONS[relation]
+    return tuple(stream.pick(kind.values) for _ in range(kind.length))
+
+
+def fresh_values(stream: Stream, relation: str, count: int, taken: Sequence[Words] = ()) -> list[Words]:
+    """`count` values, different from each other and from those taken."""
+    seen = set(taken)
+    kind = RELATIONS[relation]
+    if len(kind.values) ** kind.length - len(seen) < count:
+        raise ValueError(f"relation {relation!r} has too few values for {count} more; ask for fewer needles")
+    fresh: list[Words] = []
+    while len(fresh) < count:
+        value = value_of(stream, relation)
+        if value not in seen:
+            seen.add(value)
+            fresh.append(value)
+    return fresh
+
+
+def needles(stream: Stream, relation: str, count: int) -> list[Needle]:
+    """Needles of one relation, about different names, with different values."""
+    values = fresh_values(stream, relation, count)
+    return [Needle(relation, name, v) for name, v in zip(stream.some(w.NAMES, count), values, strict=True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A context with needles in it: `starts[i]` is the word where needle i begins."""
+
+    words: Words
+    needles: tuple[Needle, ...]
+    starts: tuple[int, ...]
+    depths: tuple[float, ...]
+
+
+def scene(stream: Stream, hidden: Sequence[Needle], context_tokens: int, depth_percent: float | None = None) -> Scene:
+    """Hide needles in a haystack so that all together has at most `context_tokens` words.
+
+    The first needle goes to `depth_percent` of the haystack, after the nearest sentence end before that point; the
+    others (and the first, if no depth is given) go after sentence ends drawn at random.
+    """
+    sentences = [needle.sentence() for needle in hidden]
+    room = context_tokens - sum(map(len, sentences))
+    if room < 0:
+        raise ValueError(
+            f"{len(hidden)} needles need {context_tokens - room} words, context_tokens is {context_tokens}: "
+            "take fewer needles or a longer context"
+        )
+    hay = haystack(stream, room)
+    slots = [stream.below(len(hay) + 1) for _ in hidden]
+    if depth_percent is not None:
+        wanted = sum(map(len, hay)) * depth_percent / 100
+        slots[0], reached = 0, 0
+        for straw in hay:
+            reached += len(straw)
+            if reached > wanted:
+                break
+            slots[0] += 1
+    words: list[str] = []
+    starts = [0] * len(hidden)
+    order = stream.mixed(range(len(hidden)))
+    for slot in range(len(hay) + 1):
+        for i in order:
+            if slots[i] == slot:
+                starts[i] = len(words)
+                words += sentences[i]
+        if slot < len(hay):
+            words += hay[slot]
+    length = len(words)
+    depths = tuple(
+        100 * start / max(1, length - len(text)) for start, text in zip(starts, sentences, strict=True)
+    )
+    return Scene(tuple(words), tuple(hidden), tuple(starts), depths)
+
+
+def ask(
+    stream: Stream,
+    place: Scene,
+    index: int = 0,
+    *,
+    layout: str = "plain",
+    form: int = 0,
+    quote: bool = False,
+    before: Sequence[str] = (),
+) -> Sample:
+    """The question about needle `index` of a scene, in one of three layouts.
+
+    plain: context, question, answer. jrt: context and question twice, then answer (both needle copies are spans).
+    question_first: question, context, answer. With `quote` the answer is the needle's whole sentence.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
+    needle = place.needles[index]
+    question = needle.question(form)
+    context = ["context", ":", *place.words]
+    block = [*question, *context] if layout == "question_first" else [*context, *question]
+    blocks = [block, block] if layout == "jrt" else [block]
+    text = needle.sentence()[:-1]
+    lead = 2 + (len(question) if layout == "question_first" else 0)
+    prompt = list(before)
+    spans: list[Span] = []
+    for words in blocks:
+        start = len(prompt) + lead + place.starts[index]
+        spans.append(Span("needle", start, start + len(text)))
+        spans.append(Span("value", start + len(text) - len(needle.value), start + len(text)))
+        prompt += words
+    prompt += ["quote" if quote else "answer", ":"]
+    others = [n.value for n in place.needles if n.relation == needle.relation and n != needle]
+    return Sample(
+        task="niah",
+        prompt=tuple(prompt),
+        target=tuple(text) if quote else needle.value,
+        spans=tuple(spans),
+        distractors=tuple(dict.fromkeys(v for v in others if v != needle.value)),
+        absent=tuple(fresh_values(stream, needle.relation, 3, [n.value for n in place.needles])),
+        relation=needle.relation,
+        key=needle.name,
+        form=f"{'quote' if quote else 'question'}-{form}",
+        layout=layout,
+        depth_percent=place.depths[index],
+        context_tokens=len(place.words),
+    )
+
+
+def niah(
+    stream: Stream,
+    *,
+    context_tokens: int,
+    distractors: int = 0,
+    depth_percent: float | None = None,
+    relation: str = "code",
+    layout: str = "plain",
+    form: int | None = None,
+    quote: bool = False,
+    before: Sequence[str] = (),
+) -> Sample:
+    """One needle in a haystack, with `distractors` more needles of the same relation about other names."""
+    hidden = needles(stream, relation, 1 + distractors)
+    place = scene(stream, hidden, context_tokens, depth_percent)
+    chosen = stream.below(2) if form is None else form
+    return ask(stream, place, layout=layout, form=chosen, quote=quote, before=before)

@@ -1,0 +1,43 @@
+"""The toy language as a Hugging Face fast tokenizer: one word, one token, one BOS in front."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from needlework.zoo.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+CONTEXT_LIMIT = 4096  # what the tokenizer declares; models differ in what they can use
+
+
+def build() -> PreTrainedTokenizerFast:
+    """`decode(encode(text), skip_special_tokens=True)` gives the text back for words joined by single spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel(vocab=dict(WORD_ID), unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    core.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, WORD_ID[BOS])]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,  # " ." must stay two words
+        model_max_length=CONTEXT_LIMIT,
+        padding_side="left",
+    )
+
+
+def save(directory: Path) -> None:
+    build().save_pretrained(directory)
+
+
+def size() -> int:
+    return len(VOCABULARY)

@@ -1,0 +1,86 @@
+"""The toy language: everything that tasks and training ask of the zoo's models. Free of torch and of outside text.
+
+All data are endless and seeded. A `Stream(split, ...)` hashes its split's name into its seed; training documents use
+the split "train" and nothing else may, so whatever is made from another split is held out by construction. The facts
+of the fixed world are the exception by design: they are what a model can only know from training. What is held out for
+them is the question around them: form, neighbouring text, wrong options and their order.
+"""
+
+from __future__ import annotations
+
+from needlework.zoo.facts import (
+    ALL_FACTS,
+    SUBJECT_NAMES,
+    SUBJECTS,
+    Subject,
+    cloze,
+    letter_choice,
+    letter_lookup,
+    statement,
+)
+from needlework.zoo.judgements import KINDS as JUDGEMENTS
+from needlework.zoo.judgements import acceptability, entailment, judgement, paraphrase
+from needlework.zoo.needles import (
+    LAYOUTS,
+    RELATION_NAMES,
+    RELATIONS,
+    Needle,
+    Relation,
+    Scene,
+    ask,
+    haystack,
+    needles,
+    niah,
+    scene,
+    sentence,
+)
+from needlework.zoo.recall import copying, key_values, phone_book
+from needlework.zoo.sample import BOS_OFFSET, Sample, Span, Stream, Words
+from needlework.zoo.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
+
+TRAIN_SPLIT = "train"
+EVAL_SPLIT = "eval"
+
+__all__ = [
+    "ALL_FACTS",
+    "BOS",
+    "BOS_OFFSET",
+    "EOS",
+    "EVAL_SPLIT",
+    "JUDGEMENTS",
+    "LAYOUTS",
+    "PAD",
+    "RELATIONS",
+    "RELATION_NAMES",
+    "SUBJECTS",
+    "SUBJECT_NAMES",
+    "TRAIN_SPLIT",
+    "UNK",
+    "VOCABULARY",
+    "WORD_ID",
+    "Needle",
+    "Relation",
+    "Sample",
+    "Scene",
+    "Span",
+    "Stream",
+    "Subject",
+    "Words",
+    "acceptability",
+    "ask",
+    "cloze",
+    "copying",
+    "entailment",
+    "haystack",
+    "judgement",
+    "key_values",
+    "letter_choice",
+    "letter_lookup",
+    "needles",
+    "niah",
+    "paraphrase",
+    "phone_book",
+    "scene",
+    "sentence",
+    "statement",
+]

@@ -1,0 +1,97 @@
+"""Laws of training documents: exact lengths, weights on answers alone, a pure function of seed and step."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from needlework.zoo import documents, world
+from needlework.zoo.documents import ITEM_KINDS, ITEM_SHARES, ROW_KINDS, Diet
+from needlework.zoo.sample import Stream
+
+EVERY = Diet(rows=dict.fromkeys(ROW_KINDS, 1.0), items=ITEM_SHARES, answer_weight=4.0)
+
+
+def only(kind: str) -> Diet:
+    return Diet(rows={kind: 1.0}, items=ITEM_SHARES, answer_weight=4.0)
+
+
+@pytest.mark.parametrize("length", [48, 64, 97, 256])
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_rows_fit_their_length_and_hold_answers(kind: str, length: int) -> None:
+    used = answered = 0
+    for i in range(60):
+        words, weights = documents.row(Stream("test", kind, i), length, only(kind))
+        assert words[0] == world.BOS and weights[0] == 0.0
+        assert len(words) == len(weights) <= length
+        assert not set(words) - set(world.VOCABULARY)
+        used += len(words)
+        answered += 4.0 in weights
+    assert used > 0.75 * 60 * length
+    assert answered > 50
+
+
+def test_only_answers_have_the_answer_weight() -> None:
+    for i in range(200):
+        words, weights = documents.row(Stream("test", i), 160, EVERY)
+        for j in range(1, len(words)):
+            if weights[j] == 4.0 and weights[j - 1] != 4.0:  # an answer begins: after a colon, a key or a statement
+                assert words[j - 1] == ":" or words[j - 1] in {*world_names(), *statement_ends()}
+            if weights[j - 1] == 4.0 and weights[j] != 4.0:
+                assert words[j] in (".", *world_names())
+
+
+def world_names() -> set[str]:
+    from needlework.zoo.words import NAMES
+
+    return set(NAMES)
+
+
+def statement_ends() -> set[str]:
+    ends = set()
+    for subject in world.SUBJECTS.values():
+        for template in subject.statements:
+            last = template.split()[-1]
+            ends |= set(subject.keys) if last == "{k}" else {last}
+    return ends
+
+
+def test_needle_rows_answer_what_the_context_says() -> None:
+    for i in range(100):
+        words, _ = documents.row(Stream("test", "truth", i), 200, only("sparse"))
+        text = " ".join(words)
+        for question in text.split("question : what is the secret code of ")[1:]:
+            name, rest = question.split(" ? answer : ")[0], question.split(" ? ")[1]
+            if rest.startswith("answer"):
+                assert f"the secret code of {name} is {rest.split()[2]}" in text
+
+
+def test_a_batch_is_a_function_of_seed_and_step() -> None:
+    ids, weights = documents.batch(3, 7, 4, 96, EVERY)
+    again, _ = documents.batch(3, 7, 4, 96, EVERY)
+    assert ids.shape == weights.shape == (4, 96)
+    assert np.array_equal(ids, again)
+    assert not np.array_equal(ids, documents.batch(3, 8, 4, 96, EVERY)[0])
+    assert not np.array_equal(ids, documents.batch(4, 7, 4, 96, EVERY)[0])
+    assert len({row.tobytes() for row in ids}) == 4
+
+
+def test_padding_weighs_nothing() -> None:
+    ids, weights = documents.batch(0, 0, 64, 96, EVERY)
+    pad = ids == world.WORD_ID[world.PAD]
+    assert pad.any() and not weights[pad].any() and (weights[:, 1:][~pad[:, 1:]] > 0).all()
+
+
+def test_every_item_kind_comes_up() -> None:
+    marks = {"letter": "A", "acceptability": "judge", "entailment": "so", "paraphrase": "same", "letter_lookup": "which"}
+    words = {word for i in range(60) for word in documents.row(Stream("test", i), 256, only("short"))[0]}
+    assert set(marks) < set(ITEM_KINDS) and set(marks.values()) <= words
+
+
+def test_data_are_made_much_faster_than_models_learn() -> None:
+    began = time.process_time()
+    for step in range(10):
+        documents.batch(0, step, 24, 128, EVERY)
+    assert (time.process_time() - began) / 10 < 0.1  # a training step of this size takes 0.5 s and more

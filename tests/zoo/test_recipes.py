@@ -1,0 +1,107 @@
+"""Recipes: what is wrong with one is said by name, and the hash follows all that decides the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from needlework.zoo import build, recipes
+from needlework.zoo.errors import ZooError
+
+GOOD: dict[str, Any] = {
+    "name": "mine",
+    "architecture": "LlamaForCausalLM",
+    "config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+    "stages": [{"until": 0.5, "lengths": [64], "rows": {"dense": 1}}, {"until": 1.0, "lengths": [96], "rows": {"short": 1}}],
+    "batch_tokens": 192,
+    "steps": 10,
+    "optimiser": {"lr": 0.001},
+}
+
+
+def with_change(**change: Any) -> dict[str, Any]:
+    return {**GOOD, **change}
+
+
+@pytest.mark.parametrize("name", recipes.builtin())
+def test_built_in_recipes_are_sound(name: str) -> None:
+    recipe = recipes.find(name)
+    assert recipe.name == name and recipe.about
+    build.configuration(recipe)
+    assert recipes.checked(yaml.safe_load(recipe.to_yaml()), "again") == recipe
+
+
+def test_the_paper_classes_are_all_there() -> None:
+    made = {recipes.find(name).architecture for name in recipes.builtin()}
+    assert {"RecurrentGemmaForCausalLM", "JambaForCausalLM", "LlamaForCausalLM", "MambaForCausalLM"} < made
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"stepps": 3}, "unknown key 'stepps': did you mean 'steps'"),
+        ({"optimiser": {"lr": 1e-3, "betaz": [0.9, 0.9]}}, "optimiser.betaz.*did you mean 'betas'"),
+        ({"stages": [{"until": 1.0, "length": [64], "rows": {"dense": 1}}]}, "did you mean 'lengths'"),
+        ({"stages": [{"until": 1.0, "lengths": [64], "rows": {"dens": 1}}]}, "row kind 'dens': did you mean 'dense'"),
+        ({"stages": [{"until": 1.0, "lengths": [64], "rows": {"dense": 0}}]}, "must not all be 0"),
+        ({"stages": [{"until": 0.9, "lengths": [64], "rows": {"dense": 1}}]}, "end at 1.0"),
+        ({"stages": [{"until": 1.0, "lengths": [8], "rows": {"dense": 1}}]}, "greater than or equal to 48"),
+        ({"items": {"clozze": 1}}, "item kind 'clozze': did you mean 'cloze'"),
+        ({"batch_tokens": 80}, "at least the longest row, 96"),
+        ({"name": "a/b"}, "name"),
+        ({"steps": 0}, "steps"),
+        ({"optimiser": {}}, "optimiser.lr"),
+    ],
+)
+def test_a_bad_recipe_is_told_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ZooError, match=message):
+        recipes.checked(with_change(**change), "mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architecture": "LamaForCausalLM"}, "did you mean 'LlamaForCausalLM'"),
+        ({"config": {"hiden_size": 16}}, "config.hiden_size: did you mean 'hidden_size'"),
+        ({"config": {"vocab_size": 16}}, "config.vocab_size is given by the toy language"),
+    ],
+)
+def test_a_bad_model_is_told_what_is_wrong(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ZooError, match=message):
+        build.configuration(recipes.checked(with_change(**change), "mine.yaml"))
+
+
+def test_unknown_names_and_unreadable_files(tmp_path: Path) -> None:
+    with pytest.raises(ZooError, match="did you mean 'tiny-griffin'"):
+        recipes.find("tiny-grifin")
+    with pytest.raises(ZooError, match="cannot read"):
+        recipes.find(tmp_path / "none.yaml")
+    (tmp_path / "list.yaml").write_text("- 1\n")
+    with pytest.raises(ZooError, match="mapping"):
+        recipes.find(str(tmp_path / "list.yaml"))
+    (tmp_path / "broken.yaml").write_text("a: [1\n")
+    with pytest.raises(ZooError, match="not valid YAML"):
+        recipes.find(tmp_path / "broken.yaml")
+
+
+def test_a_recipe_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(GOOD))
+    assert recipes.find(tmp_path / "mine.yaml") == recipes.checked(GOOD, "mine")
+
+
+def test_the_hash_follows_what_decides_the_weights() -> None:
+    recipe = recipes.checked(GOOD, "mine")
+    assert recipe.hash() == "f0c302d255c1"
+    assert recipes.checked(with_change(name="other", about="text"), "mine").hash() == recipe.hash()
+    others = [recipe.changed(steps=11), recipe.changed(seed=1), recipes.checked(with_change(batch_tokens=200), "x")]
+    assert len({recipe.hash(), *(other.hash() for other in others)}) == 4
+    assert recipe.changed() == recipe
+
+
+def test_stages_follow_the_step() -> None:
+    recipe = recipes.checked(GOOD, "mine")
+    assert [recipe.stage_at(step).lengths[0] for step in (0, 4, 5, 9)] == [64, 64, 96, 96]
+    assert recipe.longest == 96

@@ -1,0 +1,200 @@
+"""Training: killed and resumed gives the same bits, nothing of another training is overwritten, results load."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from needlework.zoo import checkpoints, recipes
+from needlework.zoo.errors import ZooError
+from needlework.zoo.train import learning_rate, train
+
+TINY: dict[str, Any] = {
+    "name": "tiny-test",
+    "about": "A model for tests.",
+    "architecture": "RecurrentGemmaForCausalLM",
+    "config": {
+        "num_hidden_layers": 3,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "attention_window_size": 64,
+    },
+    "stages": [
+        {"until": 0.5, "lengths": [64], "rows": {"dense": 1}},
+        {"until": 1.0, "lengths": [64, 128], "rows": {"dense": 1, "short": 1}},
+    ],
+    "batch_tokens": 128,
+    "steps": 40,
+    "optimiser": {"lr": 0.003, "warmup_steps": 5},
+}
+QUICK: dict[str, Any] = {"progress": False, "checkpoint_steps": 4, "card_samples": 4}
+
+
+@pytest.fixture(scope="module")
+def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("recipe") / "tiny.yaml"
+    file.write_text(yaml.safe_dump(TINY))
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained(recipe_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("trained") / "model"
+    train(recipe_file, out, **QUICK)
+    return out
+
+
+def weights_of(out: Path) -> str:
+    return hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()
+
+
+def everything_in(out: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in out.iterdir()}
+
+
+def test_killed_and_resumed_gives_the_same_bits(recipe_file: Path, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "killed"
+    code = (
+        "import sys; from needlework.zoo.train import train; "
+        "train(sys.argv[1], sys.argv[2], progress=False, checkpoint_steps=4, card_samples=4)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(recipe_file), str(out)])
+    give_up = time.monotonic() + 60
+    while not (out / checkpoints.CHECKPOINT).exists() and process.poll() is None and time.monotonic() < give_up:
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL, "the training ended before it could be killed"
+    assert not (out / checkpoints.FINISHED).exists()
+    train(recipe_file, out, **QUICK)
+    assert weights_of(out) == weights_of(trained)
+    assert (out / checkpoints.FINISHED).exists() and not (out / checkpoints.CHECKPOINT).exists()
+
+
+def test_seed_and_steps_decide_the_weights(recipe_file: Path, trained: Path, tmp_path: Path) -> None:
+    train(recipe_file, tmp_path / "again", **QUICK)
+    assert weights_of(tmp_path / "again") == weights_of(trained)
+    train(recipe_file, tmp_path / "other", seed=1, **QUICK)
+    assert weights_of(tmp_path / "other") != weights_of(trained)
+
+
+def test_the_loss_falls(trained: Path, recipe_file: Path, tmp_path: Path) -> None:
+    record = json.loads((trained / checkpoints.FINISHED).read_text())
+    assert record["steps"] == 40
+    import torch
+
+    from needlework.zoo import build
+    from needlework.zoo.train import _optimiser, train_step
+
+    recipe = recipes.find(recipe_file)
+    torch.manual_seed(0)
+    model = build.model(recipe)
+    optimiser = _optimiser(recipe, model)
+    losses = [train_step(recipe, model, optimiser, step) for step in range(25)]
+    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+
+
+def test_what_was_made_loads_by_plain_transformers(trained: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(trained)
+    tokenizer = AutoTokenizer.from_pretrained(trained)
+    assert type(model).__name__ == TINY["architecture"]
+    assert model.get_input_embeddings().weight.shape[0] == len(tokenizer)
+    assert model.config.bos_token_id == tokenizer.bos_token_id
+    ids = tokenizer("the king sees", return_tensors="pt")["input_ids"]
+    assert model.generate(ids, max_new_tokens=3, do_sample=False).shape[1] >= ids.shape[1] + 1
+
+
+def test_the_card_says_how_it_was_made(trained: Path, recipe_file: Path) -> None:
+    recipe = recipes.find(recipe_file)
+    card = (trained / "README.md").read_text()
+    record = json.loads((trained / checkpoints.FINISHED).read_text())
+    assert recipe.hash() in card and record["recipe_hash"] == recipe.hash()
+    assert recipes.find(trained / "recipe.yaml") == recipe
+    assert record["threads"] == 1 and record["train_minutes"] >= 0
+    for name, figure in record["figures"].items():
+        assert name in card and figure["n"] == 4
+        assert 0 <= figure["low"] <= figure["value"] <= figure["high"] <= 1
+    assert (trained / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_model_is_not_overwritten(recipe_file: Path, trained: Path) -> None:
+    before = everything_in(trained)
+    with pytest.raises(ZooError, match="finished model"):
+        train(recipe_file, trained, **QUICK)
+    assert {**everything_in(trained), ".lock": b""} == {**before, ".lock": b""}
+
+
+def test_a_checkpoint_of_another_recipe_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    out = tmp_path / "model"
+    save = checkpoints.save
+
+    def save_and_stop(*args: Any) -> None:
+        save(*args)
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "save", save_and_stop)
+        with pytest.raises(Stop):
+            train(recipe_file, out, **QUICK)
+    before = everything_in(out)
+    assert checkpoints.CHECKPOINT in before
+    with pytest.raises(ZooError, match="another training .*'tiny-test'"):
+        train(recipe_file, out, seed=5, **QUICK)
+    assert everything_in(out) == before
+
+
+def test_foreign_files_and_unwritable_places_are_refused(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ZooError, match="other files .thesis.txt"):
+        train(recipe_file, tmp_path / "full", **QUICK)
+    assert (tmp_path / "full" / "thesis.txt").read_text() == "years of work"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ZooError, match="cannot write into"):
+        train(recipe_file, tmp_path / "file" / "model", **QUICK)
+    with pytest.raises(ZooError, match="unknown recipe"):
+        train("tiny-unicorn", tmp_path / "x", **QUICK)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_directory_is_refused(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(ZooError, match="cannot write into"):
+        train(recipe_file, tmp_path / "locked", **QUICK)
+
+
+def test_two_trainings_into_one_directory_are_refused(recipe_file: Path, tmp_path: Path) -> None:
+    with checkpoints.claimed(tmp_path), pytest.raises(ZooError, match="another training is writing"):
+        train(recipe_file, tmp_path, **QUICK)
+
+
+def test_a_damaged_checkpoint_is_named(recipe_file: Path, tmp_path: Path) -> None:
+    (tmp_path / checkpoints.CHECKPOINT).write_bytes(b"half a file")
+    with pytest.raises(ZooError, match="not a readable checkpoint"):
+        train(recipe_file, tmp_path, **QUICK)
+    assert (tmp_path / checkpoints.CHECKPOINT).read_bytes() == b"half a file"
+
+
+def test_the_learning_rate_warms_up_and_comes_down() -> None:
+    recipe = recipes.checked(TINY, "tiny")
+    rates = [learning_rate(recipe, step) for step in range(40)]
+    assert rates[0] < rates[2] < rates[4] and max(rates) <= 0.003
+    assert rates[5:] == sorted(rates[5:], reverse=True)
+    assert 0.05 * 0.003 <= rates[-1] < 0.06 * 0.003
