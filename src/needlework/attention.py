@@ -187,6 +187,8 @@ def _blockwise(
             block.visible = plan.limit_keys(forward, layer, block)
         scores = keys.scores(query[:, :, part], first, last).float().mul_(scaling)  # [rows, heads, queries, keys]
         if (bias := kwargs.get("position_bias")) is not None:
+            if bias.shape[-1] != keys.count:
+                raise TrialError(f"the position bias is for {bias.shape[-1]} keys, attention has {keys.count}")
             scores = scores + bias[:, :, part, first:last].float()
         if block.visible is not None:
             scores = scores.masked_fill_(~block.visible, -1e30)

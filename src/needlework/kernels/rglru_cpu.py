@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numba
+import numpy as np
 from torch import Tensor
 
 from needlework.kernels.jit import compiled, run_blocks
@@ -13,28 +15,53 @@ _MASK = "boolean[:,::1]"  # [batch, time], or [1, 0] for no reset
 _STATE = "float32[:,::1]"  # [batch, width]
 
 
+# The loops run over slices from 0 on: an index that may be negative, as numba allows, would keep them from vector code.
+
+
+@numba.njit(fastmath={"contract"})  # type: ignore[untyped-decorator]
+def _step(decay: Any, before: Any, x: Any, after: Any) -> None:
+    for c in range(after.size):
+        after[c] = decay[c] * before[c] + x[c]
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _add(left: Any, right: Any, out: Any) -> None:
+    for c in range(out.size):
+        out[c] = left[c] + right[c]
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _multiply(left: Any, right: Any, out: Any) -> None:
+    for c in range(out.size):
+        out[c] = left[c] * right[c]
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def _columns(at: int, stop: int, width: int) -> Any:
+    """The row of block `at`, its columns joined with those of the following blocks of that row, and the next block.
+
+    Neighbouring blocks are walked together: long contiguous runs keep the prefetcher busy.
+    """
+    groups = (width + GROUP - 1) // GROUP
+    row = at // groups
+    end = min(stop, (row + 1) * groups)
+    low = (at - row * groups) * GROUP
+    return row, low, min(width, low + (end - at) * GROUP), end
+
+
 @compiled(_ROWS, _ROWS, _MASK, _STATE, _ROWS)
 def _forward(first: int, stop: int, x: Any, decay: Any, reset: Any, state: Any, out: Any) -> None:
-    length, width = x.shape[1], x.shape[2]
-    groups = (width + GROUP - 1) // GROUP
-    resets = reset.shape[1] > 0
     at = first
     while at < stop:
-        row = at // groups
-        # Neighbouring groups of one row are walked together: long contiguous runs keep the prefetcher busy.
-        take = min(stop, (row + 1) * groups) - at
-        low = (at % groups) * GROUP
-        high = min(width, low + take * GROUP)
-        previous = state[row]
-        for t in range(length):
-            if resets and reset[row, t]:
-                for c in range(low, high):
-                    out[row, t, c] = x[row, t, c]
+        row, low, high, at = _columns(at, stop, x.shape[2])
+        previous = state[row, low:high]
+        for t in range(x.shape[1]):
+            here = out[row, t, low:high]
+            if reset.shape[1] > 0 and reset[row, t]:
+                here[:] = x[row, t, low:high]
             else:
-                for c in range(low, high):
-                    out[row, t, c] = decay[row, t, c] * previous[c] + x[row, t, c]
-            previous = out[row, t]
-        at += take
+                _step(decay[row, t, low:high], previous, x[row, t, low:high], here)
+            previous = here
 
 
 @compiled(_ROWS, _MASK, _STATE, _ROWS, _ROWS, _STATE, _ROWS, _ROWS, _STATE)
@@ -51,32 +78,21 @@ def _backward(
     grad_decay: Any,
     grad_state: Any,
 ) -> None:
-    length, width = out.shape[1], out.shape[2]
-    groups = (width + GROUP - 1) // GROUP
-    resets = reset.shape[1] > 0
     at = first
     while at < stop:
-        row = at // groups
-        take = min(stop, (row + 1) * groups) - at
-        low = (at % groups) * GROUP
-        high = min(width, low + take * GROUP)
-        carried = grad_state[row]  # gradient of the state that enters the token after the current one
-        for c in range(low, high):
-            carried[c] = grad_final[row, c]
-        for t in range(length - 1, -1, -1):
-            for c in range(low, high):
-                grad_x[row, t, c] = grad_out[row, t, c] + carried[c]
-            if resets and reset[row, t]:
-                for c in range(low, high):
-                    grad_decay[row, t, c] = 0.0
-                    carried[c] = 0.0
+        row, low, high, at = _columns(at, stop, out.shape[2])
+        carried = grad_state[row, low:high]  # gradient of the state that leaves the current token
+        carried[:] = grad_final[row, low:high]
+        for t in range(out.shape[1] - 1, -1, -1):
+            here = grad_x[row, t, low:high]
+            _add(grad_out[row, t, low:high], carried, here)
+            if reset.shape[1] > 0 and reset[row, t]:
+                grad_decay[row, t, low:high] = np.float32(0.0)
+                carried[:] = np.float32(0.0)
             else:
-                before = out[row, t - 1] if t > 0 else state[row]
-                for c in range(low, high):
-                    grad_decay[row, t, c] = grad_x[row, t, c] * before[c]
-                for c in range(low, high):
-                    carried[c] = decay[row, t, c] * grad_x[row, t, c]
-        at += take
+                before = out[row, t - 1, low:high] if t > 0 else state[row, low:high]
+                _multiply(here, before, grad_decay[row, t, low:high])
+                _multiply(here, decay[row, t, low:high], carried)
 
 
 def _blocks(rows: Tensor) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from needlework.kernels.jit import compiled, run_blocks
 
-LANES = 32
+LANES = 64
 TILE = 32
 
 _ANY = "float32[:,:,:]"  # [batch, inner, time], any strides
@@ -39,55 +39,55 @@ def _scale_by_power_of_two(typing_context: Any, value: Any, shifter: Any) -> Any
     return types.float32(types.float32, types.float32), generate
 
 
-_LOWEST, _HIGHEST = np.float32(-87.3), np.float32(88.3)
+_LOWEST, _HIGHEST = np.float32(-126.0), np.float32(127.0)
 _SHIFTER = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer and leaves that integer in the low bits
-_LOG2E = np.float32(1.4426950408889634)
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # HIGH * k is exact
-_C2, _C3, _C4 = np.float32(0.5), np.float32(1.6666665459e-1), np.float32(4.1665795894e-2)
-_C5, _C6, _C7 = np.float32(8.3334519073e-3), np.float32(1.3981999507e-3), np.float32(1.9875691500e-4)
+# Minimax polynomial of 2**f on [-0.5, 0.5], relative error 2e-9 before rounding.
+_C1, _C2, _C3 = np.float32(6.9314720286e-1), np.float32(2.4022647914e-1), np.float32(5.5503324711e-2)
+_C4, _C5, _C6 = np.float32(9.6184373578e-3), np.float32(1.3398874422e-3), np.float32(1.5353361890e-4)
+_LOG2E, _LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
 _ONE, _ZERO = np.float32(1.0), np.float32(0.0)
 
 
 @numba.njit(fastmath={"contract"}, inline="always")  # type: ignore[untyped-decorator]
-def exp32(x: Any) -> Any:
-    """exp in fp32 to about 1e-7, in plain arithmetic that the compiler turns into vector code (libm's exp it does not).
+def exp2(z: Any) -> Any:
+    """2**z in fp32 to 1e-7, in plain arithmetic that the compiler turns into vector code (libm's it does not).
 
-    Saturates at exp(-87.3) and exp(88.3); NaN goes through.
+    Saturates at 2**-126 and 2**127; NaN goes through.
     """
-    x = _LOWEST if x < _LOWEST else x
-    x = _HIGHEST if x > _HIGHEST else x
-    shifter = x * _LOG2E + _SHIFTER
-    k = shifter - _SHIFTER
-    r = x - k * _LN2_HIGH
-    r = r - k * _LN2_LOW
-    p = ((((_C7 * r + _C6) * r + _C5) * r + _C4) * r + _C3) * r + _C2
-    return _scale_by_power_of_two(p * (r * r) + r + _ONE, shifter)
+    z = _LOWEST if z < _LOWEST else z
+    z = _HIGHEST if z > _HIGHEST else z
+    shifted = z + _SHIFTER
+    f = z - (shifted - _SHIFTER)
+    p = (((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + _ONE
+    return _scale_by_power_of_two(p, shifted)
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _load(source: Any, row: int, channel: int, lanes: int, start: int, tokens: int, tile: Any) -> None:
-    """tile[token, lane] = source[row, channel + lane, start + token], reading along the dense axis."""
-    if source.strides[1] < source.strides[2]:
+@numba.njit  # type: ignore[untyped-decorator]
+def _load(source: Any, tile: Any) -> None:
+    """tile[token, lane] = source[lane, token], reading along the dense axis of `source`."""
+    lanes, tokens = source.shape
+    if source.strides[0] < source.strides[1]:
         for t in range(tokens):
             for j in range(lanes):
-                tile[t, j] = source[row, channel + j, start + t]
+                tile[t, j] = source[j, t]
     else:
         for j in range(lanes):
             for t in range(tokens):
-                tile[t, j] = source[row, channel + j, start + t]
+                tile[t, j] = source[j, t]
 
 
-@numba.njit(inline="always")  # type: ignore[untyped-decorator]
-def _store(tile: Any, target: Any, row: int, channel: int, lanes: int, start: int, tokens: int) -> None:
+@numba.njit  # type: ignore[untyped-decorator]
+def _store(tile: Any, target: Any) -> None:
     """The inverse of `_load`."""
-    if target.strides[1] < target.strides[2]:
+    lanes, tokens = target.shape
+    if target.strides[0] < target.strides[1]:
         for t in range(tokens):
             for j in range(lanes):
-                target[row, channel + j, start + t] = tile[t, j]
+                target[j, t] = tile[t, j]
     else:
         for j in range(lanes):
             for t in range(tokens):
-                target[row, channel + j, start + t] = tile[t, j]
+                target[j, t] = tile[t, j]
 
 
 @compiled(_ANY, _ANY, _DENSE2, _DENSE3, _DENSE3, _MASK, _DENSE3, _ANY, _DENSE3, _DENSE5)
@@ -119,14 +119,14 @@ def _forward(
             steps[:], drive[:], h[:] = _ZERO, _ZERO, _ZERO
         for n in range(n_state):
             for j in range(lanes):
-                rate[n, j] = A[channel + j, n]
+                rate[n, j] = A[channel + j, n] * _LOG2E
                 h[n, j] = state[row, channel + j, n]
         for start in range(0, length, TILE):
             tokens = min(TILE, length - start)
             if saved.shape[0] > 0:
                 saved[row, start // TILE, block % groups] = h
-            _load(dt, row, channel, lanes, start, tokens, steps)
-            _load(x, row, channel, lanes, start, tokens, drive)
+            _load(dt[row, channel : channel + lanes, start : start + tokens], steps)
+            _load(x[row, channel : channel + lanes, start : start + tokens], drive)
             for t in range(tokens):
                 if reset.shape[1] > 0 and reset[row, start + t]:
                     h[:] = _ZERO
@@ -136,10 +136,10 @@ def _forward(
                 for n in range(n_state):
                     b_n, c_n = B[row, start + t, n], C[row, start + t, n]
                     for j in range(LANES):
-                        new = exp32(steps[t, j] * rate[n, j]) * h[n, j] + drive[t, j] * b_n
+                        new = exp2(steps[t, j] * rate[n, j]) * h[n, j] + drive[t, j] * b_n
                         h[n, j] = new
                         result[t, j] += new * c_n
-            _store(result, y, row, channel, lanes, start, tokens)
+            _store(result, y[row, channel : channel + lanes, start : start + tokens])
         for n in range(n_state):
             for j in range(lanes):
                 final[row, channel + j, n] = h[n, j]
@@ -200,14 +200,14 @@ def _backward(
             steps[:], inputs[:], g_y[:], g[:] = _ZERO, _ZERO, _ZERO, _ZERO
         for n in range(n_state):
             for j in range(lanes):
-                rate[n, j] = A[channel + j, n]
+                rate[n, j] = A[channel + j, n] * _LOG2E
                 g[n, j] = grad_final[row, channel + j, n]
         for tile in range((length + TILE - 1) // TILE - 1, -1, -1):
             start = tile * TILE
             tokens = min(TILE, length - start)
-            _load(dt, row, channel, lanes, start, tokens, steps)
-            _load(x, row, channel, lanes, start, tokens, inputs)
-            _load(grad_y, row, channel, lanes, start, tokens, g_y)
+            _load(dt[row, channel : channel + lanes, start : start + tokens], steps)
+            _load(x[row, channel : channel + lanes, start : start + tokens], inputs)
+            _load(grad_y[row, channel : channel + lanes, start : start + tokens], g_y)
             states[0] = saved[row, tile, group]
             for t in range(tokens):
                 cut = reset.shape[1] > 0 and reset[row, start + t]
@@ -219,7 +219,7 @@ def _backward(
                         decays[t, n] = _ZERO
                     else:
                         for j in range(LANES):
-                            decays[t, n, j] = exp32(steps[t, j] * rate[n, j])
+                            decays[t, n, j] = exp2(steps[t, j] * rate[n, j])
                     for j in range(LANES):
                         states[t + 1, n, j] = decays[t, n, j] * states[t, n, j] + drive[t, j] * b_n
             for t in range(tokens - 1, -1, -1):
@@ -240,9 +240,9 @@ def _backward(
                         g_rate[n, j] += through[j] * steps[t, j]
                 for j in range(LANES):
                     g_inputs[t, j] = g_drive[j] * steps[t, j]
-                    g_steps[t, j] += g_drive[j] * inputs[t, j]
-            _store(g_inputs, grad_x, row, channel, lanes, start, tokens)
-            _store(g_steps, grad_dt, row, channel, lanes, start, tokens)
+                    g_steps[t, j] = g_steps[t, j] * _LN2 + g_drive[j] * inputs[t, j]
+            _store(g_inputs, grad_x[row, channel : channel + lanes, start : start + tokens])
+            _store(g_steps, grad_dt[row, channel : channel + lanes, start : start + tokens])
         for n in range(n_state):
             for j in range(lanes):
                 grad_A[row, channel + j, n] = g_rate[n, j]

@@ -37,7 +37,7 @@ class _Call:
     key_dim: int
     value_dim: int
     window: int | None
-    keys_untouched: bool  # the keys are the very tensor that the cache returned
+    keys_untouched: bool  # the keys are the very tensor that the cache returned, and nothing else depends on their number
     output: Tensor
     gate: bool = False
     bias: bool = False
@@ -59,7 +59,7 @@ def _watch(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: A
     out, weights = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     log = _LOG.get()
     if log is not None:
-        untouched = any(key is x for x in log.returned_keys)
+        untouched = any(key is x for x in log.returned_keys) and kwargs.get("position_bias") is None
         dims = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
         log.calls.append(_Call(module, *dims, kwargs.get("sliding_window"), untouched, out))
     return out, weights
