@@ -1,0 +1,1 @@
+"""Tasks make samples and score answers. Free of torch: a report is rebuilt without it."""

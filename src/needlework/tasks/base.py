@@ -1,0 +1,70 @@
+"""What a task is: it makes Items for a tokenizer, and scores what a model did with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from needlework.interventions.acts import Span
+
+Mode = Literal["generate", "choices", "perplexity"]
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that tasks use."""
+
+    def __call__(self, text: str, **options: Any) -> Mapping[str, Any]: ...
+    def decode(self, ids: Any, **options: Any) -> str: ...
+
+
+@dataclass(frozen=True)
+class Item:
+    """One sample in tokens, ready to be asked. The same item is asked under every intervention."""
+
+    id: str  # unique within the task and seed, e.g. "niah/length=677/depth=33/2"
+    cluster: str  # samples that share a haystack share a cluster: bootstraps resample clusters, not samples
+    prompt: tuple[int, ...]
+    prompt_text: str
+    target: str  # the right answer, as text
+    spans: Mapping[str, Span] = field(default_factory=dict)  # token ranges; decoding one gives exactly its text
+    options: tuple[tuple[int, ...], ...] = ()  # continuations to be scored, the right one at `answer`
+    answer: int | None = None
+    twins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # prompts of the same length with another needle
+    twin_target: str = ""  # what the twin's prompt would be answered with
+    facts: Mapping[str, Any] = field(default_factory=dict)  # context_tokens, depth_percent, in_window, subject, layout ...
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came back for an item: text that was generated, or log-likelihoods of its options."""
+
+    text: str = ""
+    option_logprobs: tuple[float, ...] = ()
+    token_logprobs: tuple[float, ...] = ()  # perplexity: of every scored token
+    greedy: tuple[bool, ...] = ()
+
+
+class Task(BaseModel):
+    """Base of all tasks. Fields are what a plan may set; unknown ones are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    kind: ClassVar[str]  # the name that plans use
+    mode: ClassVar[Mode]
+    max_new_tokens: int = 40
+    stop: str | None = None  # a text of one token that ends an answer
+
+    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        """All samples for one seed, always the same ones in the same order."""
+        raise TypeError(f"{type(self).__name__} must define items()")
+
+    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+        """Named scores of one outcome; "correct" (0 or 1) is always among them, except for perplexity."""
+        raise TypeError(f"{type(self).__name__} must define score()")
+
+    @property
+    def chance(self) -> float:
+        """The share of "correct" that guessing reaches."""
+        return 0.0
