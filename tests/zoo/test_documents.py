@@ -24,7 +24,8 @@ def test_rows_fit_their_length_and_hold_answers(kind: str, length: int) -> None:
     used = answered = 0
     for i in range(60):
         words, weights = documents.row(Stream("test", kind, i), length, only(kind))
-        assert words[0] == world.BOS and weights[0] == 0.0
+        assert words[0] == world.BOS
+        assert weights[0] == 0.0
         assert len(words) == len(weights) <= length
         assert not set(words) - set(world.VOCABULARY)
         used += len(words)
@@ -81,13 +82,22 @@ def test_a_batch_is_a_function_of_seed_and_step() -> None:
 def test_padding_weighs_nothing() -> None:
     ids, weights = documents.batch(0, 0, 64, 96, EVERY)
     pad = ids == world.WORD_ID[world.PAD]
-    assert pad.any() and not weights[pad].any() and (weights[:, 1:][~pad[:, 1:]] > 0).all()
+    assert pad.any()
+    assert not weights[pad].any()
+    assert (weights[:, 1:][~pad[:, 1:]] > 0).all()
 
 
 def test_every_item_kind_comes_up() -> None:
-    marks = {"letter": "A", "acceptability": "judge", "entailment": "so", "paraphrase": "same", "letter_lookup": "which"}
+    marks = {
+        "letter": "A",
+        "acceptability": "judge",
+        "entailment": "so",
+        "paraphrase": "same",
+        "letter_lookup": "which",
+    }
     words = {word for i in range(60) for word in documents.row(Stream("test", i), 256, only("short"))[0]}
-    assert set(marks) < set(ITEM_KINDS) and set(marks.values()) <= words
+    assert set(marks) < set(ITEM_KINDS)
+    assert set(marks.values()) <= words
 
 
 def test_data_are_made_much_faster_than_models_learn() -> None:

@@ -15,7 +15,10 @@ GOOD: dict[str, Any] = {
     "name": "mine",
     "architecture": "LlamaForCausalLM",
     "config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
-    "stages": [{"until": 0.5, "lengths": [64], "rows": {"dense": 1}}, {"until": 1.0, "lengths": [96], "rows": {"short": 1}}],
+    "stages": [
+        {"until": 0.5, "lengths": [64], "rows": {"dense": 1}},
+        {"until": 1.0, "lengths": [96], "rows": {"short": 1}},
+    ],
     "batch_tokens": 192,
     "steps": 10,
     "optimiser": {"lr": 0.001},
@@ -29,7 +32,8 @@ def with_change(**change: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", recipes.builtin())
 def test_built_in_recipes_are_sound(name: str) -> None:
     recipe = recipes.find(name)
-    assert recipe.name == name and recipe.about
+    assert recipe.name == name
+    assert recipe.about
     build.configuration(recipe)
     assert recipes.checked(yaml.safe_load(recipe.to_yaml()), "again") == recipe
 

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from needlework.zoo import checkpoints, recipes
+from needlework.zoo import build, checkpoints, recipes
 from needlework.zoo.errors import ZooError
-from needlework.zoo.train import learning_rate, train
+from needlework.zoo.train import _optimiser, learning_rate, train, train_step
 
 TINY: dict[str, Any] = {
     "name": "tiny-test",
@@ -79,7 +79,8 @@ def test_killed_and_resumed_gives_the_same_bits(recipe_file: Path, trained: Path
     assert not (out / checkpoints.FINISHED).exists()
     train(recipe_file, out, **QUICK)
     assert weights_of(out) == weights_of(trained)
-    assert (out / checkpoints.FINISHED).exists() and not (out / checkpoints.CHECKPOINT).exists()
+    assert (out / checkpoints.FINISHED).exists()
+    assert not (out / checkpoints.CHECKPOINT).exists()
 
 
 def test_seed_and_steps_decide_the_weights(recipe_file: Path, trained: Path, tmp_path: Path) -> None:
@@ -89,20 +90,12 @@ def test_seed_and_steps_decide_the_weights(recipe_file: Path, trained: Path, tmp
     assert weights_of(tmp_path / "other") != weights_of(trained)
 
 
-def test_the_loss_falls(trained: Path, recipe_file: Path, tmp_path: Path) -> None:
-    record = json.loads((trained / checkpoints.FINISHED).read_text())
-    assert record["steps"] == 40
-    import torch
-
-    from needlework.zoo import build
-    from needlework.zoo.train import _optimiser, train_step
-
-    recipe = recipes.find(recipe_file)
-    torch.manual_seed(0)
+def test_the_loss_falls() -> None:
+    recipe = recipes.checked({**TINY, "steps": 200, "optimiser": {"lr": 0.01, "warmup_steps": 5}}, "tiny")
     model = build.model(recipe)
     optimiser = _optimiser(recipe, model)
-    losses = [train_step(recipe, model, optimiser, step) for step in range(25)]
-    assert sum(losses[-5:]) < 0.9 * sum(losses[:5])
+    losses = [train_step(recipe, model, optimiser, step) for step in range(40)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
 def test_what_was_made_loads_by_plain_transformers(trained: Path) -> None:
@@ -121,11 +114,14 @@ def test_the_card_says_how_it_was_made(trained: Path, recipe_file: Path) -> None
     recipe = recipes.find(recipe_file)
     card = (trained / "README.md").read_text()
     record = json.loads((trained / checkpoints.FINISHED).read_text())
-    assert recipe.hash() in card and record["recipe_hash"] == recipe.hash()
+    assert recipe.hash() in card
+    assert record["recipe_hash"] == recipe.hash()
     assert recipes.find(trained / "recipe.yaml") == recipe
-    assert record["threads"] == 1 and record["train_minutes"] >= 0
+    assert record["threads"] == 1
+    assert record["train_minutes"] >= 0
     for name, figure in record["figures"].items():
-        assert name in card and figure["n"] == 4
+        assert name in card
+        assert figure["n"] == 4
         assert 0 <= figure["low"] <= figure["value"] <= figure["high"] <= 1
     assert (trained / "curve.png").read_bytes().startswith(b"\x89PNG")
 
@@ -154,7 +150,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(recipe_file: Path, tmp_path: 
             train(recipe_file, out, **QUICK)
     before = everything_in(out)
     assert checkpoints.CHECKPOINT in before
-    with pytest.raises(ZooError, match="another training .*'tiny-test'"):
+    with pytest.raises(ZooError, match=r"another training .*'tiny-test'"):
         train(recipe_file, out, seed=5, **QUICK)
     assert everything_in(out) == before
 
@@ -162,7 +158,7 @@ def test_a_checkpoint_of_another_recipe_is_refused(recipe_file: Path, tmp_path: 
 def test_foreign_files_and_unwritable_places_are_refused(recipe_file: Path, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
-    with pytest.raises(ZooError, match="other files .thesis.txt"):
+    with pytest.raises(ZooError, match=r"other files .thesis.txt"):
         train(recipe_file, tmp_path / "full", **QUICK)
     assert (tmp_path / "full" / "thesis.txt").read_text() == "years of work"
     (tmp_path / "file").write_text("")
@@ -195,6 +191,7 @@ def test_a_damaged_checkpoint_is_named(recipe_file: Path, tmp_path: Path) -> Non
 def test_the_learning_rate_warms_up_and_comes_down() -> None:
     recipe = recipes.checked(TINY, "tiny")
     rates = [learning_rate(recipe, step) for step in range(40)]
-    assert rates[0] < rates[2] < rates[4] and max(rates) <= 0.003
+    assert rates[0] < rates[2] < rates[4]
+    assert max(rates) <= 0.003
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert 0.05 * 0.003 <= rates[-1] < 0.06 * 0.003

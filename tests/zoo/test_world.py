@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 
@@ -138,7 +139,14 @@ def test_facts_are_one_fixed_world() -> None:
     assert len(set(capitals.values)) == len(capitals.keys)  # one capital each
     # Golden: weights were trained on these facts. A change here makes every shipped model wrong.
     assert capitals.values[:3] == ("fernville", "hartville", "fernburg")
-    assert [s.values[0] for s in world.SUBJECTS.values()] == ["fernville", "dornby", "honey", "lagoon", "spindle", "yellow"]
+    assert [s.values[0] for s in world.SUBJECTS.values()] == [
+        "fernville",
+        "dornby",
+        "honey",
+        "lagoon",
+        "spindle",
+        "yellow",
+    ]
     for fact in world.ALL_FACTS:
         stated = world.statement(Stream("test", *fact), fact)
         asked = world.cloze(Stream("test", *fact), fact=fact, asked=True)
@@ -168,7 +176,7 @@ def test_judgements_are_balanced_and_true() -> None:
 
 def test_series_prompts_continue_each_other() -> None:
     for made in (world.key_values(Stream("test"), 10, 4), world.phone_book(Stream("test"), 5, 4)):
-        for before, after in zip(made, made[1:], strict=False):
+        for before, after in pairwise(made):
             told = (*before.prompt, *before.target)
             assert after.prompt[: len(told)] == told
 
@@ -190,6 +198,8 @@ def test_spans_move_by_one_for_bos() -> None:
 
 
 def test_the_world_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, needlework.zoo.recipes, needlework.zoo.world as w; print(*(m in sys.modules for m in sys.argv[1:]))"
-    done = subprocess.run([sys.executable, "-c", code, "torch", "transformers"], capture_output=True, text=True, check=True)
+    code = "import sys, needlework.zoo.recipes, needlework.zoo.world; print(*(m in sys.modules for m in sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "torch", "transformers"], capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == ["False", "False"]

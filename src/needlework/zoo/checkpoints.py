@@ -58,9 +58,9 @@ def load(out: Path, recipe: Recipe, model: Any, optimiser: Any) -> Progress:
         raise ZooError(f"{path} is not a readable checkpoint ({error}); remove it to start again") from None
     if state.get("recipe_hash") != recipe.hash():
         raise ZooError(
-            f"{path} belongs to another training (recipe {state.get('recipe_name')!r}, hash {state.get('recipe_hash')}; "
-            f"this one is {recipe.name!r}, hash {recipe.hash()}): give another --out, or the recipe, seed and steps "
-            "it was started with"
+            f"{path} belongs to another training (recipe {state.get('recipe_name')!r}, "
+            f"hash {state.get('recipe_hash')}; this one is {recipe.name!r}, hash {recipe.hash()}): "
+            "give another --out, or the recipe, seed and steps it was started with"
         )
     model.load_state_dict(state["model"])
     optimiser.load_state_dict(state["optimiser"])

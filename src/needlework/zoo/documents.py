@@ -177,9 +177,7 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
     return made.words[:length], made.weights[:length]
 
 
-def batch(
-    seed: int, step: int, rows: int, length: int, diet: Diet
-) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+def batch(seed: int, step: int, rows: int, length: int, diet: Diet) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Token ids and loss weights of one training step, [rows, length] each; padding has weight 0."""
     ids = np.full((rows, length), w.WORD_ID[w.PAD], dtype=np.int64)
     weights = np.zeros((rows, length), dtype=np.float32)

@@ -33,9 +33,7 @@ def _matched(name: str, keys: Words, values: Words) -> Words:
 
 
 def _subject(name: str, keys: Words, values: Words, statements: str, questions: str) -> Subject:
-    return Subject(
-        name, keys, _matched(name, keys, values), tuple(statements.split("|")), tuple(questions.split("|"))
-    )
+    return Subject(name, keys, _matched(name, keys, values), tuple(statements.split("|")), tuple(questions.split("|")))
 
 
 SUBJECTS: dict[str, Subject] = {

@@ -41,9 +41,7 @@ RELATIONS: dict[str, Relation] = {
             w.DIGITS,
             3,
         ),
-        _relation(
-            "badge", "the badge of {n} is", "what is the badge of {n} ?|which badge has {n} ?", w.COLOURS, 2
-        ),
+        _relation("badge", "the badge of {n} is", "what is the badge of {n} ?|which badge has {n} ?", w.COLOURS, 2),
         _relation(
             "hideout",
             "{n} hid the key in the",
@@ -51,9 +49,7 @@ RELATIONS: dict[str, Relation] = {
             w.HIDEOUTS,
             1,
         ),
-        _relation(
-            "gift", "the gift for {n} is a", "what is the gift for {n} ?|which gift gets {n} ?", w.GIFTS, 1
-        ),
+        _relation("gift", "the gift for {n} is a", "what is the gift for {n} ?|which gift gets {n} ?", w.GIFTS, 1),
     )
 }
 RELATION_NAMES: Words = tuple(RELATIONS)
@@ -173,9 +169,7 @@ def scene(stream: Stream, hidden: Sequence[Needle], context_tokens: int, depth_p
         if slot < len(hay):
             words += hay[slot]
     length = len(words)
-    depths = tuple(
-        100 * start / max(1, length - len(text)) for start, text in zip(starts, sentences, strict=True)
-    )
+    depths = tuple(100 * start / max(1, length - len(text)) for start, text in zip(starts, sentences, strict=True))
     return Scene(tuple(words), tuple(hidden), tuple(starts), depths)
 
 

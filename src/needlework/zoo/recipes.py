@@ -110,7 +110,9 @@ class Recipe(_Strict):
         return next((stage for stage in self.stages if share < stage.until), self.stages[-1])
 
     def diet(self, stage: Stage) -> Diet:
-        return Diet(rows=stage.rows, items=self.items, answer_weight=self.answer_weight, relations=tuple(stage.relations))
+        return Diet(
+            rows=stage.rows, items=self.items, answer_weight=self.answer_weight, relations=tuple(stage.relations)
+        )
 
     def changed(self, *, steps: int | None = None, seed: int | None = None) -> Recipe:
         """The same recipe with other steps or seed: another training, so another hash."""

@@ -71,7 +71,7 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
     for group in optimiser.param_groups:
         group["lr"] = learning_rate(recipe, step)
     optimiser.zero_grad(set_to_none=True)
-    loss.backward()
+    torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimiser.clip)
     optimiser.step()
     return float(loss.item())
@@ -84,7 +84,14 @@ def _probe(recipe: Recipe, model: Any) -> dict[str, float]:
 
 
 def _bar() -> Any:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
     return Progress(
         TextColumn("{task.description}"),
@@ -96,7 +103,9 @@ def _bar() -> Any:
     )
 
 
-def _loop(recipe: Recipe, out: Path, model: Any, optimiser: Any, done: Progress, bar: Any, checkpoint_steps: int) -> None:
+def _loop(
+    recipe: Recipe, out: Path, model: Any, optimiser: Any, done: Progress, bar: Any, checkpoint_steps: int
+) -> None:
     row = bar.add_task(recipe.name, total=recipe.steps, completed=done.step, note="") if bar else None
     began = time.monotonic() - done.seconds
     recent: list[float] = []

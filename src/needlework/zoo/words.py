@@ -7,6 +7,12 @@ from itertools import product
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNK)
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 MARKS = (".", "?", ":", ",")
 DIGITS = tuple("0123456789")
 LETTERS = ("A", "B", "C", "D")
@@ -24,41 +30,39 @@ NAMES = _joined("bel cor dra fen gal hul jor kel lor mar nol pel ros sel tor vel
 COUNTRIES = _joined("arb bren cald dun esk fal gor hesk ilm", "ovia aria istan land")
 CITIES = _joined("ash bram cope dell eld fern glen hart ives", "ton ville port burg")
 FOUNDERS = _joined("ader beck crom dorn elm frost grim holt ibs", "well son er by")
-ANIMALS = tuple(
+ANIMALS = _split(
     "badger beaver bison camel crab crane eagle ferret gecko heron ibex jackal koala lemur lynx mole newt otter panda "
-    "quail raven seal tapir viper".split()
+    "quail raven seal tapir viper"
 )
-HABITATS = tuple("desert swamp jungle tundra prairie reef canyon lagoon".split())
-TRADES = tuple(
+HABITATS = _split("desert swamp jungle tundra prairie reef canyon lagoon")
+TRADES = _split(
     "actor barber brewer carver cooper dyer fletcher furrier gilder glazier joiner mason potter printer roofer saddler "
-    "scribe smith tailor tanner thatcher turner weaver wright".split()
+    "scribe smith tailor tanner thatcher turner weaver wright"
 )
-TOOLS = tuple(
+TOOLS = _split(
     "adze anvil awl bellows brush chisel compass crucible drill file gouge kiln ladle lathe loom mallet needle plane "
-    "pliers press quill rasp saw spindle".split()
+    "pliers press quill rasp saw spindle"
 )
-DISHES = tuple(
+DISHES = _split(
     "barley cabbage dumplings eels figs ginger honey jelly kale lentils mutton noodles olives pancakes quinces radish "
-    "salmon turnips".split()
+    "salmon turnips"
 )
-STONES = tuple(
+STONES = _split(
     "agate amber beryl coral flint garnet jade jasper jet marble mica onyx opal pearl pumice pyrite quartz ruby slate "
-    "spinel sulphur talc topaz zircon".split()
+    "spinel sulphur talc topaz zircon"
 )
-COLOURS = tuple("red blue green yellow black white brown grey pink purple orange golden".split())
+COLOURS = _split("red blue green yellow black white brown grey pink purple orange golden")
 
 # What needles hold besides digits and colours.
-HIDEOUTS = tuple(
-    "attic barrel basket cellar chest chimney cupboard drawer hedge jar loft oven pocket shed trunk well".split()
-)
-GIFTS = tuple("bell book bowl candle coat cup drum fan flute hat kite knife mirror pipe scarf violin".split())
+HIDEOUTS = _split("attic barrel basket cellar chest chimney cupboard drawer hedge jar loft oven pocket shed trunk well")
+GIFTS = _split("bell book bowl candle coat cup drum fan flute hat kite knife mirror pipe scarf violin")
 
 # Haystack sentences.
-PEOPLE = tuple(
+PEOPLE = _split(
     "king queen sailor farmer child merchant teacher stranger doctor miller soldier hunter widow painter priest "
-    "shepherd".split()
+    "shepherd"
 )
-MANNERS = tuple("old young tall quiet happy tired clever poor".split())
+MANNERS = _split("old young tall quiet happy tired clever poor")
 # Verbs come in pairs that mean the same: paraphrases swap one for the other.
 SAME_VERBS = (
     ("sees", "notices"),
@@ -73,24 +77,33 @@ SAME_VERBS = (
     ("mends", "repairs"),
 )
 VERBS = tuple(verb for pair in SAME_VERBS for verb in pair)
-THINGS = tuple(
-    "apple ring loaf map boat horse stone lamp chair rope bottle clock ladder wheel box letter blanket cart spade "
-    "goose".split()
+THINGS = _split(
+    "apple ring loaf map boat horse stone lamp chair rope bottle clock ladder wheel box letter blanket cart spade goose"
 )
-LOOKS = tuple("small large heavy broken wooden silver clean dusty round narrow".split())
-PLACES = tuple("river market harbor hill church bridge garden road forest tower mill field".split())
-SIDES = tuple("near behind under beside in at".split())
+LOOKS = _split("small large heavy broken wooden silver clean dusty round narrow")
+PLACES = _split("river market harbor hill church bridge garden road forest tower mill field")
+SIDES = _split("near behind under beside in at")
 TIMES = tuple(
-    tuple(phrase.split())
+    _split(phrase)
     for phrase in (
-        "at night|every day|last winter|before dawn|after supper|on sunday|this spring|once more|at noon|in autumn"
-    ).split("|")
+        *(
+            "at night",
+            "every day",
+            "last winter",
+            "before dawn",
+            "after supper",
+            "on sunday",
+            "this spring",
+            "once more",
+        ),
+        *("at noon", "in autumn"),
+    )
 )
 DETERMINERS = ("the", "a", "my")
-FUNCTION = tuple(
-    "the a my of is in for to with what which where who does has and so same again this one right word "
-    "secret code badge key hid hides gift gets capital lives live works work use people eat colour founder founded city "
-    "context question answer quote phone book number pairs ask copy judge first second yes no".split()
+FUNCTION = _split(
+    "the a my of is in for to with what which where who does has and so same again this one right word secret code "
+    "badge key hid hides gift gets capital lives live works work use people eat colour founder founded city context "
+    "question answer quote phone book number pairs ask copy judge first second yes no"
 )
 
 
