@@ -154,6 +154,11 @@ def _replacements(model_type: str) -> list[tuple[Any, str, Any]]:
     return []
 
 
+def continues_prefill(model_type: str, fast: bool) -> bool:
+    """Whether a family takes several tokens at once after a prefill: stock code does not where `fast_kernels` mends it."""
+    return fast or model_type not in {"recurrent_gemma", *MAMBA1_MIXERS}
+
+
 _lock = threading.Lock()
 _open: dict[str, tuple[int, ExitStack]] = {}  # model type -> how many scopes are open, what the last one undoes
 
