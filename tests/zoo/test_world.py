@@ -100,6 +100,19 @@ def test_only_needles_and_questions_name_the_name(make: Maker) -> None:
         assert len(mentions) == len(sample.named("needle")) + asked
 
 
+@each_niah
+def test_a_twin_differs_in_its_value_alone(make: Maker) -> None:
+    for sample in some(make):
+        twin = sample.twin(sample.absent[0])
+        changed = {i for i, (a, b) in enumerate(zip(sample.prompt, twin.prompt, strict=True)) if a != b}
+        assert changed
+        assert changed <= {i for span in sample.named("value") for i in range(span.start, span.stop)}
+        assert twin.target[-len(sample.absent[0]) :] == sample.absent[0]
+        assert all(twin.words_of(span) == sample.absent[0] for span in twin.named("value"))
+        with pytest.raises(ValueError, match="as long as"):
+            sample.twin((*sample.absent[0], "7"))
+
+
 @pytest.mark.parametrize("depth", [0, 25, 50, 75, 100])
 def test_the_needle_lies_at_the_depth_asked_for(depth: int) -> None:
     for i in range(N):

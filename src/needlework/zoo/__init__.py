@@ -4,7 +4,7 @@
 this package imports neither torch nor transformers.
 """
 
-from needlework.zoo.catalog import Entry, catalog, path
+from needlework.zoo.shelf import Entry, catalog, path
 from needlework.zoo.errors import ZooError
 
 __all__ = ["Entry", "ZooError", "catalog", "path"]

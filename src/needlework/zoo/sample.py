@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -118,3 +118,14 @@ class Sample:
 
     def words_of(self, span: Span) -> Words:
         return self.prompt[span.start : span.stop]
+
+    def twin(self, value: Words) -> Sample:
+        """The same prompt with another value in the needle, word for word as long; its target follows."""
+        spans = self.named("value")
+        if not spans or any(span.stop - span.start != len(value) for span in spans):
+            raise ValueError(f"a twin needs a value as long as this sample's own, got {value}")
+        prompt = list(self.prompt)
+        for span in spans:
+            prompt[span.start : span.stop] = value
+        kept = self.target[: len(self.target) - len(value)]  # a quoted sentence keeps its beginning
+        return replace(self, prompt=tuple(prompt), target=(*kept, *value))

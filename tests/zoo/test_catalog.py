@@ -1,0 +1,70 @@
+"""The shipped models: complete, small, made by the committed recipes, and as good as their cards say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from needlework import zoo
+from needlework.zoo import evaluate, recipes, shelf
+from needlework.zoo.errors import ZooError
+
+SHIPPED = sorted(zoo.catalog())
+each_model = pytest.mark.parametrize("name", SHIPPED)
+
+
+def test_all_weights_together_stay_small() -> None:
+    total = sum(file.stat().st_size for file in shelf.weights_directory().rglob("*") if file.is_file())
+    assert total < 40_000_000
+
+
+@each_model
+def test_a_shipped_model_is_complete_and_made_by_its_recipe(name: str) -> None:
+    entry = zoo.catalog()[name]
+    assert entry.path == zoo.path(name)
+    have = {file.name for file in entry.path.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "recipe.yaml", "curve.png"} <= have
+    assert not {file for file in have if "checkpoint" in file}
+    assert entry.record["recipe_hash"] == recipes.find(name).hash() == recipes.read(entry.path / "recipe.yaml").hash()
+    assert entry.record["recipe_hash"] in (entry.path / "README.md").read_text()
+    assert all(figure["n"] >= 1000 for figure in entry.figures.values())
+
+
+@each_model
+def test_a_shipped_model_does_what_its_card_says(name: str) -> None:
+    """Fresh samples, few of them: the card's value must lie in their interval, widened by the card's own."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from needlework.subjects.seams import fast_kernels
+
+    entry = zoo.catalog()[name]
+    longest = entry.record["longest_document_tokens"]
+    model = AutoModelForCausalLM.from_pretrained(entry.path).eval()
+    torch.set_num_threads(1)
+    names = (f"niah_{longest}_8_distractors", "cloze_question", "letter_choice")
+    with fast_kernels(model):
+        measured = evaluate.figures(model, longest, 60, names, seed=7)
+    for figure_name, figure in measured.items():
+        low, high = figure.interval()
+        said = entry.figures[figure_name]
+        assert low - 0.03 <= said["high"], figure_name
+        assert said["low"] <= high + 0.03, figure_name
+
+
+def test_an_unknown_model_is_told_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "weights" / "tiny-owl"
+    folder.mkdir(parents=True)
+    (folder / "figures.json").write_text(json.dumps({"figures": {"niah": {"value": 1.0}}}))
+    (tmp_path / "weights" / "half-written").mkdir()
+    monkeypatch.setattr(shelf, "weights_directory", lambda: tmp_path / "weights")
+    assert list(zoo.catalog()) == ["tiny-owl"]
+    assert zoo.catalog()["tiny-owl"].figures["niah"]["value"] == 1.0
+    assert zoo.path("tiny-owl") == folder
+    for bad in ("tiny-howl", "half-written", "", "../weights/tiny-owl"):
+        with pytest.raises(ZooError, match=r"no zoo model is called"):
+            zoo.path(bad)
+    with pytest.raises(ZooError, match="did you mean 'tiny-owl'"):
+        zoo.path("tiny-howl")

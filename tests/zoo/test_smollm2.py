@@ -1,0 +1,69 @@
+"""SmolLM2 from its PyPI package: converted once, never half, and a clear word when the package is missing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from needlework.zoo import smollm2
+from needlework.zoo.errors import ZooError
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    file = tmp_path / "package" / "model.gguf"
+    file.parent.mkdir()
+    file.write_bytes(b"weights")
+    monkeypatch.setattr(smollm2, "gguf_file", lambda: file)
+    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path / "cache"))
+    return file
+
+
+def test_a_missing_package_is_told_how_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "find_spec", lambda _: None)
+    with pytest.raises(ZooError, match=r"pip install 'needlework\[smollm2\]'"):
+        smollm2.gguf_file()
+
+
+def test_it_is_converted_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def convert(file: Path, into: Path) -> None:
+        calls.append(file)
+        (into / "model.safetensors").write_bytes(file.read_bytes())
+
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    first = smollm2.path()
+    assert first == smollm2.path()
+    assert (first / "model.safetensors").read_bytes() == b"weights"
+    assert calls == [source]
+    source.write_bytes(b"other weights")  # a newer package: the cache is made anew
+    assert (smollm2.path() / "model.safetensors").read_bytes() == b"other weights"
+
+
+def test_a_conversion_that_fails_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: Path, into: Path) -> None:
+        (into / "model.safetensors").write_bytes(b"half")
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(smollm2, "_convert", fail)
+    with pytest.raises(RuntimeError):
+        smollm2.path()
+    assert list(smollm2.cache_directory().iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_named(source: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path / "file" / "cache"))
+    with pytest.raises(ZooError, match=smollm2.CACHE_VARIABLE):
+        smollm2.path()
+
+
+def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(smollm2.CACHE_VARIABLE, raising=False)
+    monkeypatch.setattr(smollm2.sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert smollm2.cache_directory() == tmp_path / "needlework"
+    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path / "mine"))
+    assert smollm2.cache_directory() == tmp_path / "mine"
