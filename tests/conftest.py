@@ -1,0 +1,48 @@
+"""One thread, no chatter, and the table of the matrix at the end of the run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def _same_random_start() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Every cell of architectures x interventions: the laws hold, it is refused and why, or it failed."""
+    cells: dict[tuple[str, str], str] = {}
+    for kind in ("passed", "failed"):
+        for report in terminalreporter.stats.get(kind, ()):
+            found = dict(getattr(report, "user_properties", ()))
+            if "cell" in found and report.when == "call":
+                cells[tuple(found["cell"])] = found.get("verdict", "holds") if kind == "passed" else "failed"
+    if not cells:
+        return
+    names = list(dict.fromkeys(name for name, _ in cells))
+    columns = list(dict.fromkeys(which for _, which in cells))
+    reasons = [x for x in dict.fromkeys(cells.values()) if x not in ("holds", "failed")]
+    sign = {"holds": ".", "failed": "!"} | {reason: "abcdefghijk"[i] for i, reason in enumerate(reasons)}
+    write = terminalreporter.write_line
+    write("")
+    write("architectures x interventions (. the laws hold, ! failed, a letter: refused)")
+    for i, which in enumerate(columns):
+        write(f"{'':18}{'| ' * i}{which}")
+    for name in names:
+        write(f"{name:18}" + " ".join(sign.get(cells.get((name, which), ""), " ") for which in columns))
+    counts = Counter("refused" if x in reasons else x for x in cells.values())
+    for reason in reasons:
+        write(f"  {sign[reason]} refused: {reason}")
+    total = ", ".join(f"{counts[x]} {x}" for x in ("holds", "refused", "failed"))
+    write(f"{len(cells)} cells: {total}")
