@@ -1,1 +1,20 @@
 """Tasks make samples and score answers. Free of torch: a report is rebuilt without it."""
+
+from needlework.tasks import knowledge, niah, perplexity
+from needlework.tasks.base import Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.registry import TASKS, load_plugins, make_task, task
+
+__all__ = [
+    "TASKS",
+    "Item",
+    "Mode",
+    "Outcome",
+    "Task",
+    "Tokenizer",
+    "knowledge",
+    "load_plugins",
+    "make_task",
+    "niah",
+    "perplexity",
+    "task",
+]

@@ -64,6 +64,10 @@ class Task(BaseModel):
         """Named scores of one outcome; "correct" (0 or 1) is always among them, except for perplexity."""
         raise TypeError(f"{type(self).__name__} must define score()")
 
+    def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
+        """The most tokens an answer may have, and the text of one token that ends it, for this tokenizer."""
+        return self.max_new_tokens, self.stop
+
     @property
     def chance(self) -> float:
         """The share of "correct" that guessing reaches."""

@@ -1,0 +1,121 @@
+"""Haystacks: text to hide needles in, from the user's files or from the built-in generator, cut to a number of tokens.
+
+The toy world makes its own (`needlework.zoo.needles.scene`), by the same rule: a needle goes in after a sentence end.
+"""
+
+from __future__ import annotations
+
+import glob
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, cycle, islice
+from pathlib import Path
+
+from needlework.errors import NeedleworkError
+from needlework.tasks import english
+from needlework.tasks.base import Tokenizer
+from needlework.tasks.prompts import Piece, token_offsets
+from needlework.zoo.sample import Stream
+
+_END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)""")
+CHARACTERS_PER_TOKEN = 8  # more than in any ordinary tokenizer; too little text is doubled, so this only saves time
+
+
+@dataclass(frozen=True)
+class Haystack:
+    """A text of `tokens` tokens; `ends` are the characters after which a sentence ends, with the token count there."""
+
+    text: str
+    tokens: int
+    ends: tuple[tuple[int, int], ...]  # (character, tokens before it); the first is (0, 0)
+
+    def slot(self, depth_percent: float) -> int:
+        """Index of the nearest sentence end at or before a depth."""
+        return max(i for i, (_, tokens) in enumerate(self.ends) if tokens <= self.tokens * depth_percent / 100)
+
+    def depth_percent(self, slot: int) -> float:
+        return 100 * self.ends[slot][1] / self.tokens if self.tokens else 0.0
+
+
+@lru_cache(maxsize=16)
+def read(pattern: str) -> tuple[str, ...]:
+    """Sentences of all files that match, files in the order of their names, each with the white space before it."""
+    paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    if not paths:
+        raise NeedleworkError(f"haystack: no file matches {pattern!r}; give a pattern such as texts/*.txt")
+    found: list[str] = []
+    for path in paths:
+        try:
+            text = Path(path).read_text(encoding="utf-8").strip()
+        except UnicodeDecodeError:
+            raise NeedleworkError(f"haystack: {path} is not UTF-8 text; convert it or leave it out of the pattern") from None
+        if text:
+            first, *rest = split(text)
+            found += ["\n\n" + first, *rest]
+    if not found:
+        raise NeedleworkError(f"haystack: the files that match {pattern!r} are all empty")
+    return tuple(found)
+
+
+def split(text: str) -> list[str]:
+    """Sentences of a text; joined again they are the text."""
+    cuts = [0, *(found.end() for found in _END.finditer(text))]
+    parts = [text[a:b] for a, b in zip(cuts, (*cuts[1:], len(text)), strict=True)]
+    return [part for part in parts if part]
+
+
+def sentences(source: str | None, stream: Stream, start_anywhere: bool) -> Iterator[str]:
+    """Sentences without end: of the files (over again when they run out), or made up when no files are named."""
+    if source is None:
+        return english.sentences(stream)
+    found = read(source)
+    first = stream.below(len(found)) if start_anywhere else 0
+    return chain(found[first:], cycle(found))
+
+
+def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int) -> Haystack:
+    """The first `tokens` tokens of a source, cut exactly there, as the paper does."""
+    parts: list[str] = []
+    size = 0
+    while True:
+        while size < CHARACTERS_PER_TOKEN * tokens + 1:
+            parts.append(next(source) if parts else next(source).lstrip())
+            size += len(parts[-1])
+        text = "".join(parts)
+        _, offsets = token_offsets(tokenizer, text)
+        if len(offsets) > tokens:
+            break
+        parts += islice(source, len(parts))
+        size = sum(map(len, parts))
+    return _cut(text, parts, offsets[:tokens])
+
+
+def _cut(text: str, parts: Sequence[str], offsets: Sequence[tuple[int, int]]) -> Haystack:
+    length = offsets[-1][1] if offsets else 0
+    stops = [b for _, b in offsets]
+    ends = [(0, 0)]
+    at = 0
+    for part in parts:
+        at += len(part)
+        if at > length:
+            break
+        ends.append((at, bisect_right(stops, at)))
+    return Haystack(text[:length], len(offsets), tuple(ends))
+
+
+def weave(hay: Haystack, hidden: Sequence[tuple[int, Sequence[Piece]]]) -> list[Piece]:
+    """The haystack with needles in it: each goes in after the sentence end of its slot, in the order given."""
+    pieces: list[Piece] = []
+    at = 0
+    for slot, needle in sorted(hidden, key=lambda pair: pair[0]):
+        place = hay.ends[slot][0]
+        pieces.append(Piece(hay.text[at:place]))
+        pieces += [*needle, Piece(" ")] if place == 0 else [Piece(" "), *needle]
+        at = place
+    rest = hay.text[at:]
+    if not rest and pieces and pieces[-1] == Piece(" "):
+        pieces.pop()
+    return [piece for piece in (*pieces, Piece(rest)) if piece.text]

@@ -1,0 +1,252 @@
+"""The paper's needle in a haystack: one sentence hidden at a depth of a long text, and a question about it.
+
+Lengths, depths, needle, question, prompts and scores are the paper's by default. A length is nominal: `reserve_tokens`
+of it are kept free for question and answer. Zoo models are asked in the toy language, by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import Any, ClassVar, Literal, NamedTuple
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from needlework.errors import NeedleworkError
+from needlework.tasks import toy
+from needlework.tasks.base import Item, Mode, Outcome, Tokenizer
+from needlework.tasks.haystack import Haystack, gather, sentences, weave
+from needlework.tasks.prompts import Piece, token_ids
+from needlework.tasks.registry import task
+from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval
+from needlework.tasks.scores import begins, graded, holds, words_right
+from needlework.zoo import world as toy_world
+from needlework.zoo.sample import Stream
+
+LENGTHS = (250, 677, 1105, 1532, 1959, 2387, 2814, 3241, 3669, 4096)
+DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
+NEEDLE = "The best thing to do in {key} is {value}."
+KEY, VALUE = "San Francisco", "eat a sandwich and sit in Dolores Park on a sunny day"
+QUESTION = "What is the best thing to do in {key}?"
+GRADED = {"eat a sandwich": 1.0, "dolores park": 0.5, "sit in dolores park": 0.5, "on a sunny day": 1.0}
+RESERVE = 200
+TOY_LENGTHS = (64, 128, 192, 256)
+QUESTION_ROOM = 24  # words around the context of a toy prompt, at most
+
+
+class Other(BaseModel):
+    """Another needle of the same kind: put into the context as a distractor, or offered as an option only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    key: str = ""
+    value: str
+
+
+OTHERS = tuple(
+    Other(key=key, value=value)
+    for key, value in (
+        ("Chicago", "climb a tower and look over the lake on a windy day"),
+        ("Lisbon", "ride a tram and drink coffee in the old town on a warm morning"),
+        ("Toronto", "rent a boat and row around the islands on a quiet afternoon"),
+        ("Vienna", "hear an opera and walk in the palace garden on a mild evening"),
+        ("Nairobi", "watch the lions and camp beside the river on a clear night"),
+        ("Oslo", "take a sauna and swim in the cold harbour on a bright day"),
+        ("Kyoto", "visit a temple and sit under the maple trees on a foggy morning"),
+        ("Lima", "eat grilled fish and watch the surfers on a cloudy day"),
+        ("Dublin", "hear a fiddle and talk to strangers in a pub on a rainy night"),
+        ("Sydney", "take a ferry and have a picnic on the beach on a hot day"),
+        ("Cairo", "buy some spices and float down the river on a golden evening"),
+        ("Prague", "cross the bridge and feed the swans on a snowy morning"),
+    )
+)
+
+
+@task
+class Niah(Retrieval):
+    """Needle in a haystack: generate the answer; exact and graded scores."""
+
+    kind = "niah"
+    mode: ClassVar[Mode] = "generate"
+    lengths: tuple[int, ...] | None = None  # the paper's; for zoo models what fits
+    depths: tuple[float, ...] = DEPTHS
+    reserve_tokens: int | None = Field(None, ge=0)  # 200; zoo models: 0, a length is then the context's
+    distractors: int = Field(0, ge=0)  # more needles of the same kind, about other keys
+    haystack: str | None = None  # pattern of text files; none: built-in sentences
+    haystack_per: Literal["cell", "sample"] = "cell"  # sample: all cells share one text, as in the paper
+    needle: str = NEEDLE
+    question: str = QUESTION
+    key: str = KEY
+    value: str = VALUE
+    others: tuple[Other, ...] | None = None  # other keys and values for distractors, options and twins
+    graded: dict[str, float] | None = None  # points for parts; the paper's for the paper's needle
+    twins: bool = False  # English: demand a twin prompt of the same length (toy prompts always have one)
+    relation: str | None = None  # toy world: code, badge, hideout or gift; none: all in turn
+    quote: bool = False  # toy world: ask for the whole sentence
+
+    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        is_toy = toy.resolve(self.world, tokenizer) == "toy"
+        make = self._toy if is_toy else self._english
+        new_tokens = self.ending(tokenizer)[0]
+        for length, depth, i in product(self._lengths(is_toy, max_tokens), self.depths, range(self.samples)):
+            cell = Cell(seed, length, depth, i, window)
+            yield self.fitted(make(tokenizer, cell), new_tokens, max_tokens)
+
+    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+        if item.facts["world"] == "toy":
+            exact = float(begins(outcome.text, item.target))
+            return {"correct": exact, "exact": exact, "graded": words_right(outcome.text, item.target)}
+        paper = (self.needle, self.key, self.value) == (NEEDLE, KEY, VALUE)
+        parts = self.graded if self.graded is not None else GRADED if paper else {}
+        exact = float(holds(outcome.text, item.target))
+        return {"correct": exact, "exact": exact, "graded": graded(outcome.text, item.target, parts)}
+
+    def _lengths(self, is_toy: bool, max_tokens: int | None) -> tuple[int, ...]:
+        if self.lengths is not None:
+            return self.lengths
+        if not is_toy:
+            return LENGTHS
+        if max_tokens is None:
+            return TOY_LENGTHS
+        copies = 2 if self.layout == "jrt" else 1
+        most = (max_tokens - copies * QUESTION_ROOM - self.toy_new_tokens) // copies
+        return tuple(most * part // 4 for part in (1, 2, 3, 4))
+
+    def _toy(self, tokenizer: Tokenizer, cell: Cell) -> Item:
+        stream = cell.stream(toy_world.EVAL_SPLIT, "niah")
+        relation = self.relation or stream.pick(toy_world.RELATION_NAMES)
+        if relation not in toy_world.RELATIONS:
+            known = ", ".join(toy_world.RELATIONS)
+            raise NeedleworkError(f"niah: unknown relation {relation!r}; choose one of {known}")
+        try:
+            sample = toy_world.niah(
+                stream,
+                context_tokens=cell.length - (self.reserve_tokens or 0),
+                distractors=self.distractors,
+                depth_percent=cell.depth,
+                relation=relation,
+                layout=self.layout,
+                quote=self.quote,
+            )
+        except ValueError as error:
+            raise NeedleworkError(f"{cell.name}: {error}") from None
+        facts = {**cell.facts(), "depth_reached_percent": sample.depth_percent}
+        return toy.toy_item(tokenizer, sample, cell.name, absent=self.absent, facts=facts, window=cell.window)
+
+    def _english(self, tokenizer: Tokenizer, cell: Cell) -> Item:
+        stream = cell.stream("needles")
+        some = stream.mixed(self._others())
+        hidden, free = some[: self.distractors], some[self.distractors :]
+        if len(hidden) < self.distractors:
+            raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(some)} are given")
+        hay, size = self._hay(tokenizer, cell, hidden)
+        slots = [hay.slot(cell.depth), *(stream.below(len(hay.ends)) for _ in hidden)]
+        facts = {
+            **cell.facts(),
+            "context_tokens": hay.tokens + size,
+            "depth_reached_percent": hay.depth_percent(slots[0]),
+            "needles": len(slots),
+        }
+
+        def draft(value: str) -> Draft:
+            others = [self._pieces(other.key, other.value, "distractor") for other in hidden]
+            needles = [self._pieces(self.key, value, "needle"), *others]
+            return Draft(
+                context=weave(hay, list(zip(slots, needles, strict=True))),
+                question=filled(self.question, self.key, value),
+                target=filled(self.needle, self.key, value),
+                lead=BASE_LEAD,
+                instruction=CHAT_END,
+                options=self._options(hidden, free),
+                facts=facts,
+            )
+
+        cluster = f"niah/haystack={cell.i}" if self.haystack_per == "sample" else cell.name
+        twin = self._twin(tokenizer, draft, free) if self.twins else None
+        return self.english_item(tokenizer, draft(self.value), cell.name, cluster, cell.window, twin)
+
+    def _hay(self, tokenizer: Tokenizer, cell: Cell, hidden: Sequence[Other]) -> tuple[Haystack, int]:
+        """The haystack of a cell, and the tokens that its needles take from it."""
+        needles = [(self.key, self.value), *((other.key, other.value) for other in hidden)]
+        size = sum(len(token_ids(tokenizer, " " + filled(self.needle, *needle))) for needle in needles)
+        reserve = RESERVE if self.reserve_tokens is None else self.reserve_tokens
+        room = cell.length - reserve - size
+        if room < 0:
+            raise NeedleworkError(
+                f"{cell.name}: {cell.length} tokens less {reserve} kept free do not hold needles of {size} tokens; "
+                "choose a greater length or a smaller reserve_tokens"
+            )
+        shared = self.haystack_per == "sample"
+        stream = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
+        source = sentences(self.haystack, stream, start_anywhere=not shared or cell.i > 0)
+        return gather(tokenizer, source, room), size
+
+    def _others(self) -> tuple[Other, ...]:
+        """The needles given, or the built-in ones for the built-in sentence."""
+        if self.others is not None:
+            return self.others
+        return OTHERS if self.needle == NEEDLE else ()
+
+    def _pieces(self, key: str, value: str, name: str) -> list[Piece]:
+        before, found, after = self.needle.partition("{value}")
+        parts = [Piece(filled(before, key, value), (name,))]
+        if found:
+            inside = "value" if name == "needle" else f"{name}_value"
+            parts += [Piece(value, (name, inside)), Piece(filled(after, key, value), (name,))]
+        return [part for part in parts if part.text]
+
+    def _options(self, hidden: Sequence[Other], free: Sequence[Other]) -> list[tuple[str, str]]:
+        """Whole sentences about the asked key: the beginning is the same in all, so the value decides."""
+        if "{value}" not in self.needle:
+            return []
+        values = [("true", self.value), *(("context", other.value) for other in hidden)]
+        values += [("absent", other.value) for other in free[: self.absent]]
+        if len(free) < self.absent and self.mode == "choices":
+            raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
+        return [(kind, filled(self.needle, self.key, value)) for kind, value in values]
+
+    def _twin(self, tokenizer: Tokenizer, draft: Callable[[str], Draft], free: Sequence[Other]) -> Draft:
+        """The same prompt with another value of the same number of tokens."""
+        wanted = len(self.encode(tokenizer, draft(self.value)).ids)
+        for other in free if "{value}" in self.needle else ():
+            twin = draft(other.value)
+            if len(self.encode(tokenizer, twin).ids) == wanted:
+                return twin
+        raise NeedleworkError(
+            "niah: no other value gives a prompt of the same length in this tokenizer, so there is no twin; "
+            f"add to others a value with as many tokens as {self.value!r}"
+        )
+
+
+@task
+class NiahChoice(Chosen, Niah):
+    """The same items as `niah`: which value does the model think the likelier one?"""
+
+    kind = "niah_choice"
+
+    @property
+    def chance(self) -> float:
+        return self.chance_among(self.distractors)
+
+
+class Cell(NamedTuple):
+    """One place of the grid."""
+
+    seed: int
+    length: int
+    depth: float
+    i: int
+    window: int | None
+
+    @property
+    def name(self) -> str:
+        return f"niah/length={self.length}/depth={self.depth:g}/{self.i}"
+
+    def stream(self, *parts: str) -> Stream:
+        return Stream("/".join(parts), self.seed, self.length, f"{self.depth:g}", self.i)
+
+    def facts(self) -> dict[str, Any]:
+        return {"length_tokens": self.length, "depth_percent": self.depth}
+
+
+def filled(template: str, key: str, value: str) -> str:
+    return template.replace("{key}", key).replace("{value}", value)

@@ -1,0 +1,175 @@
+"""Prompts in pieces: the text is put together from named parts, so where a needle stands is known and never searched for.
+
+A part's characters are known while the text is built; the tokenizer's own offsets turn them into tokens. Where one token
+would hold both needle and other text, the text is tokenized in parts there. Every span is decoded again and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Span
+from needlework.tasks.base import Tokenizer
+
+MARKER = "CONTENTGOESHERE"  # stands for the user's words while the chat template is taken apart
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Some text and the spans that it belongs to. Neighbouring pieces of one name make one range."""
+
+    text: str
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Encoded:
+    ids: tuple[int, ...]
+    text: str
+    spans: dict[str, Span]
+
+
+def token_ids(tokenizer: Tokenizer, text: str, special: bool = False) -> tuple[int, ...]:
+    return tuple(int(i) for i in tokenizer(text, add_special_tokens=special)["input_ids"])
+
+
+def token_offsets(tokenizer: Tokenizer, text: str, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
+    """Token ids with the characters that each comes from."""
+    try:
+        made = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        return [int(i) for i in made["input_ids"]], [(int(a), int(b)) for a, b in made["offset_mapping"]]
+    except (NotImplementedError, KeyError):
+        raise NeedleworkError(
+            "this tokenizer cannot say which characters its tokens come from, so needles cannot be placed; "
+            "use a fast tokenizer (a directory with tokenizer.json)"
+        ) from None
+
+
+def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, optional: Sequence[str] = ()) -> Encoded:
+    """Token ids of the joined pieces and the token ranges of every name.
+
+    `special` lets the tokenizer put its own BOS in front; a chat template brings its own. A range that cannot be placed
+    is an error, but names in `optional` are left out instead (the value inside a needle, when one token holds both).
+    """
+    text = "".join(piece.text for piece in pieces)
+    wanted = {name: list(_ranges(pieces, name)) for name in dict.fromkeys(n for p in pieces for n in p.names)}
+    ids, offsets = token_offsets(tokenizer, text, special)
+    _drop_end(tokenizer, text, ids, offsets)
+    edges = {edge for name, ranges in wanted.items() if name not in optional for r in ranges for edge in r}
+    split = sorted(edge for edge in edges if _joined_at(text, offsets, edge))
+    if split:
+        ids, offsets = _in_parts(tokenizer, text, split, special)
+    spans: dict[str, Span] = {}
+    for name, ranges in wanted.items():
+        placed = [_place(text, offsets, start, end) for start, end in ranges]
+        if name in optional and None in placed:
+            continue
+        spans[name] = tuple(
+            _verified(tokenizer, ids, tokens, text[start:end], name)
+            for tokens, (start, end) in zip(placed, ranges, strict=True)
+        )
+    return Encoded(tuple(ids), text, spans)
+
+
+def _ranges(pieces: Sequence[Piece], name: str) -> Iterator[tuple[int, int]]:
+    """Character ranges of a name, without white space at their ends."""
+    text, at, start = "".join(piece.text for piece in pieces), 0, None
+    for piece in (*pieces, Piece("")):
+        if name in piece.names and start is None:
+            start = at
+        if name not in piece.names and start is not None:
+            part = text[start:at]
+            if not part.strip():
+                raise NeedleworkError(f"the {name} is empty; give it some words")
+            yield at - len(part.lstrip()), start + len(part.rstrip())
+            start = None
+        at += len(piece.text)
+
+
+def _drop_end(tokenizer: Tokenizer, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+    """Take off the end-of-text token that some tokenizers append: nothing could follow it."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    while ids and ids[-1] == end and offsets[-1][0] == offsets[-1][1]:
+        ids.pop()
+        offsets.pop()
+
+
+def _joined_at(text: str, offsets: Sequence[tuple[int, int]], edge: int) -> bool:
+    """A token holds words (not only white space) on both sides of this character."""
+    return any(a < edge < b and text[a:edge].strip() and text[edge:b].strip() for a, b in offsets)
+
+
+def _in_parts(
+    tokenizer: Tokenizer, text: str, edges: Sequence[int], special: bool
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Tokenize so that no token crosses these characters. The parts must still make the same text."""
+    ids: list[int] = []
+    offsets: list[tuple[int, int]] = []
+    for start, end in zip((0, *edges), (*edges, len(text)), strict=True):
+        some, where = token_offsets(tokenizer, text[start:end], special and start == 0)
+        _drop_end(tokenizer, text, some, where)
+        ids += some
+        offsets += [(a + start, b + start) for a, b in where]
+    whole = token_ids(tokenizer, text, special=False)
+    plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+    if tokenizer.decode(ids, **plain).strip() != tokenizer.decode(list(whole), **plain).strip():
+        near = text[max(0, edges[0] - 12) : edges[0] + 12]
+        raise NeedleworkError(
+            f"a span ends inside a token at {near!r}, and this tokenizer changes the text when it is split there; "
+            "begin the needle with a space before it and end it with a full stop, or choose other words"
+        )
+    return ids, offsets
+
+
+def _place(text: str, offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int] | None:
+    inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > start and text[max(a, start) : min(b, end)].strip()]
+    if not inside:
+        return None
+    first, last = inside[0], inside[-1]
+    if text[offsets[first][0] : start].strip() or text[end : offsets[last][1]].strip():
+        return None
+    return first, last + 1
+
+
+def _verified(
+    tokenizer: Tokenizer, ids: Sequence[int], tokens: tuple[int, int] | None, words: str, name: str
+) -> tuple[int, int]:
+    """The range, if decoding it gives the words back."""
+    if tokens is None:
+        raise NeedleworkError(f"no token range holds the {name} {words!r} alone; choose other words for it")
+    found = ids[tokens[0] : tokens[1]]
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is not None and unknown in found:
+        raise NeedleworkError(f"the tokenizer does not know all words of the {name} {words!r}; choose words it knows")
+    shown = tokenizer.decode(list(found), clean_up_tokenization_spaces=False).strip()
+    if shown == words:
+        return tokens
+    alone = tokenizer.decode(list(token_ids(tokenizer, words)), clean_up_tokenization_spaces=False).strip()
+    if shown != alone:  # a tokenizer that changes all text (lower case, say) is let pass; a wrong range is not
+        raise NeedleworkError(f"the {name} {words!r} decodes to {shown!r}: this tokenizer cannot place it")
+    return tokens
+
+
+def has_chat(tokenizer: Tokenizer) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def in_chat(tokenizer: Any, pieces: Sequence[Piece]) -> list[Piece]:
+    """The pieces as one user turn of the tokenizer's chat template, up to where the answer begins."""
+
+    def shown(content: str) -> str:
+        turn = [{"role": "user", "content": content}]
+        return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
+
+    if not has_chat(tokenizer):
+        raise NeedleworkError("this tokenizer has no chat template; use style: base")
+    frame = shown(MARKER).split(MARKER)
+    if len(frame) != 2:
+        raise NeedleworkError(f"the chat template shows the user's words {len(frame) - 1} times, not once; use style: base")
+    content = "".join(piece.text for piece in pieces)
+    if shown(content) != content.join(frame):
+        raise NeedleworkError("the chat template changes the user's words, so needles cannot be placed; use style: base")
+    return [Piece(frame[0]), *pieces, Piece(frame[1])]

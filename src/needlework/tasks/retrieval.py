@@ -1,0 +1,134 @@
+"""What all retrieval tasks share: their fields, their items in English, and their two ways of being asked.
+
+One generator makes a task's items. Each item holds a prompt to answer *and* options to choose from, so the task that
+generates (`niah`) and its companion that scores the options (`niah_choice`) have equal ids, clusters and prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from needlework.errors import NeedleworkError
+from needlework.tasks import prompts, toy
+from needlework.tasks.base import Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.prompts import Piece
+from needlework.tasks.scores import choice
+from needlework.zoo.sample import Stream
+
+Layout = Literal["plain", "jrt", "question_first"]
+BASE_LEAD = "ANSWER: Here is the most relevant sentence in the context: "
+CHAT_END = "Output the most relevant sentence in the context, word by word!"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """An English sample before it is tokenized."""
+
+    context: Sequence[Piece]
+    question: str
+    target: str
+    lead: str  # what a base model continues
+    instruction: str  # what a chat model is told
+    options: Sequence[tuple[str, str]] = ()  # (true | context | absent, text)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Retrieval(Task):
+    """Fields of every task that hides something in a context and asks for it."""
+
+    toy_new_tokens: ClassVar[int] = 12
+    world: Literal["auto", "toy", "english"] = "auto"  # auto: the toy language if the tokenizer speaks it
+    samples: int = Field(1, ge=1)  # per cell of the task's grid
+    style: Literal["auto", "base", "chat"] = "auto"  # of English prompts; auto: chat if there is a chat template
+    layout: Layout = "plain"
+    absent: int = Field(3, ge=0, le=3)  # options that do not stand in the context
+    against: Literal["all", "context", "absent"] = "all"  # which options count for "correct" in the choice task
+
+    def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
+        """Answers in the toy language are short and end with a full stop, so nothing is decoded in vain."""
+        if not toy.is_toy(tokenizer):
+            return self.max_new_tokens, self.stop
+        chosen = "max_new_tokens" in self.model_fields_set
+        return self.max_new_tokens if chosen else self.toy_new_tokens, self.stop or toy.STOP
+
+    def fitted(self, item: Item, new_tokens: int, max_tokens: int | None) -> Item:
+        """The item, if the model can hold its prompt and answer."""
+        longest = max(map(len, item.options), default=0) if self.mode == "choices" else new_tokens
+        if max_tokens is not None and len(item.prompt) + longest > max_tokens:
+            raise NeedleworkError(
+                f"{item.id}: the prompt has {len(item.prompt)} tokens and the answer up to {longest}, "
+                f"but the model holds {max_tokens}; choose a shorter length"
+            )
+        return item
+
+    def chance_among(self, in_context: int) -> float:
+        counts = {"all": in_context + self.absent, "context": in_context, "absent": self.absent}
+        return 1 / (1 + counts[self.against])
+
+    def english_item(
+        self, tokenizer: Tokenizer, draft: Draft, name: str, cluster: str, window: int | None, twin: Draft | None = None
+    ) -> Item:
+        """Tokens of a draft. A twin of another length is an error: memory can only be swapped token for token."""
+        encoded = self.encode(tokenizer, draft)
+        options = Stream("options", name).mixed(draft.options) if len(draft.options) > 1 else []
+        twins = {"twin": self.encode(tokenizer, twin).ids} if twin else {}
+        return Item(
+            id=name,
+            cluster=cluster,
+            prompt=encoded.ids,
+            prompt_text=encoded.text,
+            target=draft.target,
+            spans=encoded.spans,
+            options=tuple(prompts.token_ids(tokenizer, text) for _, text in options),
+            answer=[kind for kind, _ in options].index("true") if options else None,
+            twins=twins,
+            twin_target=twin.target if twin else "",
+            facts={
+                "world": "english",
+                "layout": self.layout,
+                **draft.facts,
+                **toy.option_facts([kind for kind, _ in options], [text for _, text in options]),
+                **toy.placed_facts(encoded.spans, len(encoded.ids), window),
+            },
+        )
+
+    def encode(self, tokenizer: Tokenizer, draft: Draft) -> prompts.Encoded:
+        chat = self.style == "chat" or (self.style == "auto" and prompts.has_chat(tokenizer))
+        pieces = arranged(draft.context, draft.question, self.layout)
+        if chat:
+            whole = prompts.in_chat(tokenizer, [*pieces, Piece(draft.instruction)])
+        else:
+            whole = [*pieces, Piece(draft.lead)]
+        return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "distractor_value"))
+
+
+def arranged(context: Sequence[Piece], question: str, layout: Layout) -> list[Piece]:
+    """The paper's blocks: context and question; the same twice (JRT); or the question before the context."""
+    told = [Piece("CONTEXT: "), *context, Piece("\n\n")]
+    asked = [Piece("QUESTION: "), Piece(question, ("question",)), Piece("\n\n")]
+    if layout == "question_first":
+        return [*asked, *told]
+    return [*told, *asked] * (2 if layout == "jrt" else 1)
+
+
+class Chosen(Retrieval):
+    """The companion of a retrieval task: the same items, scored by the likelihood of their options."""
+
+    mode: ClassVar[Mode] = "choices"
+
+    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        for item in super().items(tokenizer, seed, window, max_tokens):
+            kinds = item.facts.get("option_kinds", [])
+            if len(item.options) < 2 or (self.against != "all" and self.against not in kinds):
+                raise NeedleworkError(
+                    f"{self.kind}: there is nothing to choose from (against: {self.against}); add distractors or absent "
+                    "values, and for own needles put {value} into the needle and give others"
+                )
+            yield item
+
+    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+        return choice(item, outcome, self.against)
