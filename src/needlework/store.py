@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import json
+import os
 import sqlite3
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,8 @@ from needlework.errors import NeedleworkError
 
 SCHEMA_VERSION = 1
 FILE_NAME = "run.sqlite"
+LOCK_NAME = "run.lock"
+_SYNC_SECONDS = 0.5  # how often written rows are forced to the disk; the system has them at once
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,8 @@ class Trial:
     logprobs: Sequence[float] = ()
     margins: Sequence[float] = ()
     receipt: Mapping[str, Any] = field(default_factory=dict)
+    prompt_id: str = ""  # hash of the prompt's tokens, spans, twins and options
+    versions: str = ""  # which row of the table `versions` made it
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,8 @@ class Observation:
     copy_score: float
 
 
+Row = tuple[str, str, str, str]  # experiment, model, task, trial id
+
 _JSON = {"spans", "facts", "scores", "logprobs", "margins", "receipt"}
 _REAL = {"seconds", "needle_mass", "entropy", "copy_score"}
 _WHOLE = {"seed", "prompt_tokens", "layer", "head", "samples"}
@@ -68,6 +79,30 @@ def _columns(cls: type) -> str:
     return ", ".join(f"{f.name} {kind.get(f.name, 'TEXT')} NOT NULL" for f in fields(cls))
 
 
+@contextmanager
+def claimed(directory: Path | str) -> Iterator[Path]:
+    """Own a run's directory: made if missing, refused while another process writes. A killed owner owns nothing."""
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / LOCK_NAME).open("a+")
+    except OSError as error:
+        raise NeedleworkError(f"cannot write into {folder}: {error.strerror}; choose another directory") from None
+    with lock:  # closing it gives the lock back; so does the system when the process dies
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            raise NeedleworkError(
+                f"another run (process {owner}) is writing into {folder}; wait for it, or choose another directory"
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield folder
+
+
 class Store:
     """The trials of one run. Every write is a transaction of its own: what was written is there after any crash."""
 
@@ -76,13 +111,13 @@ class Store:
         path = self.directory / FILE_NAME
         if not create and not path.exists():
             raise NeedleworkError(f"{directory} holds no run; `needlework run PLAN --out {directory}` makes one")
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.db = sqlite3.connect(path, timeout=30, isolation_level=None)
+        self._synced = 0.0
         try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self.db = sqlite3.connect(path, timeout=30, isolation_level=None)
             self.db.execute("PRAGMA journal_mode=WAL")
-            self.db.execute("PRAGMA synchronous=FULL")
             self._prepare()
-        except sqlite3.DatabaseError as error:
+        except (OSError, sqlite3.DatabaseError) as error:
             raise NeedleworkError(f"{path} is no needlework store ({error}); choose another directory") from None
 
     def _prepare(self) -> None:
@@ -90,14 +125,17 @@ class Store:
         found = self.meta("schema_version")
         if found is not None and found != SCHEMA_VERSION:
             raise NeedleworkError(
-                f"{self.directory} was written with store version {found}, this is version {SCHEMA_VERSION}; use a new directory"
+                f"{self.directory} was written with store version {found}, this is version {SCHEMA_VERSION};"
+                " choose another directory"
             )
-        self.db.execute(f"CREATE TABLE IF NOT EXISTS trials ({_columns(Trial)}, PRIMARY KEY (experiment, id))")
+        self.db.execute(f"CREATE TABLE IF NOT EXISTS trials ({_columns(Trial)}, PRIMARY KEY (experiment, model, task, id))")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_condition ON trials (experiment, model, task, intervention)")
+        self.db.execute("CREATE INDEX IF NOT EXISTS by_id ON trials (id)")
         self.db.execute(
             f"CREATE TABLE IF NOT EXISTS observations ({_columns(Observation)},"
             " PRIMARY KEY (experiment, model, task, layer, head))"
         )
+        self.db.execute("CREATE TABLE IF NOT EXISTS versions (id TEXT PRIMARY KEY, content TEXT NOT NULL)")
         if found is None:
             self.set_meta("schema_version", SCHEMA_VERSION)
 
@@ -107,6 +145,16 @@ class Store:
 
     def set_meta(self, key: str, value: Any) -> None:
         self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+
+    def note_versions(self, versions: Mapping[str, str]) -> str:
+        """The id under which trials name the software and settings that made them; equal content, equal id."""
+        text = json.dumps(versions, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:8]
+        self.db.execute("INSERT OR IGNORE INTO versions VALUES (?, ?)", (name, text))
+        return name
+
+    def versions(self) -> dict[str, dict[str, str]]:
+        return {name: json.loads(text) for name, text in self.db.execute("SELECT id, content FROM versions")}
 
     def add(self, trials: Sequence[Trial]) -> None:
         self._insert("trials", trials)
@@ -119,14 +167,27 @@ class Store:
             return
         names = [f.name for f in fields(rows[0])]
         marks = ", ".join("?" for _ in names)
-        values = [[json.dumps(v) if k in _JSON else v for k, v in asdict(row).items()] for row in rows]
+        values = [[json.dumps(getattr(row, k)) if k in _JSON else getattr(row, k) for k in names] for row in rows]
+        # A killed process loses nothing it has committed. Only a dead machine can, so the disk is waited for at times.
+        due = time.monotonic() - self._synced > _SYNC_SECONDS
+        self.db.execute(f"PRAGMA synchronous={'FULL' if due else 'NORMAL'}")
         with self.db:
             self.db.execute("BEGIN")
             self.db.executemany(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", values)
+        if due:
+            self._synced = time.monotonic()
 
-    def done(self) -> set[tuple[str, str]]:
-        """(experiment, id) of every trial that is there."""
-        return set(self.db.execute("SELECT experiment, id FROM trials"))
+    def done(self) -> set[Row]:
+        """Every trial that is there."""
+        return set(self.db.execute("SELECT experiment, model, task, id FROM trials"))
+
+    def observed(self) -> set[tuple[str, str, str]]:
+        """(experiment, model, task) of every recording that is there."""
+        return set(self.db.execute("SELECT DISTINCT experiment, model, task FROM observations"))
+
+    def forget_failed(self) -> int:
+        """Remove trials that failed, so that they are tried again; how many there were."""
+        return self.db.execute("DELETE FROM trials WHERE finish = 'failed'").rowcount
 
     def trials(self, where: str = "1", values: Sequence[Any] = ()) -> Iterator[Trial]:
         names = [f.name for f in fields(Trial)]
@@ -135,8 +196,13 @@ class Store:
 
     def observations(self) -> list[Observation]:
         names = [f.name for f in fields(Observation)]
-        rows = self.db.execute(f"SELECT {', '.join(names)} FROM observations")
+        rows = self.db.execute(f"SELECT {', '.join(names)} FROM observations ORDER BY experiment, model, task, layer, head")
         return [Observation(**dict(zip(names, row, strict=True))) for row in rows]
 
+    def score_names(self) -> list[str]:
+        return [name for (name,) in self.db.execute("SELECT DISTINCT j.key FROM trials, json_each(scores) j ORDER BY 1")]
+
     def close(self) -> None:
+        self.db.execute("PRAGMA synchronous=FULL")
+        self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self.db.close()

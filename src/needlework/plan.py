@@ -1,0 +1,244 @@
+"""A Plan: models x tasks x interventions x seeds, from a YAML file in which every mistake has a line. Free of torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from needlework import grid
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Phase
+from needlework.marked import Marked, Place, PlanError, nearest, read
+from needlework.plan_file import ExperimentFile, FastFile, ModelFile, PlanFile, Settings, keys_at
+from needlework.tasks.base import Task
+
+FAST_LIMIT = 75  # samples per condition with --fast where the plan says nothing: 0 of 75 bounds a share below 5 %
+_NAME = re.compile(r"[\w.+-]+")
+
+MakeTask = Callable[[Mapping[str, Any]], Task]
+
+
+@dataclass(frozen=True)
+class Located:
+    """Something written in the plan, and where."""
+
+    place: str  # file:line
+
+    def error(self, message: str) -> PlanError:
+        return PlanError(f"{self.place}: {message}")
+
+
+@dataclass(frozen=True)
+class Model(Located):
+    name: str  # as it stands in tables: a path's last part, or what the plan calls it
+    source: str
+    dtype: str = "float32"
+    device: str = "cpu"
+    window: str = "transformers"
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class NamedTask(Located):
+    name: str
+    task: Task
+
+
+@dataclass(frozen=True)
+class Grid(Located):
+    """Intervention text, with its ranges."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Experiment(Located):
+    name: str
+    about: str
+    models: tuple[str, ...]
+    tasks: tuple[NamedTask, ...]
+    grids: tuple[Grid, ...]
+    seeds: tuple[int, ...]
+    boundary: Phase
+    max_new_tokens: int | None
+    limit: int | None
+    observe: bool
+
+
+@dataclass(frozen=True)
+class Plan:
+    path: Path
+    name: str
+    about: str
+    text: str
+    models: Mapping[str, Model]
+    experiments: tuple[Experiment, ...]
+    fast: bool = False
+
+
+def load(
+    path: str | Path, *, fast: bool = False, models: Sequence[str] = (), make_task: MakeTask | None = None
+) -> Plan:
+    """Read and check a plan. `models` replaces the plan's own; `fast` takes its reduced grid."""
+    found = read(path)
+    if not isinstance(found.data, dict):
+        raise found.error((), "a plan is a mapping with the keys models and experiments")
+    try:
+        content = PlanFile.model_validate(found.data)
+    except ValidationError as error:
+        raise _explain(error, found) from None
+    if make_task is None:
+        from needlework.tasks import make_task as known_tasks
+
+        make_task = known_tasks
+    return _Builder(found, content, fast, models, make_task).plan()
+
+
+def _explain(error: ValidationError, found: Marked) -> PlanError:
+    """All faults at once, each with its line, in the order of the file."""
+    faults = []
+    for fault in error.errors():
+        place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
+        where = ".".join(map(str, place))
+        if fault["type"] == "extra_forbidden":
+            message = f"unknown key {place[-1]!r}: {nearest(str(place[-1]), keys_at(place[:-1]))}"
+        elif fault["type"] == "missing":
+            message = f"the key {place[-1]!r} is missing" + (f" in {'.'.join(map(str, place[:-1]))}" if place[1:] else "")
+        else:
+            message = f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {_short(fault['input'])})"
+        faults.append((found.line(place), message))
+    return PlanError("\n".join(f"{found.path}:{line}: {message}" for line, message in sorted(set(faults))))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+@dataclass
+class _Builder:
+    """Turns checked YAML into a Plan: settings handed down, tasks made, intervention texts read."""
+
+    found: Marked
+    content: PlanFile
+    fast: bool
+    override: Sequence[str]
+    make_task: MakeTask
+    models: dict[str, Model] = field(default_factory=dict)
+
+    def plan(self) -> Plan:
+        experiments = []
+        for name, spec in self.content.experiments.items():
+            if not _NAME.fullmatch(name):
+                raise self.found.error(("experiments", name), f"{name!r} is no name; use letters, digits and . _ + -")
+            if not (self.fast and spec.fast and spec.fast.skip):
+                experiments.append(self._experiment(name, spec))
+        if not experiments:
+            raise self.found.error(("experiments",), "--fast skips every experiment of this plan")
+        text = self.found.path.read_text(encoding="utf-8")
+        name = self.content.name or self.found.path.stem
+        return Plan(self.found.path, name, self.content.about, text, self.models, tuple(experiments), self.fast)
+
+    def _experiment(self, name: str, spec: ExperimentFile) -> Experiment:
+        place: Place = ("experiments", name)
+        levels: list[tuple[Place, Settings]] = [(place, spec), ((), self.content)]
+        if self.fast:  # what is nearest to the experiment goes first, and the reduced grid before the full one
+            fast: list[tuple[Place, Settings | None]] = [((*place, "fast"), spec.fast), (("fast",), self.content.fast)]
+            levels = [(at, level) for at, level in fast if level is not None] + levels
+        tasks_at, tasks = self._own(place, spec, "tasks")
+        grids_at, texts = self._own(place, spec, "interventions")
+        limit = _first(levels, "limit")
+        if self.fast and limit is None and spec.fast is None and self.content.fast is None:
+            limit = FAST_LIMIT
+        return Experiment(
+            place=self._at(place),
+            name=name,
+            about=spec.about,
+            models=self._models(levels, place),
+            tasks=self._tasks(tasks_at, tasks),
+            grids=tuple(self._grid((*grids_at, i), text) for i, text in enumerate(texts)),
+            seeds=tuple(dict.fromkeys(_first(levels, "seeds") or [0])),
+            boundary=_first(levels, "boundary") or "decode",
+            max_new_tokens=_first(levels, "max_new_tokens"),
+            limit=limit,
+            observe=spec.observe,
+        )
+
+    def _at(self, place: Place) -> str:
+        return f"{self.found.path}:{self.found.line(place)}"
+
+    def _own(self, place: Place, spec: ExperimentFile, key: str) -> tuple[Place, list[Any]]:
+        reduced: FastFile | None = spec.fast if self.fast else None
+        if reduced is not None and getattr(reduced, key) is not None:
+            return (*place, "fast", key), getattr(reduced, key)
+        return (*place, key), getattr(spec, key)
+
+    def _models(self, levels: list[tuple[Place, Settings]], place: Place) -> tuple[str, ...]:
+        if self.override:
+            return tuple(dict.fromkeys(self._model(ModelFile(source=source), "--model") for source in self.override))
+        for at, level in levels:
+            if level.models is not None:
+                each = enumerate(level.models)
+                return tuple(dict.fromkeys(self._model(spec, self._at((*at, "models", i))) for i, spec in each))
+        raise self.found.error(place, "no models: give models here, for the whole plan, or with --model")
+
+    def _model(self, spec: ModelFile, at: str) -> str:
+        source = spec.source
+        beside = self.found.path.parent / source
+        if at != "--model" and not Path(source).is_absolute() and beside.exists():
+            source = str(beside)  # paths in a plan are read from where the plan is
+        name = spec.name or Path(source.rstrip("/")).name or source
+        model = Model(at, name, source, spec.dtype, spec.device, spec.window, spec.revision)
+        known = self.models.setdefault(name, model)
+        if (known.source, known.dtype, known.window, known.revision) != (source, spec.dtype, spec.window, spec.revision):
+            raise model.error(f"two models are called {name!r} (the other at {known.place}); give one another name: ...")
+        return name
+
+    def _tasks(self, place: Place, specs: list[Any]) -> tuple[NamedTask, ...]:
+        made: dict[str, NamedTask] = {}
+        for i, spec in enumerate(specs):
+            at = (*place, i) if (*place, i) in self.found.lines else place
+            one = self._task(at, spec)
+            if one.name in made:
+                raise one.error(f"two tasks are called {one.name!r}; give one another name: ...")
+            made[one.name] = one
+        return tuple(made.values())
+
+    def _task(self, place: Place, spec: Any) -> NamedTask:
+        options = {"kind": spec} if isinstance(spec, str) else spec
+        if not isinstance(options, dict) or not isinstance(options.get("kind"), str):
+            raise self.found.error(place, "a task is its name, or a mapping with kind: NAME and the task's options")
+        name = options.get("name", options["kind"])
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise self.found.error((*place, "name"), f"{name!r} is no name; use letters, digits and . _ + -")
+        options = {key: value for key, value in options.items() if key != "name"}
+        try:
+            return NamedTask(self._at(place), name, self.make_task(options))
+        except ValidationError as error:
+            raise self._bad_task(error, place, options["kind"]) from None
+        except NeedleworkError as error:
+            named = [key for key in options if re.search(rf"\b{re.escape(key)}\b", str(error))]
+            raise self.found.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
+
+    def _bad_task(self, error: ValidationError, place: Place, kind: str) -> PlanError:
+        fault = error.errors()[0]
+        where = ".".join(map(str, fault["loc"]))
+        told = f"task {kind!r}: {where}: {fault['msg']} (got {_short(fault['input'])})"
+        return self.found.error((*place, *fault["loc"]), told)
+
+    def _grid(self, place: Place, text: str) -> Grid:
+        at = Grid(self._at(place), text)
+        try:
+            grid.check(text)
+        except NeedleworkError as error:
+            raise at.error(str(error)) from None
+        return at
+
+
+def _first(levels: list[tuple[Place, Settings]], key: str) -> Any:
+    return next((value for _, level in levels if (value := getattr(level, key)) is not None), None)

@@ -1,0 +1,97 @@
+"""What may stand in a plan's YAML, as pydantic models. `plan.py` turns it into a Plan."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from needlework.interventions.acts import Phase
+
+Count = Annotated[int, Field(ge=1, strict=True)]
+
+
+def _seeds(value: Any) -> Any:
+    """A number, a list of numbers, or a range such as 0..4."""
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d{1,6})\.\.(\d{1,6})\s*", value)):
+        return list(range(int(match[1]), int(match[2]) + 1))
+    if isinstance(value, str):
+        raise ValueError("write a number, a list such as [0, 1], or a range such as 0..4")
+    return [value] if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, (str, dict)) else value
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Seeds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], BeforeValidator(_seeds), Field(min_length=1)]
+Texts = Annotated[list[Annotated[str, Field(min_length=1, strict=True)]], BeforeValidator(_listed), Field(min_length=1)]
+
+
+class ModelFile(Strict):
+    """A model: a zoo name, a directory, a .gguf file or a hub id, and how to load it."""
+
+    source: Annotated[str, Field(min_length=1, strict=True)]
+    name: Annotated[str, Field(pattern=r"^[\w.+-]+$")] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "cpu"
+    window: Literal["transformers", "deepmind"] = "transformers"
+    revision: str | None = None
+
+
+def _model(value: Any) -> Any:
+    return {"source": value} if isinstance(value, str) else value
+
+
+Models = Annotated[
+    list[Annotated[ModelFile, BeforeValidator(_model)]], BeforeValidator(_listed), Field(min_length=1)
+]
+Tasks = Annotated[list[Any], BeforeValidator(_listed), Field(min_length=1)]  # checked by the tasks themselves
+
+
+class Settings(Strict):
+    """What an experiment may set, and the plan for all of them. None: the value from one level up."""
+
+    models: Models | None = None
+    seeds: Seeds | None = None
+    boundary: Phase | None = None
+    max_new_tokens: Count | None = None
+    limit: Count | None = None  # at most this many samples of each task and seed, spread evenly
+
+
+class FastFile(Settings):
+    """What replaces an experiment's own values with --fast."""
+
+    tasks: Tasks | None = None
+    interventions: Texts | None = None
+    skip: bool = False
+
+
+class ExperimentFile(Settings):
+    about: str = ""
+    tasks: Tasks
+    interventions: Texts
+    observe: bool = False
+    fast: FastFile | None = None
+
+
+class PlanFile(Settings):
+    name: str = ""
+    about: str = ""
+    experiments: Annotated[dict[str, ExperimentFile], Field(min_length=1)]
+    fast: Settings | None = None
+
+
+def keys_at(place: tuple[str | int, ...]) -> set[str]:
+    """The keys that may stand at a place of the file."""
+    shape = tuple(part for part in place if not isinstance(part, int))
+    if shape[-1:] == ("models",):
+        return set(ModelFile.model_fields)
+    if shape[:1] == ("experiments",) and len(shape) >= 2:
+        return set((FastFile if shape[2:3] == ("fast",) else ExperimentFile).model_fields)
+    return set((Settings if shape[:1] == ("fast",) else PlanFile).model_fields)
