@@ -7,7 +7,7 @@ each batch row carries its own plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
 from needlework.keys import Keys, OwnKeys, SharedPrefix
 from needlework.receipts import Tally
+from needlework.requests import Request
 
 NAME = "needlework"
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one query block; small blocks stay in cache
@@ -32,7 +33,9 @@ CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one quer
 class Observer(Protocol):
     """Something that watches attention probabilities as they stream by."""
 
+    def begin(self, requests: Sequence[Request], phase: Phase, device: torch.device) -> None: ...
     def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None: ...
+    def chose(self, slots: Tensor, tokens: Tensor) -> None: ...
 
 
 @dataclass
@@ -52,10 +55,12 @@ class Forward:
     dense_masks: bool = False  # the model computes with its masks: hand it real ones
     masks: dict[int, tuple[MaskSpec, Tensor]] = field(default_factory=dict)  # by storage address of the stand-in
 
-    @property
-    def own_maths(self) -> bool:
-        """Whether probabilities or masks are touched, so that stock SDPA cannot be asked."""
-        return self.shared or self.observer is not None or any(plan.needs_probabilities for plan in self.plans.values())
+    own_maths: bool = field(init=False)  # probabilities or masks are touched, so that stock SDPA cannot be asked
+
+    def __post_init__(self) -> None:
+        # Every layer asks, at every token: answered once.
+        touched = any(plan.needs_probabilities for plan in self.plans.values())
+        self.own_maths = self.shared or self.observer is not None or touched
 
 
 _CURRENT: ContextVar[Forward | None] = ContextVar("needlework_forward", default=None)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
+from needlework.reading import readings_of
 from needlework.requests import Prepared
 from needlework.subjects.body import Body
+
+if TYPE_CHECKING:
+    from needlework.decoding import Track
 
 _ACTIVATIONS = 24  # values kept per token and hidden unit while a layer runs, seen over the families
 
 
 class Budget:
-    """A number of bytes, and what a prompt or a row costs. Estimates: `Engine` halves when they prove too low."""
+    """A number of bytes, and what a prompt or a row costs. Estimates: the engine halves when they prove too low."""
 
     def __init__(self, body: Body, limit: int | None) -> None:
         self.limit = limit or _available(body.device) // 2
@@ -35,24 +40,51 @@ class Budget:
         scores = 4 * sum(part.query_heads for _, part in anatomy.attention_parts()) * (item.prefill_tokens + item.steps)
         return 2 * (own_keys * anatomy.kv_bytes_per_token + anatomy.state_bytes) + 12 * anatomy.vocabulary + scores
 
-    def batches(self, members: Sequence[int], prepared: Sequence[Prepared]) -> Iterator[list[int]]:
-        """Split requests of one length into batches that fit; requests of one prompt stay together where they can."""
-        batch: list[int] = []
-        prompts: set[object] = set()
+    def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Track]) -> bool:
+        """Whether a batch may be read while these trials decode."""
+        items = [item for _, item in batch]
+        now = sum(self.row_bytes(track.prepared) for track in running)
+        return now + self._batch_bytes(items) <= self.limit
+
+    def _batch_bytes(self, items: Sequence[Prepared]) -> int:
+        keys = {reading.key for item in items for reading in readings_of(item).values()}
+        return sum(self.row_bytes(item) for item in items) + len(keys) * self.prompt_bytes(items[0].prefill_tokens)
+
+    def batches(self, requests: Sequence[tuple[int, Prepared]], most: int) -> Iterator[list[tuple[int, Prepared]]]:
+        """Batches of one length that fit, the longest first; requests that share readings stay together where they can."""
+
+        def order(pair: tuple[int, Prepared]) -> tuple[object, ...]:
+            item = pair[1]
+            return (-item.prefill_tokens, item.request.boundary, item.request.prompt, pair[0])
+
+        batch: list[tuple[int, Prepared]] = []
+        keys: set[object] = set()
         used = 0
-        for i in sorted(members, key=lambda i: (hash(prepared[i].group[0]), i)):
-            item = prepared[i]
-            readings = {item.group, *((twin, *item.group[1:]) for twin in item.twins.values())}
-            cost = self.row_bytes(item) + len(readings - prompts) * self.prompt_bytes(item.prefill_tokens)
-            if batch and used + cost > self.limit:
+        for pair in sorted(requests, key=order):
+            item = pair[1]
+            mine = {reading.key for reading in readings_of(item).values()}
+            row, prompt = self.row_bytes(item), self.prompt_bytes(item.prefill_tokens)
+            cost = row + len(mine - keys) * prompt
+            other = batch and (
+                batch[0][1].prefill_tokens != item.prefill_tokens
+                or batch[0][1].request.decodes_last != item.request.decodes_last
+            )
+            if batch and (other or used + cost > self.limit or len(batch) >= most):
                 yield batch
-                batch, prompts, used = [], set(), 0
-                cost = self.row_bytes(item) + len(readings) * self.prompt_bytes(item.prefill_tokens)
-            batch.append(i)
-            prompts |= readings
+                batch, keys, used, cost = [], set(), 0, row + len(mine) * prompt
+            batch.append(pair)
+            keys |= mine
             used += cost
         if batch:
             yield batch
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error says that memory ran out; CPU allocation failures are plain RuntimeErrors."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    )
 
 
 def _available(device: torch.device) -> int:

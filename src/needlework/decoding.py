@@ -13,6 +13,8 @@ from needlework.requests import Answer, Prepared
 from needlework.subjects.body import Body, Rows
 from needlework.subjects.state import Memory
 
+NOT_FINITE = "the logits are not finite"
+
 
 @dataclass
 class Track:
@@ -20,80 +22,91 @@ class Track:
 
     index: int  # of the request
     prepared: Prepared
-    prefill: Receipt
+    receipt: Receipt = field(default_factory=Receipt)  # what has been done to it so far
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     finish: str = ""
     error: str = ""
 
-    def take(self, best: int, logprob: float, margin: float, finite: bool) -> int:
-        """Write one step down; the token that is fed next."""
-        step = len(self.tokens)
-        request = self.prepared.request
+    def take(self, token: int, logprob: float, margin: float, finite: bool) -> None:
+        """Write one step down."""
         if not finite:
-            self.finish, self.error = "failed", f"the logits of step {step} are not finite"
-            return best
-        self.tokens.append(best)
+            self.finish, self.error = "failed", NOT_FINITE
+            return
+        self.tokens.append(token)
         self.logprobs.append(logprob)
         self.margins.append(margin)
-        if not request.forced and best in request.stop:
+        request = self.prepared.request
+        if not request.forced and token in request.stop:
             self.finish = "stop"
-        elif step + 1 >= self.prepared.steps:
+        elif len(self.tokens) >= self.prepared.steps:
             self.finish = "length"
-        return best
 
-    def answer(self, receipt: Receipt) -> Answer:
-        counts = {**self.prefill.counts, **receipt.counts}
-        merged = Receipt(counts, tuple(swap.half for swap in self.prepared.swaps))
-        merged = Receipt(counts, merged.swapped, self.prepared.notes(merged))
-        error = self.error or self.prepared.failure(merged)
+    def answer(self) -> Answer:
+        swapped = tuple(swap.half for swap in self.prepared.swaps)
+        receipt = Receipt(self.receipt.counts, swapped, self.prepared.notes(self.receipt))
+        error = self.error or self.prepared.failure(receipt)
         finish = "failed" if error else self.finish
         return Answer(
-            tuple(self.tokens), tuple(self.logprobs), tuple(self.margins), merged, finish, error  # type: ignore[arg-type]
+            tuple(self.tokens), tuple(self.logprobs), tuple(self.margins), receipt, finish, error  # type: ignore[arg-type]
         )
 
 
 class Decoder:
-    """A batch of rows that move together; finished rows leave it, new ones may join where keys are shared."""
+    """A batch of rows that move together; finished rows leave it, others may join where keys are shared."""
 
-    def __init__(self, body: Body, tracks: list[Track], memory: Memory, tokens: Tensor, positions: Tensor) -> None:
-        self.body, self.tracks, self.memory = body, tracks, memory
+    def __init__(self, body: Body, tracks: Sequence[Track], memory: Memory, tokens: Tensor, positions: Tensor) -> None:
+        self.body, self.tracks, self.memory = body, list(tracks), memory
         self.tokens, self.positions = tokens, positions  # [rows] what is fed next, and where it stands
-        self._compile()
-
-    def _compile(self) -> None:
-        self.tally = Tally(len(self.tracks))
-        slots = torch.arange(len(self.tracks), device=self.body.device)
+        slots = torch.arange(len(self.tracks), device=body.device)
         acts = [track.prepared.acts["decode"] for track in self.tracks]
-        samples = [track.prepared.sample for track in self.tracks]
-        self.rows: Rows = self.body.compile(acts, samples, "decode", slots)
-        self.alive = slots
-        self.logits: Tensor | None = None
+        self.rows: Rows = body.compile(acts, [track.prepared.sample for track in self.tracks], "decode", slots)
+        self.tally = Tally(len(self.tracks))
+        if body.observer is not None:
+            body.observer.begin([track.prepared.request for track in self.tracks], "decode", body.device)
 
     def __len__(self) -> int:
-        return len(self.alive)
+        return len(self.rows.slots)
 
-    def step(self) -> list[tuple[int, Answer]]:
+    def alive(self) -> list[Track]:
+        return [self.tracks[i] for i in self.rows.slots.tolist()]
+
+    def step(self) -> list[Track]:
         """Feed one token to every row; the trials that are finished now."""
-        feed = self.body.feed
-        logits = feed(
+        logits = self.body.feed(
             self.tokens[:, None], self.memory, "decode", self.rows, self.tally, self.positions[:, None]
         )[:, 0]  # [rows, vocabulary]
-        self.logits = logits
         self.positions = self.positions + 1
-        self.tokens, going = choose(logits, [self.tracks[i] for i in self.alive.tolist()])
-        return self._retire(going)
-
-    def _retire(self, going: Tensor) -> list[tuple[int, Answer]]:
+        alive = self.alive()
+        self.tokens, going = choose(logits, alive)
+        if self.body.observer is not None:
+            self.body.observer.chose(self.rows.slots, self.tokens)
         if bool(going.all()):
             return []
-        done = self.alive[~going].tolist()
-        rows = going.nonzero()[:, 0]
-        self.alive, self.tokens, self.positions = self.alive[rows], self.tokens[rows], self.positions[rows]
+        for slot, track in zip(self.rows.slots.tolist(), alive, strict=True):
+            if track.finish:
+                track.receipt = track.receipt + self.tally.receipt(slot)
+        self._keep(going.nonzero()[:, 0])
+        return [track for track in alive if track.finish]
+
+    def _keep(self, rows: Tensor) -> None:
+        self.tokens, self.positions, self.rows = self.tokens[rows], self.positions[rows], self.rows.select(rows)
         if len(rows):
-            self.memory, self.rows = self.memory.select(rows), self.rows.select(rows)
-        return [(self.tracks[i].index, self.tracks[i].answer(self.tally.receipt(i))) for i in done]
+            self.memory = self.memory.select(rows)
+
+    def join(self, other: Decoder) -> Decoder:
+        """Both batches as one. What was counted so far is written to the tracks."""
+        for decoder in (self, other):
+            for slot, track in zip(decoder.rows.slots.tolist(), decoder.alive(), strict=True):
+                track.receipt = track.receipt + decoder.tally.receipt(slot)
+        return Decoder(
+            self.body,
+            self.alive() + other.alive(),
+            Memory.join([self.memory, other.memory]),
+            torch.cat([self.tokens, other.tokens]),
+            torch.cat([self.positions, other.positions]),
+        )
 
 
 def choose(logits: Tensor, tracks: Sequence[Track]) -> tuple[Tensor, Tensor]:
@@ -108,6 +121,6 @@ def choose(logits: Tensor, tracks: Sequence[Track]) -> tuple[Tensor, Tensor]:
         best = torch.where(wanted >= 0, wanted, best)
     logprob = logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)
     columns = (best.tolist(), logprob.tolist(), (top[:, 0] - top[:, 1]).tolist(), finite.tolist())
-    for track, *step in zip(tracks, *columns, strict=True):
-        track.take(*step)
+    for track, token, log, margin, good in zip(tracks, *columns, strict=True):
+        track.take(token, log, margin, good)
     return best, torch.tensor([not track.finish for track in tracks], device=logits.device)

@@ -1,117 +1,134 @@
 """Prefill once, fork the memory, decode every intervention in one batch.
 
-Requests that agree on their prompt and on what is done to it in prefill share one prefill. Prompts of one length are
-prefilled together; then each request gets a row of its own that reads the shared keys, and all rows decode as one batch.
+Requests that agree on their prompt and on what is done to it in prefill share one reading of it. Prompts of one length
+are read together; then each request gets a row of its own that reads the shared keys where they lie, and rows of all
+lengths decode as one batch that is refilled as rows finish.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import logging
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
 
-from needlework.budget import Budget
-from needlework.decoding import Decoder, Track, choose
-from needlework.receipts import Receipt, Tally
+from needlework.budget import Budget, out_of_memory
+from needlework.decoding import NOT_FINITE, Decoder, Track, choose
+from needlework.diagnosis import first_bad_layer
+from needlework.reading import Reader, group, readings_of
 from needlework.requests import Answer, Prepared, Request, prepare
 from needlework.subjects.body import Body
 from needlework.subjects.state import Memory
 
-
-@dataclass
-class Prefilled:
-    """A batch of prompts that has been read."""
-
-    memory: Memory
-    logits: Tensor | None  # [groups, vocabulary] of the last token that was read
-    receipts: list[Receipt]
+logger = logging.getLogger("needlework")
+Batch = list[tuple[int, Prepared]]
+ROWS_AT_ONCE = 256  # more rows cost as much per row on a CPU, fewer pay the fixed cost of a step more often
 
 
 class Engine:
+    """Runs requests on a body within a memory budget."""
+
     def __init__(self, body: Body, memory_bytes: int | None = None) -> None:
         self.body = body
         self.budget = Budget(body, memory_bytes)
+        self._alone = False
+        self.reader = Reader(body)  # of the newest run; its counts say how much was shared
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Answers as they finish, with the index of their request."""
+        """Answers as they finish, with the index of their request. All requests are checked before any compute."""
         prepared = [prepare(request, self.body.anatomy) for request in requests]
         for item in prepared:
             self.body.check_length(len(item.request.prompt) + item.steps)
-        buckets: dict[tuple[int, str], list[int]] = defaultdict(list)
-        for i, item in enumerate(prepared):
-            buckets[item.prefill_tokens, item.request.boundary].append(i)
+        reader = self.reader = Reader(self.body)
+        reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
+        pending = deque(self.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE))
+        self._alone = len(pending) == 1
         with self.body.session():
-            for _, members in sorted(buckets.items(), reverse=True):
-                for batch in self.budget.batches(members, prepared):
-                    yield from self._run_batch([(i, prepared[i]) for i in batch])
+            yield from self._loop(pending)
 
-    def _run_batch(self, batch: Sequence[tuple[int, Prepared]]) -> Iterator[tuple[int, Answer]]:
-        decoder, finished = self._start(batch)
-        yield from finished
-        while decoder is not None and len(decoder):
-            yield from decoder.step()
+    def _loop(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
+        decoder: Decoder | None = None
+        while pending or decoder:
+            room = decoder is None or (decoder.memory.ragged and 2 * len(decoder) <= ROWS_AT_ONCE)
+            try:
+                if pending and room and (decoder is None or self.budget.fits(pending[0], decoder.alive())):
+                    decoder, finished = self._admit(pending.popleft(), decoder, pending)
+                else:
+                    assert decoder is not None
+                    finished = decoder.step()
+            except Exception as error:
+                if decoder is None or not out_of_memory(error):
+                    raise
+                self._halve([(t.index, t.prepared) for t in decoder.alive()], pending, error)
+                decoder, finished = None, []
+            for track in finished:
+                yield track.index, self._answer(track)
+            if decoder is not None and not len(decoder):
+                decoder = None
 
-    def _start(self, batch: Sequence[tuple[int, Prepared]]) -> tuple[Decoder | None, list[tuple[int, Answer]]]:
-        """Prefill what the batch shares, fork it, and take the first token where prefill produces it."""
-        groups: dict[tuple[object, ...], tuple[Prepared, tuple[int, ...]]] = {}
-        homes: list[tuple[int, int]] = []  # row -> group of its keys, group of its recurrent state
-        for _, item in batch:
-            own = _enter(groups, item, item.request.prompt)
-            twin = {half: _enter(groups, item, prompt) for half, prompt in item.twins.items()}
-            homes.append((twin.get("kv", own), twin.get("recurrent", own)))
-        tokens = batch[0][1].prefill_tokens
-        tracks = [Track(i, item, Receipt()) for i, item in batch]
+    def _admit(
+        self, batch: Batch, decoder: Decoder | None, pending: deque[Batch]
+    ) -> tuple[Decoder | None, list[Track]]:
+        """Read a batch and let it decode along; if it does not fit, put its halves back."""
+        try:
+            new, finished = self._start(batch)
+            if new is None or decoder is None:
+                return new or decoder, finished
+            return decoder.join(new), finished
+        except Exception as error:
+            if not out_of_memory(error):
+                raise
+            self._halve(batch, pending, error)
+            return decoder, []
+
+    def _halve(self, batch: Batch, pending: deque[Batch], error: Exception) -> None:
+        if len(batch) == 1:
+            raise MemoryError(
+                f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory"
+            ) from error
+        logger.warning("out of memory with %d rows: going on with %d", len(batch), (len(batch) + 1) // 2)
+        middle = (len(batch) + 1) // 2
+        pending.extendleft([batch[middle:], batch[:middle]])
+
+    def _start(self, batch: Batch) -> tuple[Decoder | None, list[Track]]:
+        """Read what the batch shares, fork it, and take the first token where prefill produces it."""
+        tracks = [Track(i, item) for i, item in batch]
+        tokens, decodes_last = batch[0][1].prefill_tokens, batch[0][1].request.decodes_last
         if tokens == 0:
             memory, logits = self.body.new_memory(len(batch)), None
         else:
-            prefilled = self.prefill([(item, prompt[:tokens]) for item, prompt in groups.values()])
-            memory = self._fork(prefilled.memory, homes)
-            own_group = [_enter(groups, item, item.request.prompt) for _, item in batch]
-            for track, group in zip(tracks, own_group, strict=True):
-                track.prefill = prefilled.receipts[group]
-            logits = None if prefilled.logits is None else prefilled.logits[torch.tensor(own_group)]
-        if batch[0][1].request.boundary == "decode":
+            readings, homes = group([item for _, item in batch])
+            read = self.reader.read(readings)
+            memory = self._fork(read.memory, homes)
+            own = [home["own"] for home in homes]
+            for track, place in zip(tracks, own, strict=True):
+                track.receipt = read.receipts[place]
+            logits = read.logits[torch.tensor(own, device=self.body.device)]
+        if decodes_last:
             fed = torch.tensor([item.request.prompt[-1] for _, item in batch], device=self.body.device)
-            return self._decoder(tracks, memory, fed, tokens), []
+            return Decoder(self.body, tracks, memory, fed, torch.full_like(fed, tokens)), []
         assert logits is not None
         fed, going = choose(logits, tracks)
-        done = [(t.index, t.answer(Receipt())) for t in tracks if t.finish]
-        rows = going.nonzero()[:, 0]
+        done, rows = [t for t in tracks if t.finish], going.nonzero()[:, 0]
         if not len(rows):
             return None, done
-        memory = memory if bool(going.all()) else memory.select(rows)
-        return self._decoder([t for t in tracks if not t.finish], memory, fed[rows], tokens), done
+        memory = memory.select(rows) if done else memory
+        alive = [t for t in tracks if not t.finish]
+        return Decoder(self.body, alive, memory, fed[rows], torch.full_like(rows, tokens)), done
 
-    def _decoder(self, tracks: list[Track], memory: Memory, fed: Tensor, position: int) -> Decoder:
-        return Decoder(self.body, tracks, memory, fed, torch.full_like(fed, position))
-
-    def _fork(self, memory: Memory, homes: list[tuple[int, int]]) -> Memory:
-        kv = torch.tensor([a for a, _ in homes], device=self.body.device)
-        recurrent = torch.tensor([b for _, b in homes], device=self.body.device)
+    def _fork(self, memory: Memory, homes: Sequence[Mapping[str, int]]) -> Memory:
+        """A row for each request: its keys from one reading, its recurrent state from the same or from a twin's."""
+        kv = torch.tensor([home.get("kv", home["own"]) for home in homes], device=self.body.device)
+        recurrent = torch.tensor([home.get("recurrent", home["own"]) for home in homes], device=self.body.device)
         straight = torch.arange(memory.rows, device=self.body.device)
-        if torch.equal(kv, straight) and torch.equal(recurrent, straight):
-            return memory
-        fork = memory.share if self.body.shareable and len(homes) > memory.rows else memory.select
-        return fork(kv, recurrent)
+        if self._alone and torch.equal(kv, straight) and torch.equal(recurrent, straight):
+            return memory  # nothing is forked and nothing will join: the stock path serves as it is
+        if self.body.shareable:
+            return memory.share(kv, recurrent)
+        return memory.select(kv, recurrent)
 
-    def prefill(self, groups: Sequence[tuple[Prepared, tuple[int, ...]]]) -> Prefilled:
-        """Read prompts of one length, each under its own prefill acts."""
-        ids = torch.tensor([prompt for _, prompt in groups], device=self.body.device)
-        tally = Tally(len(groups))
-        slots = torch.arange(len(groups), device=self.body.device)
-        acts = [item.acts["prefill"] for item, _ in groups]
-        rows = self.body.compile(acts, [item.sample for item, _ in groups], "prefill", slots)
-        memory = self.body.new_memory(len(groups))
-        logits = self.body.feed(ids, memory, "prefill", rows, tally)[:, 0]
-        return Prefilled(memory, logits, [tally.receipt(i) for i in range(len(groups))])
-
-
-def _enter(groups: dict[tuple[object, ...], tuple[Prepared, tuple[int, ...]]], item: Prepared, prompt: tuple[int, ...]) -> int:
-    """The number of the group that reads this prompt as this request does; a new one if there is none yet."""
-    key = (prompt[: item.prefill_tokens], *item.group[1:])
-    if key not in groups:
-        groups[key] = (item, prompt)
-    return list(groups).index(key)
+    def _answer(self, track: Track) -> Answer:
+        if track.error == NOT_FINITE:
+            track.error = f"{NOT_FINITE}; the first layer that is not is {first_bad_layer(self.body, track)}"
+        return track.answer()

@@ -24,6 +24,15 @@ class Receipt:
             if phase in (None, when) and layer in (None, at)
         )
 
+    def __add__(self, other: Receipt) -> Receipt:
+        """Both together: what was done by one and then by the other."""
+        counts = {key: dict(count) for key, count in self.counts.items()}
+        for key, count in other.counts.items():
+            mine = counts.setdefault(key, {})
+            for what, number in count.items():
+                mine[what] = mine.get(what, 0) + number
+        return Receipt(counts, self.swapped + other.swapped, self.notes + other.notes)
+
     def to_dict(self) -> dict[str, Any]:
         rows = [{"layer": at, "phase": when, **count} for (at, when), count in sorted(self.counts.items())]
         return {"layers": rows, "swapped": list(self.swapped), "notes": list(self.notes)}

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from needlework.engine import Engine
+from needlework.decoding import NOT_FINITE
+from needlework.engine import ROWS_AT_ONCE, Engine
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import Intervention
+from needlework.reading import Reader, group, readings_of
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared, Request, prepare
 from needlework.subjects.body import Body
+from needlework.subjects.state import Memory
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Scores:
     logprobs: tuple[tuple[float, ...], ...]  # of every token of every option
     greedy: tuple[bool, ...]  # every token of the option was the model's first choice
     receipt: Receipt
+    error: str = ""
 
     @property
     def totals(self) -> tuple[float, ...]:
@@ -35,8 +39,10 @@ class Scores:
         return max(range(len(self.logprobs)), key=self.totals.__getitem__)
 
 
-def choices(engine: Engine, asked: Sequence[tuple[Request, Sequence[tuple[int, ...]]]]) -> list[Scores]:
-    """Each request's options scored: one reading of a prompt serves all its options and all equal prefills."""
+def choices(
+    engine: Engine, asked: Sequence[tuple[Request, Sequence[tuple[int, ...]]]]
+) -> Iterator[tuple[int, Scores]]:
+    """Each request's options scored, with its index, as they finish: one reading serves all options of equal prefills."""
     prepared = []
     for request, options in asked:
         if not options or not all(options):
@@ -45,47 +51,51 @@ def choices(engine: Engine, asked: Sequence[tuple[Request, Sequence[tuple[int, .
         engine.body.check_length(len(request.prompt) + longest)
         scored = Request(**{**vars(request), "scoring": True, "max_new_tokens": longest})
         prepared.append(prepare(scored, engine.body.anatomy))
-    buckets: dict[int, list[int]] = defaultdict(list)
-    for i, item in enumerate(prepared):
-        buckets[item.prefill_tokens].append(i)
-    scores: dict[int, Scores] = {}
+    reader = Reader(engine.body)
+    reader.expect([reading for item in prepared for reading in readings_of(item).values()])
     with engine.body.session():
-        for members in buckets.values():
-            for batch in engine.budget.batches(members, prepared):
-                for i, result in zip(batch, _score(engine, [(prepared[i], asked[i][1]) for i in batch]), strict=True):
-                    scores[i] = result
-    return [scores[i] for i in range(len(asked))]
+        for batch in engine.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE):
+            yield from _score(engine, reader, [(i, item, asked[i][1]) for i, item in batch])
 
 
-def _score(engine: Engine, batch: Sequence[tuple[Prepared, Sequence[tuple[int, ...]]]]) -> list[Scores]:
-    body = engine.body
-    groups: dict[tuple[object, ...], Prepared] = {item.group: item for item, _ in batch}
-    place = {key: i for i, key in enumerate(groups)}
-    prefilled = engine.prefill([(item, item.request.prompt) for item in groups.values()])
-    assert prefilled.logits is not None
-    rows = [(b, option) for b, (_, options) in enumerate(batch) for option in options]
-    home = torch.tensor([place[batch[b][0].group] for b, _ in rows], device=body.device)
-    heads = prefilled.logits[home][:, None]  # [rows, 1, vocabulary] predicts each option's first token
-    longest = max(len(option) for _, option in rows)
+def _score(
+    engine: Engine, reader: Reader, batch: Sequence[tuple[int, Prepared, Sequence[tuple[int, ...]]]]
+) -> list[tuple[int, Scores]]:
+    readings, homes = group([item for _, item, _ in batch])
+    read = reader.read(readings)
+    rows = [(b, option) for b, (_, _, options) in enumerate(batch) for option in options]
+    home = torch.tensor([homes[b]["own"] for b, _ in rows], device=engine.body.device)
     tally = Tally(len(rows))
-    if longest > 1:
-        memory = (prefilled.memory.share if body.shareable else prefilled.memory.select)(home)
-        padded = [option[:-1] + (0,) * (longest - len(option)) for _, option in rows]  # what follows is never looked at
-        acts = [batch[b][0].acts["prefill"] for b, _ in rows]
-        samples = [batch[b][0].sample for b, _ in rows]
-        plans = body.compile(acts, samples, "prefill", torch.arange(len(rows), device=body.device))
-        rest = body.feed(torch.tensor(padded, device=body.device), memory, "prefill", plans, tally, keep="all")
-        heads = torch.cat([heads, rest], 1)
+    heads = read.logits[home][:, None]  # [rows, 1, vocabulary] predicts each option's first token
+    if max(len(option) for _, option in rows) > 1:
+        items = [batch[b][1] for b, _ in rows]
+        heads = torch.cat([heads, _continuations(engine.body, read.memory, home, items, [o for _, o in rows], tally)], 1)
     logprobs = heads.log_softmax(-1)
-    results: list[tuple[list[tuple[float, ...]], list[bool]]] = [([], []) for _ in batch]
+    scored: list[list[tuple[tuple[float, ...], bool]]] = [[] for _ in batch]
+    receipts = [read.receipts[mine["own"]] for mine in homes]
     for r, (b, option) in enumerate(rows):
-        tokens = torch.tensor(option, device=body.device)
-        results[b][0].append(tuple(logprobs[r, : len(option)].gather(1, tokens[:, None])[:, 0].tolist()))
-        results[b][1].append(bool((logprobs[r, : len(option)].argmax(-1) == tokens).all()))
-    return [
-        Scores(tuple(logs), tuple(greedy), prefilled.receipts[place[item.group]])
-        for (logs, greedy), (item, _) in zip(results, batch, strict=True)
-    ]
+        tokens = torch.tensor(option, device=engine.body.device)
+        each = logprobs[r, : len(option)].gather(1, tokens[:, None])[:, 0]
+        scored[b].append((tuple(each.tolist()), bool((logprobs[r, : len(option)].argmax(-1) == tokens).all())))
+        receipts[b] = receipts[b] + tally.receipt(r)
+    results = []
+    for (i, item, _), some, receipt in zip(batch, scored, receipts, strict=True):
+        finite = all(math.isfinite(x) for logs, _ in some for x in logs)
+        error = item.failure(receipt) if finite else NOT_FINITE
+        results.append((i, Scores(tuple(logs for logs, _ in some), tuple(best for _, best in some), receipt, error)))
+    return results
+
+
+def _continuations(
+    body: Body, memory: Memory, home: Tensor, items: Sequence[Prepared], options: Sequence[tuple[int, ...]], tally: Tally
+) -> Tensor:
+    """Logits after every token of every option but its last, [rows, longest - 1, vocabulary]."""
+    longest = max(len(option) for option in options)
+    forked = memory.share(home) if body.shareable else memory.select(home)
+    padded = [option[:-1] + (0,) * (longest - len(option)) for option in options]  # what follows is never looked at
+    slots = torch.arange(len(options), device=body.device)
+    plans = body.compile([item.acts["prefill"] for item in items], [item.sample for item in items], "prefill", slots)
+    return body.feed(torch.tensor(padded, device=body.device), forked, "prefill", plans, tally, keep="all")
 
 
 def logits(

@@ -105,7 +105,8 @@ class Subject:
             (Request(self.encode(p), act, spans=span), [self.encode(o, continuation=True) for o in some])
             for p, act, span, some in zip(prompts, each, spans, options, strict=True)
         ]
-        return choices(self.engine, asked)
+        scores = dict(choices(self.engine, asked))
+        return [scores[i] for i in range(len(asked))]
 
     def encode(self, prompt: Prompt, continuation: bool = False) -> tuple[int, ...]:
         if not isinstance(prompt, str):

@@ -123,6 +123,12 @@ class Memory:
     def shared(self) -> bool:
         return any(isinstance(layer, SharedKV) for layer in getattr(self.cache, "layers", ()))
 
+    @property
+    def ragged(self) -> bool:
+        """Whether rows of different lengths may stand side by side: no keys at all, or shared ones."""
+        layers = getattr(self.cache, "layers", ())
+        return all(isinstance(x, SharedKV) for x in layers if isinstance(vars(x).get("keys"), Tensor))
+
     @staticmethod
     def join(memories: Sequence[Memory]) -> Memory:
         """Several memories as one batch. Lengths may differ only where all of them share keys."""

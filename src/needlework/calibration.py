@@ -1,0 +1,83 @@
+"""Mean outputs of every head, for interventions that replace a head by what it says on average."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import ChangeOutputs, Phase
+from needlework.receipts import Tally
+
+if TYPE_CHECKING:
+    from needlework.subject import Prompt, Subject
+
+_DECODED = 32  # tokens at the end of each text that are decoded one by one, for the means of that phase
+
+
+@dataclass(frozen=True)
+class Means:
+    """Mean head outputs [heads, dim] by (layer, phase)."""
+
+    tensors: dict[tuple[int, str], Tensor]
+
+    @property
+    def hash(self) -> str:
+        """Names these means in the text form of interventions."""
+        digest = hashlib.sha256()
+        for (layer, phase), tensor in sorted(self.tensors.items()):
+            digest.update(f"{layer} {phase} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.float().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def save(self, path: Path | str) -> None:
+        save_file({f"{layer}.{phase}": t.contiguous() for (layer, phase), t in self.tensors.items()}, str(path))
+
+    @classmethod
+    def load(cls, path: Path | str) -> Means:
+        try:
+            stored = load_file(str(path))
+        except Exception as error:
+            raise NeedleworkError(f"{path}: no calibrated means can be read ({error}); nw.calibrate(...).save makes them") from None
+        return cls({(int(key.split(".")[0]), key.split(".")[1]): tensor for key, tensor in stored.items()})
+
+
+def calibrate(subject: Subject, texts: Sequence[Prompt]) -> Means:
+    """Measure means on these texts and make them known to the subject. The end of each text is decoded, the rest prefilled."""
+    body = subject.body
+    sums: dict[tuple[int, str], Tensor] = {}
+    counts: dict[tuple[int, str], int] = {}
+
+    def recorder(layer: int, phase: Phase) -> Callable[[Tensor], Tensor]:
+        def record(out: Tensor) -> Tensor:  # [queries, heads, dim]
+            key = (layer, phase)
+            sums[key] = sums.get(key, torch.zeros(())) + out.double().sum(0)
+            counts[key] = counts.get(key, 0) + out.shape[0]
+            return out
+
+        return record
+
+    with body.session():
+        for text in texts:
+            ids = torch.tensor([subject.encode(text)], device=body.device)
+            body.check_length(ids.shape[1])
+            split = max(1, ids.shape[1] - _DECODED)
+            memory, slot = body.new_memory(1), torch.zeros(1, dtype=torch.int64, device=body.device)
+            for phase, parts in (("prefill", [ids[:, :split]]), ("decode", list(ids[:, split:].split(1, 1)))):
+                acts = [ChangeOutputs(layer.index, recorder(layer.index, phase)) for layer in body.anatomy.attention_layers]  # type: ignore[arg-type]
+                rows = body.compile([acts], [0], phase, slot)  # type: ignore[arg-type]
+                for part in parts:
+                    if part.shape[1]:
+                        body.feed(part, memory, phase, rows, Tally(1))  # type: ignore[arg-type]
+    if not sums:
+        raise NeedleworkError("calibrate needs at least one text, and a model with attention layers")
+    means = Means({key: (total / counts[key]).float().cpu() for key, total in sums.items()})
+    subject.use(means)
+    return means
