@@ -23,18 +23,23 @@ def _same_random_start() -> None:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Every cell of architectures x interventions: the laws hold, it is refused and why, or it failed."""
     cells: dict[tuple[str, str], str] = {}
+    compared, offered = 0, 0
     for kind in ("passed", "failed"):
         for report in terminalreporter.stats.get(kind, ()):
             found = dict(getattr(report, "user_properties", ()))
             if "cell" in found and report.when == "call":
                 cells[tuple(found["cell"])] = found.get("verdict", "holds") if kind == "passed" else "failed"
+            if "compared" in found:
+                compared, offered = compared + found["compared"][0], offered + found["compared"][1]
+    write = terminalreporter.write_line
+    if offered:
+        write(f"brute-force reference: {compared} tokens compared, {offered - compared} skipped because of near ties")
     if not cells:
         return
     names = list(dict.fromkeys(name for name, _ in cells))
     columns = list(dict.fromkeys(which for _, which in cells))
     reasons = [x for x in dict.fromkeys(cells.values()) if x not in ("holds", "failed")]
     sign = {"holds": ".", "failed": "!"} | {reason: "abcdefghijk"[i] for i, reason in enumerate(reasons)}
-    write = terminalreporter.write_line
     write("")
     write("architectures x interventions (. the laws hold, ! failed, a letter: refused)")
     for i, which in enumerate(columns):

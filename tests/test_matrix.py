@@ -6,14 +6,13 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import cases
 import pytest
 
+import cases
 import needlework as nw
 from needlework.requests import Answer
 
 STEPS = 4
-DRIFT = 5e-2  # zamba2 and nemotron_h differ between prefill and decode by themselves
 
 _CELLS = [
     pytest.param(name, which, marks=() if name in cases.CORE else pytest.mark.slow)
@@ -66,7 +65,7 @@ def test_cell(name: str, which: str, record_property: Callable[[str, Any], None]
         assert alone.receipt != plain.receipt
         assert _differs(alone, plain), "it should have changed the answer's log-probabilities"
     if not any(part.side == "memory" or part.phase != "both" for part in intervention.parts):
-        _one_result_on_both_routes(subject, intervention, DRIFT if subject.body.family.decode_drift else 1e-4)
+        _one_result_on_both_routes(subject, intervention, cases.between_routes(name))
 
 
 def _differs(a: Answer, b: Answer) -> bool:
