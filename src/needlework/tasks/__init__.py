@@ -1,6 +1,6 @@
 """Tasks make samples and score answers. Free of torch: a report is rebuilt without it."""
 
-from needlework.tasks import knowledge, niah, perplexity
+from needlework.tasks import knowledge, niah, perplexity, recall, ruler
 from needlework.tasks.base import Item, Mode, Outcome, Task, Tokenizer
 from needlework.tasks.registry import TASKS, load_plugins, make_task, task
 
@@ -16,5 +16,7 @@ __all__ = [
     "make_task",
     "niah",
     "perplexity",
+    "recall",
+    "ruler",
     "task",
 ]

@@ -76,8 +76,8 @@ def sentences(source: str | None, stream: Stream, start_anywhere: bool) -> Itera
     return chain(found[first:], cycle(found))
 
 
-def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int) -> Haystack:
-    """The first `tokens` tokens of a source, cut exactly there, as the paper does."""
+def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int, whole: bool = False) -> Haystack:
+    """The first `tokens` tokens of a source, cut exactly there as the paper does, or at the sentence end before it."""
     parts: list[str] = []
     size = 0
     while True:
@@ -90,7 +90,8 @@ def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int) -> Haystack
             break
         parts += islice(source, len(parts))
         size = sum(map(len, parts))
-    return _cut(text, parts, offsets[:tokens])
+    hay = _cut(text, parts, offsets[:tokens])
+    return _cut(text, parts, offsets[: hay.ends[-1][1]]) if whole else hay
 
 
 def _cut(text: str, parts: Sequence[str], offsets: Sequence[tuple[int, int]]) -> Haystack:

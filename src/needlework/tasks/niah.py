@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from needlework.errors import NeedleworkError
 from needlework.tasks import toy
 from needlework.tasks.base import Item, Mode, Outcome, Tokenizer
 from needlework.tasks.haystack import Haystack, gather, sentences, weave
+from needlework.tasks.needles import GRADED, KEY, NEEDLE, OTHERS, QUESTION, VALUE, Other, filled
 from needlework.tasks.prompts import Piece, token_ids
 from needlework.tasks.registry import task
 from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval
@@ -25,40 +26,9 @@ from needlework.zoo.sample import Stream
 
 LENGTHS = (250, 677, 1105, 1532, 1959, 2387, 2814, 3241, 3669, 4096)
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
-NEEDLE = "The best thing to do in {key} is {value}."
-KEY, VALUE = "San Francisco", "eat a sandwich and sit in Dolores Park on a sunny day"
-QUESTION = "What is the best thing to do in {key}?"
-GRADED = {"eat a sandwich": 1.0, "dolores park": 0.5, "sit in dolores park": 0.5, "on a sunny day": 1.0}
 RESERVE = 200
 TOY_LENGTHS = (64, 128, 192, 256)
 QUESTION_ROOM = 24  # words around the context of a toy prompt, at most
-
-
-class Other(BaseModel):
-    """Another needle of the same kind: put into the context as a distractor, or offered as an option only."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    key: str = ""
-    value: str
-
-
-OTHERS = tuple(
-    Other(key=key, value=value)
-    for key, value in (
-        ("Chicago", "climb a tower and look over the lake on a windy day"),
-        ("Lisbon", "ride a tram and drink coffee in the old town on a warm morning"),
-        ("Toronto", "rent a boat and row around the islands on a quiet afternoon"),
-        ("Vienna", "hear an opera and walk in the palace garden on a mild evening"),
-        ("Nairobi", "watch the lions and camp beside the river on a clear night"),
-        ("Oslo", "take a sauna and swim in the cold harbour on a bright day"),
-        ("Kyoto", "visit a temple and sit under the maple trees on a foggy morning"),
-        ("Lima", "eat grilled fish and watch the surfers on a cloudy day"),
-        ("Dublin", "hear a fiddle and talk to strangers in a pub on a rainy night"),
-        ("Sydney", "take a ferry and have a picnic on the beach on a hot day"),
-        ("Cairo", "buy some spices and float down the river on a golden evening"),
-        ("Prague", "cross the bridge and feed the swans on a snowy morning"),
-    )
-)
 
 
 @task
@@ -162,7 +132,7 @@ class Niah(Retrieval):
 
         cluster = f"niah/haystack={cell.i}" if self.haystack_per == "sample" else cell.name
         twin = self._twin(tokenizer, draft, free) if self.twins else None
-        return self.english_item(tokenizer, draft(self.value), cell.name, cluster, cell.window, twin)
+        return self.drafted_item(tokenizer, draft(self.value), cell.name, cluster, cell.window, twin)
 
     def _hay(self, tokenizer: Tokenizer, cell: Cell, hidden: Sequence[Other]) -> tuple[Haystack, int]:
         """The haystack of a cell, and the tokens that its needles take from it."""
@@ -246,7 +216,3 @@ class Cell(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         return {"length_tokens": self.length, "depth_percent": self.depth}
-
-
-def filled(template: str, key: str, value: str) -> str:
-    return template.replace("{key}", key).replace("{value}", value)

@@ -6,6 +6,7 @@ would hold both needle and other text, the text is tokenized in parts there. Eve
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -59,12 +60,14 @@ def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, 
     ids, offsets = token_offsets(tokenizer, text, special)
     _drop_end(tokenizer, text, ids, offsets)
     edges = {edge for name, ranges in wanted.items() if name not in optional for r in ranges for edge in r}
-    split = sorted(edge for edge in edges if _joined_at(text, offsets, edge))
+    where = _Map(text, offsets)
+    split = sorted(edge for edge in edges if where.joined_at(edge))
     if split:
         ids, offsets = _in_parts(tokenizer, text, split, special)
+        where = _Map(text, offsets)
     spans: dict[str, Span] = {}
     for name, ranges in wanted.items():
-        placed = [_place(text, offsets, start, end) for start, end in ranges]
+        placed = [where.place(start, end) for start, end in ranges]
         if name in optional and None in placed:
             continue
         spans[name] = tuple(
@@ -97,9 +100,36 @@ def _drop_end(tokenizer: Tokenizer, text: str, ids: list[int], offsets: list[tup
         offsets.pop()
 
 
-def _joined_at(text: str, offsets: Sequence[tuple[int, int]], edge: int) -> bool:
-    """A token holds words (not only white space) on both sides of this character."""
-    return any(a < edge < b and text[a:edge].strip() and text[edge:b].strip() for a, b in offsets)
+class _Map:
+    """From characters to tokens. Tokens without characters (BOS) are left out, so both ends only grow."""
+
+    def __init__(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
+        self.text, self.offsets = text, offsets
+        self.numbers = [i for i, (a, b) in enumerate(offsets) if b > a]
+        self.starts = [offsets[i][0] for i in self.numbers]
+        self.ends = [offsets[i][1] for i in self.numbers]
+
+    def overlapping(self, start: int, end: int) -> list[int]:
+        """Tokens with a character in this range that is no white space."""
+        near = self.numbers[bisect_right(self.ends, start) : bisect_left(self.starts, end)]
+        return [i for i in near if self.text[max(self.offsets[i][0], start) : min(self.offsets[i][1], end)].strip()]
+
+    def joined_at(self, edge: int) -> bool:
+        """A token holds words (not only white space) on both sides of this character."""
+        near = self.numbers[bisect_right(self.ends, edge) : bisect_left(self.starts, edge)]
+        return any(
+            self.text[self.offsets[i][0] : edge].strip() and self.text[edge : self.offsets[i][1]].strip() for i in near
+        )
+
+    def place(self, start: int, end: int) -> tuple[int, int] | None:
+        """Token range of a range of characters; nothing if its first or last token holds other words too."""
+        inside = self.overlapping(start, end)
+        if not inside:
+            return None
+        before, after = self.offsets[inside[0]][0], self.offsets[inside[-1]][1]
+        if self.text[before:start].strip() or self.text[end:after].strip():
+            return None
+        return inside[0], inside[-1] + 1
 
 
 def _in_parts(
@@ -122,16 +152,6 @@ def _in_parts(
             "begin the needle with a space before it and end it with a full stop, or choose other words"
         )
     return ids, offsets
-
-
-def _place(text: str, offsets: Sequence[tuple[int, int]], start: int, end: int) -> tuple[int, int] | None:
-    inside = [i for i, (a, b) in enumerate(offsets) if a < end and b > start and text[max(a, start) : min(b, end)].strip()]
-    if not inside:
-        return None
-    first, last = inside[0], inside[-1]
-    if text[offsets[first][0] : start].strip() or text[end : offsets[last][1]].strip():
-        return None
-    return first, last + 1
 
 
 def _verified(

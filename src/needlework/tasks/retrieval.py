@@ -20,13 +20,14 @@ from needlework.tasks.scores import choice
 from needlework.zoo.sample import Stream
 
 Layout = Literal["plain", "jrt", "question_first"]
+FRAMES = {"english": ("CONTEXT: ", "QUESTION: ", "\n\n"), "toy": ("context : ", "question : ", " ")}
 BASE_LEAD = "ANSWER: Here is the most relevant sentence in the context: "
 CHAT_END = "Output the most relevant sentence in the context, word by word!"
 
 
 @dataclass(frozen=True)
 class Draft:
-    """An English sample before it is tokenized."""
+    """A sample in text, before it is tokenized."""
 
     context: Sequence[Piece]
     question: str
@@ -35,6 +36,7 @@ class Draft:
     instruction: str  # what a chat model is told
     options: Sequence[tuple[str, str]] = ()  # (true | context | absent, text)
     facts: Mapping[str, Any] = field(default_factory=dict)
+    world: str = "english"
 
 
 class Retrieval(Task):
@@ -69,7 +71,7 @@ class Retrieval(Task):
         counts = {"all": in_context + self.absent, "context": in_context, "absent": self.absent}
         return 1 / (1 + counts[self.against])
 
-    def english_item(
+    def drafted_item(
         self, tokenizer: Tokenizer, draft: Draft, name: str, cluster: str, window: int | None, twin: Draft | None = None
     ) -> Item:
         """Tokens of a draft. A twin of another length is an error: memory can only be swapped token for token."""
@@ -88,7 +90,7 @@ class Retrieval(Task):
             twins=twins,
             twin_target=twin.target if twin else "",
             facts={
-                "world": "english",
+                "world": draft.world,
                 "layout": self.layout,
                 **draft.facts,
                 **toy.option_facts([kind for kind, _ in options], [text for _, text in options]),
@@ -98,7 +100,7 @@ class Retrieval(Task):
 
     def encode(self, tokenizer: Tokenizer, draft: Draft) -> prompts.Encoded:
         chat = self.style == "chat" or (self.style == "auto" and prompts.has_chat(tokenizer))
-        pieces = arranged(draft.context, draft.question, self.layout)
+        pieces = arranged(draft.context, draft.question, self.layout, FRAMES[draft.world])
         if chat:
             whole = prompts.in_chat(tokenizer, [*pieces, Piece(draft.instruction)])
         else:
@@ -106,10 +108,10 @@ class Retrieval(Task):
         return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "distractor_value"))
 
 
-def arranged(context: Sequence[Piece], question: str, layout: Layout) -> list[Piece]:
+def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tuple[str, str, str]) -> list[Piece]:
     """The paper's blocks: context and question; the same twice (JRT); or the question before the context."""
-    told = [Piece("CONTEXT: "), *context, Piece("\n\n")]
-    asked = [Piece("QUESTION: "), Piece(question, ("question",)), Piece("\n\n")]
+    told = [Piece(frame[0]), *context, Piece(frame[2])]
+    asked = [Piece(frame[1]), Piece(question, ("question",)), Piece(frame[2])]
     if layout == "question_first":
         return [*asked, *told]
     return [*told, *asked] * (2 if layout == "jrt" else 1)

@@ -56,6 +56,7 @@ def toy_item(
     *,
     cluster: str = "",
     absent: int = 3,
+    in_context: int | None = None,  # at most so many options that stand in the context
     facts: Mapping[str, Any] | None = None,
     window: int | None = None,
 ) -> Item:
@@ -66,7 +67,7 @@ def toy_item(
         kind: tuple((s.start + front, s.stop + front) for s in sample.named(kind))
         for kind in dict.fromkeys(span.name for span in sample.spans)
     }
-    kinds, options = _options(sample, absent, name)
+    kinds, options = _options(sample, absent, in_context, name)
     twin = _twin(sample)
     return Item(
         id=name,
@@ -116,7 +117,7 @@ def _told(sample: Sample) -> dict[str, Any]:
     return {**told, "world": "toy", **({"needles": 1 + len(sample.distractors)} if sample.named("needle") else {})}
 
 
-def _options(sample: Sample, absent: int, name: str) -> tuple[list[str], list[Words]]:
+def _options(sample: Sample, absent: int, in_context: int | None, name: str) -> tuple[list[str], list[Words]]:
     """Options in an order that depends on the item's name alone, and which of them stand in the context."""
     if sample.choices:
         assert sample.answer is not None
@@ -126,7 +127,8 @@ def _options(sample: Sample, absent: int, name: str) -> tuple[list[str], list[Wo
     value = _value(sample)
     lead = sample.target[: len(sample.target) - len(value)]
     some = [("true", sample.target)]
-    some += [("context", (*lead, *v)) for v in sample.distractors]
+    others = Stream("distractors", name).mixed(sample.distractors)[:in_context]
+    some += [("context", (*lead, *v)) for v in others]
     some += [("absent", (*lead, *v)) for v in sample.absent[:absent]]
     if len(some) < 2:
         return [], []

@@ -1,0 +1,166 @@
+"""RULER's retrieval family at any length, written from its definitions (Hsieh et al. 2024), with words of our own.
+
+single: one needle. multikey: more needles about other keys (`keys: full`: nothing but needles). multivalue: one key with
+several values. multiquery: several keys are asked. variables: values handed on from name to name. common_words and
+frequent_words: a list of words, and which of them occur most often (a fixed share each; a Zipf law).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from needlework.errors import NeedleworkError
+from needlework.tasks import toy
+from needlework.tasks.base import Item, Mode, Outcome, Tokenizer
+from needlework.tasks.haystack import gather, sentences, weave
+from needlework.tasks.prompts import Piece, token_ids
+from needlework.tasks.registry import task
+from needlework.tasks.retrieval import Chosen, Draft, Retrieval
+from needlework.tasks.ruler_language import LANGUAGES, Language
+from needlework.tasks.ruler_riddles import (
+    SPARE,
+    Riddle,
+    common_counts,
+    needle_riddles,
+    variable_riddle,
+    word_riddle,
+    zipf_counts,
+)
+from needlework.tasks.scores import begins, share_found
+from needlework.zoo.sample import Stream
+
+Variant = Literal["single", "multikey", "multivalue", "multiquery", "variables", "common_words", "frequent_words"]
+LENGTHS = {"english": (512, 1024, 2048, 4096), "toy": (64, 128, 192)}
+RESERVE = {"english": 128, "toy": 0}
+MOST_OPTIONS = 7  # of values that stand in the context
+
+
+@task
+class Ruler(Retrieval):
+    """Generate the answer; `correct` if all targets occur in it, `found` is their share (RULER's own score)."""
+
+    kind = "ruler"
+    mode: ClassVar[Mode] = "generate"
+    variant: Variant = "single"
+    lengths: tuple[int, ...] | None = None
+    reserve_tokens: int | None = Field(None, ge=0)  # of each length, for question and answer
+    keys: int | Literal["full"] = 3  # other needles; not in single
+    values: int = Field(4, ge=2)  # of the asked key, in multivalue
+    queries: int = Field(4, ge=2)  # asked keys, in multiquery
+    chains: int = Field(2, ge=1)  # of variables
+    hops: int = Field(4, ge=1)  # hand-overs in each chain
+    top: int = Field(3, ge=1)  # words to name
+    zipf: float = Field(2.0, gt=0)
+    haystack: str | None = None
+
+    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        world = toy.resolve(self.world, tokenizer)
+        language = LANGUAGES[world]
+        new_tokens = self.ending(tokenizer)[0]
+        for length, i in product(self.lengths or LENGTHS[world], range(self.samples)):
+            stream = Stream("eval", "ruler", self.variant, seed, length, i)
+            name = f"ruler/{self.variant}/length={length}/{i}"
+            reserve = RESERVE[world] if self.reserve_tokens is None else self.reserve_tokens
+            room = length - reserve
+            make = self._words if self.variant.endswith("_words") else self._needles
+            try:
+                drafts = make(stream, language, tokenizer, room)
+            except NeedleworkError as error:
+                raise NeedleworkError(f"{name}: {error}") from None
+            for j, draft in enumerate(drafts):
+                facts = {**draft.facts, "length_tokens": length, "variant": self.variant}
+                named = f"{name}/query={j}" if len(drafts) > 1 else name
+                item = self.drafted_item(tokenizer, replace(draft, facts=facts), named, name, window)
+                yield self.fitted(item, new_tokens, max_tokens)
+
+    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+        targets = item.facts["targets"]
+        if len(targets) == 1 and item.facts["world"] == "toy":
+            found = float(begins(outcome.text, targets[0]))
+        else:
+            found = share_found(outcome.text, targets)
+        return {"correct": float(found == 1), "found": found}
+
+    def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
+        """An answer of several parts does not end at the first full stop."""
+        several = self.variant not in ("single", "multikey", "multiquery")
+        return (self.max_new_tokens, self.stop) if several else super().ending(tokenizer)
+
+    def in_context(self) -> int:
+        """How many options of the choice stand in the context."""
+        keys = MOST_OPTIONS if self.keys == "full" else self.keys
+        counts = {
+            "single": 0,
+            "multiquery": keys + self.queries - 1,
+            "variables": (self.chains - 1) * (self.hops + 1),
+        }
+        words = self.variant.endswith("_words")
+        return min(MOST_OPTIONS, self.absent if words else counts.get(self.variant, keys))
+
+    def _riddles(self, stream: Stream, language: Language, keys: int) -> list[Riddle]:
+        if self.variant == "variables":
+            return [variable_riddle(stream, language, self.chains, self.hops)]
+        asked = self.queries if self.variant == "multiquery" else 1
+        values = self.values if self.variant == "multivalue" else 1
+        return needle_riddles(stream, language, asked, values, 0 if self.variant == "single" else keys)
+
+    def _needles(self, stream: Stream, language: Language, tokenizer: Tokenizer, room: int) -> list[Draft]:
+        example = language.needle.format(key=language.keys[0], value=language.number(stream))
+        full = self.keys == "full"
+        fill = min(room // (len(token_ids(tokenizer, " " + example)) + 1), len(language.keys) - self.queries) - 1
+        riddles = self._riddles(stream, language, max(1, fill) if self.keys == "full" else self.keys)
+        used = sum(len(token_ids(tokenizer, " " + one.text)) for one in riddles[0].hidden)
+        if used > room:
+            raise NeedleworkError(f"the needles need {used} tokens, there are {room}; use a greater length or fewer needles")
+        made = self.haystack is None or language.world == "toy"
+        source = language.sentences(stream) if made else sentences(self.haystack, stream, start_anywhere=True)
+        hay = gather(tokenizer, source, 0 if full else room - used, whole=language.world == "toy")
+        slots = [stream.below(len(hay.ends)) for _ in riddles[0].hidden]
+        order = slots if not riddles[0].ordered else sorted(slots)
+        drafts = []
+        for riddle in riddles:
+            context = weave(hay, [(s, one.pieces()) for s, one in zip(order, riddle.hidden, strict=True)])
+            drafts.append(self._draft(language, riddle, context, hay.tokens + used))
+        return drafts
+
+    def _words(self, stream: Stream, language: Language, tokenizer: Tokenizer, room: int) -> list[Draft]:
+        common = self.variant == "common_words"
+        pool = stream.mixed(language.words if common else language.rare)
+        spare, pool = pool[:SPARE], pool[SPARE:]
+        longest = max(len(token_ids(tokenizer, language.join + word)) for word in pool)
+        words = room // longest
+        counts = common_counts(pool, self.top, words) if common else zipf_counts(pool, self.top, words, self.zipf)
+        riddle, context = word_riddle(stream, language, counts, self.top, spare)
+        tokens = len(token_ids(tokenizer, "".join(piece.text for piece in context)))
+        return [self._draft(language, riddle, context, tokens)]
+
+    def _draft(self, language: Language, riddle: Riddle, context: Sequence[Piece], tokens: int) -> Draft:
+        options = [("true", riddle.targets[0]), *(("context", text) for text in riddle.wrong[:MOST_OPTIONS])]
+        options += [("absent", text) for text in riddle.absent[: self.absent]]
+        toy_words = language.world == "toy"
+        return Draft(
+            context=context,
+            question=riddle.question,
+            target=" ".join(riddle.targets) if toy_words else language.listed(riddle.targets),
+            lead=language.lead,
+            instruction="Answer with nothing but what is asked for.",
+            options=options,
+            facts={"context_tokens": tokens, "needles": len(riddle.hidden), "targets": list(riddle.targets)},
+            world=language.world,
+        )
+
+
+@task
+class RulerChoice(Chosen, Ruler):
+    """The same items as `ruler`: the first target against other values."""
+
+    kind = "ruler_choice"
+
+    @property
+    def chance(self) -> float:
+        return self.chance_among(self.in_context())
