@@ -11,7 +11,7 @@ from typing import Any
 from needlework.interventions import Intervention
 from needlework.interventions.acts import Phase
 from needlework.plan import Experiment, NamedTask
-from needlework.requests import Request
+from needlework.requests import Request, sample_key
 from needlework.sketch import Sketch
 from needlework.tasks.base import Item, Mode
 
@@ -58,16 +58,22 @@ class Ask:
     homes: list[Home] = field(default_factory=list)
 
     def request(self) -> Request:
+        whole_text = self.settings.mode == "perplexity"  # scored from its second token on
         return Request(
-            prompt=self.item.prompt,
+            prompt=self.item.prompt[:1] if whole_text else self.item.prompt,
             intervention=self.intervention,
             max_new_tokens=self.settings.max_new_tokens,
             stop=self.settings.stop,
-            spans=self.item.spans,
+            spans={} if whole_text else self.item.spans,
             twins=self.item.twins,
             boundary=self.settings.boundary,
+            sample=sample_key(self.item.prompt),
             scoring=self.settings.mode != "generate",
         )
+
+    def options(self) -> tuple[tuple[int, ...], ...]:
+        """Continuations that are scored."""
+        return (self.item.prompt[1:],) if self.settings.mode == "perplexity" else self.item.options
 
     def wanted(self) -> list[Key]:
         """The rows that this answer goes to."""

@@ -189,7 +189,7 @@ class _Run:
             for i, answer in actor.answers([ask.request() for ask in asks]):
                 self._write(asks[i], rows.answered(answer), there)
         else:
-            for i, scores in actor.scores([(ask.request(), ask.item.options) for ask in asks]):
+            for i, scores in actor.scores([(ask.request(), ask.options()) for ask in asks]):
                 self._write(asks[i], rows.scored(asks[i], scores), there)
 
     def _write(self, ask: Ask, result: rows.Result, there: set[str]) -> None:

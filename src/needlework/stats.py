@@ -79,6 +79,13 @@ def accuracy(correct: ArrayLike) -> Estimate:
     return wilson(float(values.sum()), len(values))
 
 
+def difference(a: Estimate, b: Estimate) -> Estimate:
+    """a - b of two independent shares, Newcombe's square-and-add interval."""
+    value = a.value - b.value
+    low = value - math.hypot(a.value - a.low, b.high - b.value)
+    return Estimate(value, low, value + math.hypot(a.high - a.value, b.value - b.low), min(a.n, b.n))
+
+
 def cluster_sums(clusters: ArrayLike, columns: Sequence[ArrayLike]) -> Floats:
     """Sums of each column per cluster, and the cluster's size last: [clusters, columns + 1]."""
     _, code = np.unique(np.asarray(clusters), return_inverse=True)
@@ -132,10 +139,10 @@ def interval(draws: Floats) -> tuple[float, float]:
 class Side:
     """One ability, asked of the same samples with nothing, attention and the recurrent side off."""
 
-    base: ArrayLike
-    attention_off: ArrayLike
-    recurrent_off: ArrayLike
-    clusters: ArrayLike
+    base: Floats
+    attention_off: Floats
+    recurrent_off: Floats
+    clusters: NDArray[Any]
     chance: float = 0.0
 
 
@@ -160,12 +167,12 @@ def interaction(retrieval: Side, knowledge: Side, seed: int = SEED) -> Interacti
     """
     first, first_draws, first_guard = _gap(retrieval, seed, attention_first=False)
     second, second_draws, second_guard = _gap(knowledge, seed + 1, attention_first=True)
-    n = min(len(np.asarray(retrieval.base)), len(np.asarray(knowledge.base)))
+    n = min(len(retrieval.base), len(knowledge.base))
     value, guard = first + second, math.hypot(first_guard, second_guard)
     return Interaction(
         _widened(value, first_draws + second_draws, guard, n),
-        _widened(first, first_draws, first_guard, len(np.asarray(retrieval.base))),
-        _widened(second, second_draws, second_guard, len(np.asarray(knowledge.base))),
+        _widened(first, first_draws, first_guard, len(retrieval.base)),
+        _widened(second, second_draws, second_guard, len(knowledge.base)),
     )
 
 

@@ -1,9 +1,9 @@
-"""How compiled CPU kernels are built and spread over threads.
+"""How compiled CPU kernels are built, fed and spread over threads.
 
-A kernel is a function `kernel(first, stop, *arrays)` that works through the blocks `first..stop-1`; blocks are independent
-of each other, so the result does not depend on how many threads share them. The threads are our own and the kernels give
-up the GIL: numba's parallel loops would bring a second OpenMP runtime beside torch's, abort in a forked child and, without
-OpenMP, refuse calls from two threads at once.
+A kernel is a function `kernel(first, stop, *arguments)` that works through the blocks `first..stop-1`; blocks are
+independent of each other, so the result does not depend on how many threads share them. The threads are our own and the
+kernels give up the GIL: numba's parallel loops would bring a second OpenMP runtime beside torch's, abort in a forked child
+and, without OpenMP, refuse calls from two threads at once.
 """
 
 import os
@@ -12,26 +12,42 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+import numba
+import numpy as np
 import torch
+from torch import Tensor
 
 Kernel = Callable[..., None]
 
+# What `token_rows` makes of a [batch, time, channels] tensor: one flat array, and the distances of rows and of tokens in it.
+TOKENS = ("float32[::1]", "int64", "int64")
 
-def compiled(*argument_types: str, fastmath: set[str] | None = None) -> Callable[[Kernel], Kernel]:
-    """Compile for exactly these argument types, on the first call, and keep the machine code on disk.
 
-    One signature with strided arrays serves every memory layout, so no layout costs a compilation of its own.
+def token_rows(tensor: Tensor) -> tuple[np.ndarray[Any, Any], int, int]:
+    """A [batch, time, channels] tensor whose channels lie side by side, as TOKENS; other layouts cost a copy.
+
+    A slice of a wider projection is taken as it is. A flat array lets the kernel cut out the channels of a token as a dense
+    vector, which a strided array would not be to the compiler.
     """
+    if tensor.numel() == 0:
+        return np.empty(0, np.float32), 0, 0
+    if tensor.stride(2) != 1:
+        tensor = tensor.contiguous()
+    batch, length, channels = tensor.shape
+    rows, tokens = tensor.stride(0), tensor.stride(1)
+    size = (batch - 1) * rows + (length - 1) * tokens + channels
+    return tensor.as_strided((size,), (1,)).numpy(), rows, tokens
+
+
+def compiled(*argument_types: str) -> Callable[[Kernel], Kernel]:
+    """Compile for exactly these argument types, on the first call, and keep the machine code on disk."""
 
     def decorate(function: Kernel) -> Kernel:
         signature = f"void({', '.join(('int64', 'int64', *argument_types))})"
 
         @cache
         def build() -> Kernel:
-            import numba
-
-            jit = numba.njit(signature, cache=True, nogil=True, fastmath=fastmath or {"contract"})
-            kernel: Kernel = jit(function)
+            kernel: Kernel = numba.njit(signature, cache=True, nogil=True, fastmath={"contract"})(function)
             return kernel
 
         def call(*args: Any) -> None:
@@ -51,13 +67,13 @@ def _pool() -> ThreadPoolExecutor:
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def run_blocks(kernel: Kernel, blocks: int, *arrays: Any) -> None:
+def run_blocks(kernel: Kernel, blocks: int, *arguments: Any) -> None:
     """Run `kernel` over all blocks on as many threads as torch is allowed to use, the caller's thread among them."""
     parts = max(1, min(torch.get_num_threads(), blocks))
     bounds = [blocks * part // parts for part in range(parts + 1)]
-    others = [_pool().submit(kernel, bounds[part], bounds[part + 1], *arrays) for part in range(1, parts)]
+    others = [_pool().submit(kernel, bounds[part], bounds[part + 1], *arguments) for part in range(1, parts)]
     try:
-        kernel(bounds[0], bounds[1], *arrays)
+        kernel(bounds[0], bounds[1], *arguments)
     finally:
         for future in others:
             future.result()

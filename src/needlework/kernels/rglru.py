@@ -6,13 +6,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from needlework.kernels import rglru_cpu
+from needlework.kernels import libraries, rglru_cpu
+from needlework.kernels.checks import check_reset, check_shape
+from needlework.kernels.memory import empty_like
 
 
-class _Scan(torch.autograd.Function):
+class _CpuScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor, state: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.empty_like(x)
+        out = empty_like(x)
         rglru_cpu.forward(x, decay, reset, state, out)
         ctx.save_for_backward(decay, state, reset, out)
         ctx.set_materialize_grads(False)
@@ -24,7 +26,7 @@ class _Scan(torch.autograd.Function):
         decay, state, reset, out = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         grad_final = torch.zeros_like(state) if grad_final is None else grad_final.contiguous()
-        grad_x, grad_decay, grad_state = torch.empty_like(out), torch.empty_like(out), torch.empty_like(state)
+        grad_x, grad_decay, grad_state = empty_like(out), empty_like(out), torch.empty_like(state)
         rglru_cpu.backward(decay, reset, state, out, grad_out, grad_final, grad_x, grad_decay, grad_state)
         return grad_x, grad_decay, grad_state, None
 
@@ -38,11 +40,14 @@ def rglru_scan(
     reset: bool [batch, time]; where True the state is cut before that token, as if its decay were 0.
     Differentiable in x, decay and state, through both results.
     """
-    if state is None:
-        state = torch.zeros(x.shape[0], x.shape[2], device=x.device)
-    if reset is None:
-        reset = torch.zeros(1, 0, dtype=torch.bool, device=x.device)
-    out, final = _Scan.apply(
-        x.float().contiguous(), decay.float().contiguous(), state.float().contiguous(), reset.contiguous()
-    )
+    batch, length, width = x.shape
+    check_shape("decay", decay, batch, length, width)
+    check_reset(reset, batch, length)
+    state = torch.zeros(batch, width, device=x.device) if state is None else state.float()
+    check_shape("state", state, batch, width)
+    if x.device.type != "cpu":
+        return libraries.rglru_scan(x, decay, state, reset)
+    mask = torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset
+    rows = (tensor.float().contiguous() for tensor in (x, decay, state))
+    out, final = _CpuScan.apply(*rows, mask.contiguous())
     return out.to(x.dtype), final

@@ -5,39 +5,48 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 
+from needlework.kernels import libraries
 from needlework.kernels import selective_scan_cpu as cpu
+from needlework.kernels import selective_scan_grad_cpu as grad_cpu
+from needlework.kernels.checks import check_reset, check_shape
+from needlework.kernels.memory import empty_like
 
 
-class _Scan(torch.autograd.Function):
+class _CpuScan(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, reset: Tensor, keep: bool
+        ctx: Any, keep: bool, reset: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Tensor
     ) -> tuple[Tensor, Tensor]:
-        batch, inner, length = x.shape
+        state, bias, skip, z = rest
+        batch, length, inner = x.shape
         tiles = (length + cpu.TILE - 1) // cpu.TILE
-        shape = (batch if keep else 0, tiles, cpu.groups(inner), A.shape[1], cpu.LANES)
-        y, final, saved = torch.empty_like(x), torch.empty_like(state), x.new_empty(shape)
-        cpu.forward(x, dt, A, B, C, reset, state, y, final, saved)
-        ctx.save_for_backward(x, dt, A, B, C, reset, saved)
+        saved = x.new_empty(batch if keep else 0, tiles, cpu.groups(inner), A.shape[1], cpu.LANES)
+        out, final = empty_like(x), torch.empty_like(state)
+        cpu.forward(x, dt, A, B, C, reset, state, bias, skip, z, out, final, saved)
+        ctx.save_for_backward(x, dt, A, B, C, reset, saved, bias, skip, z)
         ctx.set_materialize_grads(False)
-        return y, final
+        return out, final
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_y: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, dt, A, B, C, reset, saved = ctx.saved_tensors
-        batch, inner, length = x.shape
-        grad_y = torch.zeros_like(x) if grad_y is None else grad_y
+    def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, dt, A, B, C, reset, saved, bias, skip, z = ctx.saved_tensors
+        batch, length, inner = x.shape
+        grad_out = torch.zeros_like(x) if grad_out is None else grad_out
         grad_final = x.new_zeros(batch, *A.shape) if grad_final is None else grad_final.contiguous()
-        grad_x, grad_dt, grad_state = torch.empty_like(x), torch.empty_like(dt), torch.empty_like(grad_final)
-        grad_A = torch.empty_like(grad_state)
+        grad_x, grad_dt, grad_z = empty_like(x), empty_like(x), empty_like(z)
+        grad_state, grad_A = torch.empty_like(grad_final), torch.empty_like(grad_final)
         grad_B = x.new_empty(batch, cpu.groups(inner), length, A.shape[1])
         grad_C = torch.empty_like(grad_B)
-        cpu.backward(
-            *(x, dt, A, B, C, reset, saved, grad_y, grad_final), *(grad_x, grad_dt, grad_A, grad_B, grad_C, grad_state)
+        grad_bias, grad_skip = x.new_zeros(batch, bias.numel()), x.new_zeros(batch, skip.numel())
+        grad_cpu.backward(
+            *(x, dt, A, B, C, reset, saved, bias, skip, z, grad_out, grad_final),
+            *(grad_x, grad_dt, grad_A, grad_B, grad_C, grad_state, grad_bias, grad_skip, grad_z),
         )
-        return grad_x, grad_dt, grad_A.sum(0), grad_B.sum(1), grad_C.sum(1), grad_state, None, None
+        scan = (grad_x, grad_dt, grad_A.sum(0), grad_B.sum(1), grad_C.sum(1), grad_state)
+        return None, None, *scan, grad_bias.sum(0), grad_skip.sum(0), grad_z
 
 
 def selective_scan(
@@ -48,21 +57,61 @@ def selective_scan(
     C: Tensor,
     state: Tensor | None = None,
     reset: Tensor | None = None,
+    *,
+    dt_bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """h = exp(dt * A) * h + dt * x * B; y = (h * C).sum(n), in fp32; returns (y in x's dtype, the last h in fp32).
 
-    x, dt: [batch, time, inner], dt already positive (after softplus); any strides, so a transposed view of
-    [batch, inner, time] costs no copy. A: [inner, n]. B, C: [batch, time, n]. state: [batch, inner, n] before the first
-    token (zeros when None). reset: bool [batch, time]; where True the state is cut before that token.
-    Differentiable in x, dt, A, B, C and state, through both results.
+    x, dt: [batch, time, inner], dt positive. A: [inner, n]. B, C: [batch, time, n]. state: [batch, inner, n] before the
+    first token (zeros when None). reset: bool [batch, time]; where True the state is cut before that token.
+    Three neighbours of the scan can be computed along with it: with dt_bias [inner], dt is first replaced by
+    softplus(dt + dt_bias); skip [inner] adds skip * x to y; z [batch, time, inner] multiplies y by silu(z).
+    Channels should lie side by side in memory (x, dt, z may be slices of a wider tensor); other layouts are copied once.
+    Differentiable in every floating-point argument, through both results.
     """
-    if state is None:
-        state = torch.zeros(x.shape[0], x.shape[2], A.shape[1], device=x.device)
-    if reset is None:
-        reset = torch.zeros(1, 0, dtype=torch.bool, device=x.device)
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (x, dt, A, B, C, state))
-    dense = [tensor.float().contiguous() for tensor in (A, B, C, state)]
-    y, final = _Scan.apply(
-        x.float().transpose(1, 2), dt.float().transpose(1, 2), *dense, reset.contiguous(), keep
-    )
-    return y.transpose(1, 2).to(x.dtype), final
+    _check(x, dt, A, B, C, state, reset, dt_bias, skip, z)
+    if x.device.type != "cpu":
+        return _on_device(x, dt, A, B, C, state, reset, dt_bias, skip, z)
+    state = torch.zeros(x.shape[0], *A.shape) if state is None else state
+    mask = torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset.contiguous()
+    none = torch.empty(0)
+    vectors = [none if tensor is None else tensor for tensor in (dt_bias, skip)]
+    gate = none.view(0, 0, 0) if z is None else z.float()
+    inputs = (x.float(), dt.float(), *(tensor.float().contiguous() for tensor in (A, B, C, state, *vectors)), gate)
+    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+    y, final = _CpuScan.apply(keep, mask, *inputs)
+    return y.to(x.dtype), final
+
+
+def _check(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, reset: Tensor | None,
+    dt_bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
+) -> None:  # fmt: skip
+    batch, length, inner = x.shape
+    n_state = A.shape[-1]
+    check_shape("dt", dt, batch, length, inner)
+    check_shape("A", A, inner, n_state)
+    check_shape("B", B, batch, length, n_state)
+    check_shape("C", C, batch, length, n_state)
+    check_reset(reset, batch, length)
+    for name, tensor, shape in (
+        ("state", state, (batch, inner, n_state)),
+        ("dt_bias", dt_bias, (inner,)),
+        ("skip", skip, (inner,)),
+        ("z", z, (batch, length, inner)),
+    ):
+        if tensor is not None:
+            check_shape(name, tensor, *shape)
+
+
+def _on_device(
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, reset: Tensor | None,
+    dt_bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dt = dt if dt_bias is None else functional.softplus(dt.float() + dt_bias.float())
+    y, final = libraries.selective_scan(x.float(), dt, A, B, C, state, reset)
+    y = y if skip is None else y + x.float() * skip.float()
+    y = y if z is None else y * functional.silu(z.float())
+    return y.to(x.dtype), final

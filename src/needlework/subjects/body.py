@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,7 +70,7 @@ class Body:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Put our attention function, kernels and hooks in place; leave no trace on the model, also after an exception."""
+        """Put our attention function and kernels in place; leave no trace on the model, also after an exception."""
         if self._depth:
             yield
             return
@@ -81,12 +81,20 @@ class Body:
                 stack.enter_context(attention_switched(self.model, NAME))
             if self.kernels == "fast":
                 stack.enter_context(fast_kernels(self.model))
-            stack.enter_context(hooked(self.mixers, self.attention, self._clear_rows))
             stack.enter_context(torch.inference_mode())
             was_training = self.model.training
             self.model.eval()
             stack.callback(self.model.train, was_training)
             yield
+
+    def _hooked(self, rows: Rows) -> AbstractContextManager[None]:
+        """Hooks on the modules that this batch acts on, and on no other: torch takes a slower path through hooked modules."""
+        dropped = {layer for layer, plan in rows.attention.items() if plan.dropped is not None}
+        if not dropped and not rows.mixers:
+            return nullcontext()
+        mixers = [mixer for mixer in self.mixers if mixer.layer in rows.mixers]
+        blocks = {module: layer for module, layer in self.attention.items() if layer in dropped}
+        return hooked(mixers, blocks, self._clear_rows)
 
     def _leave(self) -> None:
         self._depth -= 1
@@ -190,7 +198,7 @@ class Body:
             shared, self._windows, self.family.dense_masks,
         )  # fmt: skip
         self._memory = memory
-        with memory.mounted(), current(forward):
+        with memory.mounted(), current(forward), self._hooked(rows):
             out = run_model(self.model, ids, positions, memory, logits_to_keep=0 if all_logits else 1)
         memory.length += ids.shape[1]
         logits: Tensor = out.logits if all_logits else out.logits[:, -1:]

@@ -19,7 +19,7 @@ from needlework.zoo.sample import Sample, Stream
 DATA_VERSION = 1
 
 # Kinds of row: how a whole document is laid out.
-ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "recall", "short")
+ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "pairs", "phone", "copy", "short")
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
 ITEM_SHARES = {
@@ -34,6 +34,7 @@ ITEM_SHARES = {
 }
 SHORTEST_ITEM = 8
 DENSE_NEEDLE_WORDS = 24  # one needle sentence and one question with its answer, on average, and some haystack
+MOST_PAIRS = 40
 QUOTE_SHARE = 0.15
 ONE_RELATION_SHARE = 0.7
 
@@ -102,7 +103,7 @@ def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]
     copies = 2 if layout == "jrt" else 1
     room = row.room // copies
     most = max(1, (room - 6) // DENSE_NEEDLE_WORDS)
-    count = stream.between(max(1, most // 2), most) if kind == "dense" else min(most, stream.pick((1, 2, 3, 4, 6, 9)))
+    count = most if kind == "dense" else min(most, stream.pick((1, 2, 3, 4, 6, 9)))
     hidden = _hidden(stream, count, relations)
     asked = stream.mixed(range(len(hidden)))
     if kind != "dense":
@@ -122,10 +123,10 @@ def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]
         row.add_answer(answer, ".")
 
 
-def _recall_row(stream: Stream, row: _Row) -> None:
-    kind = stream.weighted({"pairs": 2.0, "phone": 2.0, "copy": 1.0})
+def _recall_row(stream: Stream, row: _Row, kind: str, items: dict[str, float]) -> None:
+    """A key-value list, a phone book or a text to copy; what room is left is filled with small texts."""
     if kind == "pairs":
-        pairs = min(40, stream.between(4, max(4, (row.room - 6) // 4)))
+        pairs = min(MOST_PAIRS, stream.between(4, max(4, (row.room - 6) // 4)))
         row.add_series(recall.key_values(stream, pairs, min(pairs, (row.room - 6 - 2 * pairs) // 2)))
         row.add((".",))
     elif kind == "phone":
@@ -133,7 +134,7 @@ def _recall_row(stream: Stream, row: _Row) -> None:
         row.add_series(recall.phone_book(stream, entries, max(1, min(entries, (row.room - 4 - 6 * entries) // 17))))
     else:
         row.add_sample(recall.copying(stream, stream.between(4, min(60, (row.room - 6) // 2))))
-    _short_row(stream, row, ITEM_SHARES)
+    _short_row(stream, row, items)
 
 
 def _item(stream: Stream, kind: str) -> Sample | list[str]:
@@ -170,8 +171,8 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
     made = _Row(length, diet.answer_weight)
     if kind == "short":
         _short_row(stream, made, diet.items)
-    elif kind == "recall":
-        _recall_row(stream, made)
+    elif kind in ("pairs", "phone", "copy"):
+        _recall_row(stream, made, kind, diet.items)
     else:
         _needle_row(stream, made, kind, diet.relations)
     return made.words[:length], made.weights[:length]

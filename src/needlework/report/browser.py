@@ -1,0 +1,155 @@
+"""The trials behind each point and cell: a seeded choice of at most 20, failures first, within a budget of bytes."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from needlework.report.frame import Frame, Ints
+from needlework.stats import SEED
+from needlework.store import Store
+
+MOST = 20
+BUDGET_BYTES = 4_500_000
+LONGEST_PROMPT = 6_000  # characters; longer ones are shown around their needle
+AROUND = 1_200
+_READ = "SELECT rowid, prompt, prompt_tokens, target, output, intervention, sample, spans, scores FROM trials WHERE rowid IN "
+
+
+@dataclass
+class Browser:
+    """Collects which trials stand behind which mark of a figure, then reads the chosen ones."""
+
+    frame: Frame
+    most: int = MOST
+    budget_bytes: int = BUDGET_BYTES
+    cells: dict[str, tuple[str, Ints]] = field(default_factory=dict)
+
+    def add(self, title: str, rows: Ints) -> str:
+        """The key under which the page finds these trials."""
+        if len(rows) == 0:
+            return ""
+        key = f"c{len(self.cells)}"
+        self.cells[key] = (title, rows)
+        return key
+
+    def _chosen(self, number: int, rows: Ints) -> Ints:
+        """At most `most` of them: a seeded shuffle, wrong answers before right ones."""
+        shuffled = np.random.default_rng((SEED, number)).permutation(rows)
+        right = np.nan_to_num(self.frame.values("correct", shuffled), nan=0.0)
+        return shuffled[np.argsort(right, kind="stable")][: self.most]
+
+    def collect(self) -> dict[str, Any]:
+        """`{"prompts": [...], "cells": {key: {...}}}`. Rank by rank through all cells, until the budget is spent."""
+        chosen = {key: self._chosen(i, rows) for i, (key, (_, rows)) in enumerate(self.cells.items())}
+        shown: dict[str, list[Any]] = {key: [] for key in self.cells}
+        book = _Book()
+        for rank in range(self.most):
+            wanted = {key: int(rows[rank]) for key, rows in chosen.items() if rank < len(rows)}
+            if not wanted or book.size > self.budget_bytes:
+                break
+            read = dict(self._read(sorted(set(wanted.values()))))
+            for key, row in wanted.items():
+                if book.size > self.budget_bytes:
+                    break
+                shown[key].append(book.entry(read[row]))
+        cells = {}
+        for key, (title, rows) in self.cells.items():
+            right = self.frame.values("correct", rows)
+            wrong = int(np.sum(right == 0))
+            cells[key] = {"title": title, "n": len(rows), "wrong": wrong, "trials": shown[key]}
+        return {"prompts": book.prompts, "trials": book.trials, "cells": cells}
+
+    def _read(self, rows: Sequence[int]) -> Iterator[tuple[int, Any]]:
+        by_source: dict[int, dict[int, int]] = {}
+        for row in rows:
+            by_source.setdefault(int(self.frame.source[row]), {})[int(self.frame.row[row])] = row
+        for source, ids in by_source.items():
+            store = Store(self.frame.directories[source])
+            try:
+                for found in _by_ids(store.db, list(ids)):
+                    yield ids[found[0]], (source, *found)
+            finally:
+                store.close()
+
+
+def _by_ids(db: sqlite3.Connection, ids: list[int]) -> Iterator[Any]:
+    for start in range(0, len(ids), 500):
+        some = ids[start : start + 500]
+        yield from db.execute(f"{_READ}({','.join('?' * len(some))})", some)
+
+
+@dataclass
+class _Book:
+    """Trials and prompts, each once."""
+
+    prompts: list[Any] = field(default_factory=list)
+    trials: list[Any] = field(default_factory=list)
+    size: int = 0
+    _prompt_at: dict[Any, int] = field(default_factory=dict)
+    _trial_at: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def entry(self, found: Any) -> int:
+        source, row, prompt, tokens, target, output, intervention, sample, spans, scores = found
+        if (source, row) in self._trial_at:
+            return self._trial_at[source, row]
+        marks = needle_characters(prompt, tokens, json.loads(spans), target)
+        at = self._prompt(prompt, marks)
+        plain = {name: round(value, 3) for name, value in json.loads(scores).items() if value is not None}
+        self.trials.append([at, sample, intervention, target, output[:2000], plain])
+        self.size += len(output[:2000]) + len(target) + len(intervention) + len(sample) + 60 + 16 * len(plain)
+        return self._trial_at.setdefault((source, row), len(self.trials) - 1)
+
+    def _prompt(self, prompt: str, marks: list[tuple[int, int]]) -> int:
+        key = (prompt, tuple(marks))
+        if key not in self._prompt_at:
+            text, marks = shortened(prompt, marks)
+            self.prompts.append([text, marks])
+            self._prompt_at[key] = len(self.prompts) - 1
+            self.size += len(text) + 30
+        return self._prompt_at[key]
+
+
+def needle_characters(prompt: str, tokens: int, spans: dict[str, Any], target: str) -> list[tuple[int, int]]:
+    """Where the needle stands in the prompt's text.
+
+    Exact where a token is a word (the zoo's language). Elsewhere a store holds token positions but no tokenizer, so the
+    places where the answer stands are marked instead.
+    """
+    words = prompt.split(" ")
+    front = tokens - len(words)  # BOS
+    needle = spans.get("needle") or []
+    if needle and 0 <= front <= 1:
+        ends = np.cumsum([len(word) + 1 for word in words])
+        starts = np.concatenate([[0], ends])
+        inside = [(a - front, b - front) for a, b in needle if 0 <= a - front < b - front <= len(words)]
+        return [(int(starts[a]), int(ends[b - 1]) - 1) for a, b in inside]
+    marks, at = [], prompt.find(target) if target else -1
+    while at >= 0 and len(marks) < 8:
+        marks.append((at, at + len(target)))
+        at = prompt.find(target, at + len(target))
+    return marks
+
+
+def shortened(prompt: str, marks: list[tuple[int, int]]) -> tuple[str, list[tuple[int, int]]]:
+    """A long prompt cut to its beginning, its needles and its end; what is left out is counted."""
+    if len(prompt) <= LONGEST_PROMPT:
+        return prompt, marks
+    keep = [(0, AROUND), *((max(0, a - AROUND // 2), b + AROUND // 2) for a, b in marks[:2]), (len(prompt) - AROUND, len(prompt))]
+    text, moved, done = "", [], 0
+    for start, end in sorted(keep):
+        start, end = max(start, done), min(end, len(prompt))
+        if start >= end:
+            continue
+        if start > done:
+            text += f"\n[… {start - done:,} characters left out …]\n"
+        shift = len(text) - start
+        moved += [(a + shift, b + shift) for a, b in marks if start <= a and b <= end]
+        text += prompt[start:end]
+        done = end
+    return text, moved

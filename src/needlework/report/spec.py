@@ -1,0 +1,113 @@
+"""What a figure shows, before it is drawn: the page, the picture files and the tables behind them all read these values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from needlework.stats import Estimate
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+    y: Estimate
+    key: str = ""  # of the trials behind it, for the trial browser
+
+
+@dataclass(frozen=True)
+class Series:
+    label: str
+    color: int  # 1..6 of the palette, 0 for controls
+    points: Sequence[Point]
+    dashed: bool = False
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Curves with bands of uncertainty."""
+
+    group: str  # the model
+    title: str
+    x_label: str
+    y_label: str
+    series: Sequence[Series]
+    percent: bool = True  # y is a share; else a positive number on a log axis
+    share_x: bool = True  # x is a share; else tokens on a log axis
+    level: tuple[float, str] | None = None  # a horizontal line with its name
+    mark: tuple[float, str] | None = None  # a vertical one
+
+
+@dataclass(frozen=True)
+class Cell:
+    y: Estimate
+    key: str = ""
+    outside: bool = False  # the needle is outside the window
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A heat map. Cells that were not measured are None."""
+
+    group: str
+    title: str
+    row_title: str
+    col_title: str
+    rows: Sequence[str]
+    cols: Sequence[str]
+    cells: Sequence[Sequence[Cell | None]]
+    top: float = 1.0  # the value of the darkest colour
+    numbers: bool = True  # write the values into the cells
+    percent: bool = True
+
+
+@dataclass(frozen=True)
+class Dot:
+    label: str
+    color: int
+    y: Estimate
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class Dots:
+    """Estimates one below the other, each with its interval."""
+
+    group: str
+    title: str
+    x_label: str
+    dots: Sequence[Dot]
+    level: tuple[float, str] | None = None
+
+
+Panel = Lines | Grid | Dots
+
+
+@dataclass(frozen=True)
+class Figure:
+    id: str
+    title: str
+    caption: str
+    panels: Sequence[Panel] = field(default_factory=tuple)
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(panel.group for panel in self.panels))
+
+
+def table(panel: Panel) -> tuple[list[str], list[list[str]]]:
+    """The same numbers as header and rows, for readers who do not see the figure."""
+    if isinstance(panel, Grid):
+        unit = "%" if panel.percent else ""
+        body = [
+            [name, *("–" if cell is None else cell.y.text(unit) + (" (out of window)" if cell.outside else "") for cell in line)]
+            for name, line in zip(panel.rows, panel.cells, strict=True)
+        ]
+        return [f"{panel.row_title} \\ {panel.col_title}", *panel.cols], body
+    if isinstance(panel, Dots):
+        return ["", panel.x_label], [[dot.label, dot.y.text()] for dot in panel.dots]
+    unit = "%" if panel.percent else ""
+    places = sorted({point.x for series in panel.series for point in series.points})
+    found = [{point.x: point.y.text(unit) for point in series.points} for series in panel.series]
+    body = [[f"{100 * x:.0f} %" if panel.share_x else f"{x:g}", *(each.get(x, "–") for each in found)] for x in places]
+    return [panel.x_label, *(series.label for series in panel.series)], body

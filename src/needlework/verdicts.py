@@ -1,0 +1,231 @@
+"""The paper's claims, and when the evidence of one model supports them: one table (`RULES`), one function (`judge`).
+
+The rules were fixed before any run. Supported: the whole interval lies on the claim's side of the line. Not supported: it
+lies on the other side. Inconclusive: it holds the line, or something that the rule needs was not measured. Not testable: the
+untouched model does not retrieve well enough to lose anything, or the experiment was not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from needlework.stats import NOTHING, Estimate, Interaction, percent
+
+Word = Literal["supported", "not supported", "inconclusive", "not testable"]
+
+BASELINE = 0.80  # lower bound of the untouched model's retrieval
+LOST = 0.05  # upper bound of what may be left
+NEAR_CHANCE = 0.05
+KEPT = 0.95
+ENOUGH = 73  # 0 of n has an upper Wilson bound of 5 % from here on
+
+
+@dataclass(frozen=True)
+class Silenced:
+    """Retrieval with all attention heads silenced at every position."""
+
+    exact: Estimate = NOTHING
+    choice: Estimate = NOTHING  # forced choice
+    chance: float = 0.0
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Knowledge under an intervention: what is left of the baseline, raw and corrected for chance."""
+
+    form: str  # cloze | letter
+    raw: Estimate
+    corrected: Estimate
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The numbers of one model that the rules read. What was not measured stays NOTHING, None or empty."""
+
+    model: str
+    baseline: Estimate = NOTHING
+    silenced: Silenced = Silenced()
+    few: Estimate = NOTHING  # paired retained share of retrieval with 15 % of the heads at every position
+    few_label: str = ""
+    few_knowledge: Sequence[Kept] = ()
+    layouts: Mapping[str, Silenced] = field(default_factory=dict)  # jrt, question_first: attention silenced
+    reading_twice_helps: str = ""  # a model that reading twice does help; empty: none was seen
+    omit_decode: Estimate = NOTHING
+    omit_prefill: Estimate = NOTHING  # paired retained share
+    context: Sequence[tuple[int, Estimate]] = ()  # tokens of context in prefill, retrieval
+    interaction: Interaction | None = None
+    dissociation: str = ""  # the four shares, in words
+    follows_kv: Estimate = NOTHING
+    has_attention: bool = True
+    has_recurrence: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    claim: str
+    title: str
+    model: str
+    word: Word
+    sentence: str
+    estimate: Estimate  # the number that decided, with n and interval
+
+
+@dataclass(frozen=True)
+class Rule:
+    claim: str
+    title: str
+    says: str  # the claim
+    rule: str  # when it counts as supported
+    plan: str  # the plan that gives the evidence
+    needs_baseline: bool
+    of: Callable[[Evidence], tuple[Word, str, Estimate]]
+
+
+def side(estimate: Estimate, line: float, below: bool) -> Word:
+    """Where the interval lies: wholly on the claim's side, wholly on the other, or across the line."""
+    if estimate.n == 0 or estimate.value != estimate.value:
+        return "inconclusive"
+    if below:
+        return "supported" if estimate.high <= line else "not supported" if estimate.low > line else "inconclusive"
+    return "supported" if estimate.low >= line else "not supported" if estimate.high < line else "inconclusive"
+
+
+def _worse(words: Sequence[Word]) -> Word:
+    order: tuple[Word, ...] = ("not testable", "not supported", "inconclusive", "supported")
+    return min(words, key=order.index)
+
+
+def _lost(found: Silenced, where: str) -> tuple[Word, str]:
+    """Retrieval is gone: nothing exact is left, and the right value is no likelier than the others."""
+    words = [side(found.exact, LOST, below=True)]
+    told = f"{where}, {found.exact.text()} of the needles are found"
+    if found.exact.n < ENOUGH:
+        told += f" ({ENOUGH} trials at least are needed to bound it below 5 %)"
+    if found.choice.n == 0:
+        return _worse([*words, "inconclusive"]), told + "; forced choice was not run, so lost information is not shown"
+    told += f"; forced choice is right in {found.choice.text()}, chance {percent(found.chance)}"
+    near = abs(found.choice.value - found.chance) <= NEAR_CHANCE
+    apart = found.choice.low > found.chance + NEAR_CHANCE or found.choice.high < found.chance - NEAR_CHANCE
+    words.append("supported" if near else "not supported" if apart else "inconclusive")
+    return _worse(words), told
+
+
+def _segregation(e: Evidence) -> tuple[Word, str, Estimate]:
+    if e.silenced.exact.n == 0:
+        return _not_run(e, e.has_attention, "attention heads")
+    word, told = _lost(e.silenced, "With every attention head silenced")
+    return word, told + ".", e.silenced.exact
+
+
+def _few(e: Evidence) -> tuple[Word, str, Estimate]:
+    if e.few.n == 0:
+        return _not_run(e, e.has_attention, "attention heads")
+    told = f"With {e.few_label}, {e.few.text()} of the retrieval is retained"
+    kept = [f"{k.form} {k.raw.text()} (chance-corrected {percent(k.corrected.value)})" for k in e.few_knowledge]
+    told += f"; of knowledge: {'; '.join(kept)}" if kept else "; knowledge was not asked under it"
+    return side(e.few, KEPT, below=False), told + ".", e.few
+
+
+def _no_rescue(e: Evidence) -> tuple[Word, str, Estimate]:
+    if not e.layouts:
+        return _not_run(e, e.has_attention, "attention heads")
+    names = {"jrt": "Reading twice", "question_first": "With the question first"}
+    parts = [_lost(found, f"{names.get(layout, layout)}, no head") for layout, found in e.layouts.items()]
+    word = _worse([word for word, _ in parts])
+    told = ". ".join(told for _, told in parts) + "."
+    first = next(iter(e.layouts.values())).exact
+    if missing := [names[layout].lower() for layout in names if layout not in e.layouts]:
+        word, told = _worse([word, "inconclusive"]), told + f" Not run: {', '.join(missing)}."
+    if e.reading_twice_helps:
+        return word, told + f" Reading twice does help {e.reading_twice_helps}, so the prompt can work.", first
+    if word == "supported":
+        word = "inconclusive"
+    return word, told + " Reading twice helped no model here, so that it fails without heads says little.", first
+
+
+def _exposure(e: Evidence) -> tuple[Word, str, Estimate]:
+    if e.omit_decode.n == 0:
+        return _not_run(e, e.has_attention, "attention heads")
+    told = f"With the needle hidden from attention while answering, {e.omit_decode.text()} of the needles are found"
+    if e.omit_prefill.n:
+        told += f"; hidden only while reading, {e.omit_prefill.text()} of the retrieval is retained"
+    return side(e.omit_decode, LOST, below=True), told + ".", e.omit_decode
+
+
+def _context(e: Evidence) -> tuple[Word, str, Estimate]:
+    if not e.context:
+        return _not_run(e, e.has_attention, "attention heads")
+    tokens, least = e.context[0]
+    enough = next(((n, found) for n, found in e.context if found.value >= KEPT), None)
+    if enough is None:
+        n, best = max(e.context, key=lambda pair: pair[1].value)
+        told = f"No limit that was tried reaches 95 %: the best is {best.text()} with {n} tokens in sight while reading."
+        return "inconclusive", told, best
+    told = f"{enough[0]} tokens in sight while reading are the fewest with 95 % retrieval ({enough[1].text()})"
+    told += f"; with {tokens} it is {least.text()}." if enough[0] != tokens else ", and fewer were not tried."
+    word: Word = "not supported" if least.low >= KEPT else "supported" if least.high < KEPT else "inconclusive"
+    return word, told, enough[1]
+
+
+def _dissociation(e: Evidence) -> tuple[Word, str, Estimate]:
+    if e.interaction is None:
+        return _not_run(e, e.has_attention and e.has_recurrence, "attention and recurrent layers")
+    found = e.interaction.contrast
+    word: Word = "supported" if found.low > 0 else "not supported" if found.high < 0 else "inconclusive"
+    told = f"{e.dissociation} The interaction is {found.text('')}."
+    if word == "supported":
+        told += " Both effects point their own way." if e.interaction.crossed else (
+            " It is one-sided: not both effects point their own way, so this is no crossed dissociation."
+        )
+    return word, told, found
+
+
+def _memory(e: Evidence) -> tuple[Word, str, Estimate]:
+    if e.follows_kv.n == 0:
+        return _not_run(e, e.has_attention and e.has_recurrence, "both kinds of memory")
+    told = f"When the two halves of the memory disagree, {e.follows_kv.text()} of the answers follow the KV cache."
+    return side(e.follows_kv, 0.5, below=False), told, e.follows_kv
+
+
+def _not_run(e: Evidence, possible: bool, parts: str) -> tuple[Word, str, Estimate]:
+    return "not testable", "This was not run." if possible else f"This model does not have {parts}.", NOTHING
+
+
+RULES: tuple[Rule, ...] = (
+    Rule("segregation", "Attention does the retrieving", "Without attention heads retrieval is lost.",
+         "upper bound of retrieval at k = 0 at most 5 %, and forced choice within 5 points of chance",
+         "attention-ablation", True, _segregation),
+    Rule("few_heads", "Few heads suffice", "About 15 % of the heads keep retrieval near perfect.",
+         "lower bound of the paired retained share at 15 % of the heads at least 95 %; knowledge is given beside it",
+         "head-sparsification", True, _few),
+    Rule("no_rescue", "Prompting does not rescue it", "Reading twice, or the question first, does not bring retrieval back.",
+         "the rule of segregation under both layouts; inconclusive if reading twice helps no model that saw such documents",
+         "jrt", True, _no_rescue),
+    Rule("exposure", "The needle must be in sight", "Attention must see the needle while answering.",
+         "needle omitted in decode: upper bound at most 5 %; omitted in prefill only: retained share is given beside it",
+         "exposure", True, _exposure),
+    Rule("context", "Enough context", "Retrieval needs enough context during prefill, even with the needle in sight.",
+         "some limit reaches 95 %, and at the smallest limit tried the upper bound is below 95 %",
+         "context-limit", True, _context),
+    Rule("double_dissociation", "Two systems", "Attention serves retrieval, the recurrent side serves knowledge.",
+         "interaction of (attention off, recurrent off) x (retrieval, knowledge): the interval lies above 0",
+         "double-dissociation", True, _dissociation),
+    Rule("memory", "The KV cache holds the needle", "Answers follow the KV half of the memory.",
+         "lower bound of the share that follows the KV half at least 50 %",
+         "memory-swap", True, _memory),
+)  # fmt: skip
+
+
+def judge(evidence: Evidence) -> list[Verdict]:
+    """One verdict per rule for one model."""
+    verdicts = []
+    testable = side(evidence.baseline, BASELINE, below=False) == "supported"
+    for rule in RULES:
+        word, told, estimate = rule.of(evidence)
+        if rule.needs_baseline and not testable and estimate.n:
+            word = "not testable"
+            told += f" But the untouched model finds only {evidence.baseline.text()}: its lower bound is not 80 %."
+        verdicts.append(Verdict(rule.claim, rule.title, evidence.model, word, told, estimate))
+    return verdicts
