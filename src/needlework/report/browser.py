@@ -18,7 +18,7 @@ MOST = 20
 BUDGET_BYTES = 4_500_000
 LONGEST_PROMPT = 6_000  # characters; longer ones are shown around their needle
 AROUND = 1_200
-_READ = "SELECT rowid, prompt, prompt_tokens, target, output, intervention, sample, spans, scores FROM trials WHERE rowid IN "
+_COLUMNS = "rowid, prompt, prompt_tokens, target, output, intervention, sample, spans, scores"
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Browser:
 def _by_ids(db: sqlite3.Connection, ids: list[int]) -> Iterator[Any]:
     for start in range(0, len(ids), 500):
         some = ids[start : start + 500]
-        yield from db.execute(f"{_READ}({','.join('?' * len(some))})", some)
+        yield from db.execute(f"SELECT {_COLUMNS} FROM trials WHERE rowid IN ({','.join('?' * len(some))})", some)
 
 
 @dataclass
@@ -109,7 +109,7 @@ class _Book:
         key = (prompt, tuple(marks))
         if key not in self._prompt_at:
             text, marks = shortened(prompt, marks)
-            self.prompts.append([text, marks])
+            self.prompts.append(pieces(text, marks))
             self._prompt_at[key] = len(self.prompts) - 1
             self.size += len(text) + 30
         return self._prompt_at[key]
@@ -129,7 +129,8 @@ def needle_characters(prompt: str, tokens: int, spans: dict[str, Any], target: s
         starts = np.concatenate([[0], ends])
         inside = [(a - front, b - front) for a, b in needle if 0 <= a - front < b - front <= len(words)]
         return [(int(starts[a]), int(ends[b - 1]) - 1) for a, b in inside]
-    marks, at = [], prompt.find(target) if target else -1
+    marks: list[tuple[int, int]] = []
+    at = prompt.find(target) if target else -1
     while at >= 0 and len(marks) < 8:
         marks.append((at, at + len(target)))
         at = prompt.find(target, at + len(target))
@@ -140,9 +141,9 @@ def shortened(prompt: str, marks: list[tuple[int, int]]) -> tuple[str, list[tupl
     """A long prompt cut to its beginning, its needles and its end; what is left out is counted."""
     if len(prompt) <= LONGEST_PROMPT:
         return prompt, marks
-    keep = [(0, AROUND), *((max(0, a - AROUND // 2), b + AROUND // 2) for a, b in marks[:2]), (len(prompt) - AROUND, len(prompt))]
+    needles = [(max(0, a - AROUND // 2), b + AROUND // 2) for a, b in marks[:2]]
     text, moved, done = "", [], 0
-    for start, end in sorted(keep):
+    for start, end in sorted([(0, AROUND), *needles, (len(prompt) - AROUND, len(prompt))]):
         start, end = max(start, done), min(end, len(prompt))
         if start >= end:
             continue
@@ -153,3 +154,13 @@ def shortened(prompt: str, marks: list[tuple[int, int]]) -> tuple[str, list[tupl
         text += prompt[start:end]
         done = end
     return text, moved
+
+
+def pieces(text: str, marks: list[tuple[int, int]]) -> list[str]:
+    """The text cut at its marks: plain, marked, plain, ... (no offsets: JavaScript counts characters in another way)."""
+    cut, done = [], 0
+    for start, end in sorted(marks):
+        if start >= done:
+            cut += [text[done:start], text[start:end]]
+            done = end
+    return [*cut, text[done:]]

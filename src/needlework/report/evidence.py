@@ -70,7 +70,10 @@ class Bench:
         return self.frame.rows(**wanted, text=text, layout=layout, in_window=in_window)
 
     def knowledge(self, text: str, form: str) -> Ints:
-        return self.frame.rows(model=self.model, family="knowledge", text=text, form=form)
+        """Trials that choose among options; those that generate only where nothing else was asked."""
+        modes = self.frame.distinct("mode", model=self.model, family="knowledge", form=form)
+        mode = "choices" if "choices" in modes else "generate"
+        return self.frame.rows(model=self.model, family="knowledge", text=text, form=form, mode=mode)
 
     def forms(self) -> list[str]:
         found = self.frame.distinct("form", model=self.model, family="knowledge")
@@ -142,10 +145,7 @@ class Bench:
         """The share of answers that follow the half of the memory that is the KV cache, whichever half was swapped."""
         texts = [c.text for c in self.of_kind("swap") if c.half == half]
         rows = self.frame.rows(model=self.model, text=texts) if texts else np.zeros(0, dtype=np.int64)
-        values = self.frame.values("follows_kv", rows)
-        if np.isnan(values).all():
-            values = self.frame.values("follows_own" if half == "recurrent" else "follows_twin", rows)
-        return stats.accuracy(values)
+        return stats.accuracy(self.frame.values("correct" if half == "recurrent" else "follows_twin", rows))
 
     def limits(self) -> list[tuple[int, Estimate]]:
         """Retrieval against the context that prefill sees, the needle in sight of decode, fewest tokens first."""

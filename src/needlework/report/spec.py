@@ -98,11 +98,7 @@ class Figure:
 def table(panel: Panel) -> tuple[list[str], list[list[str]]]:
     """The same numbers as header and rows, for readers who do not see the figure."""
     if isinstance(panel, Grid):
-        unit = "%" if panel.percent else ""
-        body = [
-            [name, *("–" if cell is None else cell.y.text(unit) + (" (out of window)" if cell.outside else "") for cell in line)]
-            for name, line in zip(panel.rows, panel.cells, strict=True)
-        ]
+        body = [[name, *(_told(panel, cell) for cell in line)] for name, line in zip(panel.rows, panel.cells, strict=True)]
         return [f"{panel.row_title} \\ {panel.col_title}", *panel.cols], body
     if isinstance(panel, Dots):
         return ["", panel.x_label], [[dot.label, dot.y.text()] for dot in panel.dots]
@@ -111,3 +107,9 @@ def table(panel: Panel) -> tuple[list[str], list[list[str]]]:
     found = [{point.x: point.y.text(unit) for point in series.points} for series in panel.series]
     body = [[f"{100 * x:.0f} %" if panel.share_x else f"{x:g}", *(each.get(x, "–") for each in found)] for x in places]
     return [panel.x_label, *(series.label for series in panel.series)], body
+
+
+def _told(panel: Grid, cell: Cell | None) -> str:
+    if cell is None:
+        return "–"
+    return cell.y.text("%" if panel.percent else "") + (" (out of window)" if cell.outside else "")

@@ -1,0 +1,77 @@
+"""The words around each figure: title, caption, and the plan that gives its trials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from needlework.report.spec import Figure, Panel
+
+WORDS: dict[str, tuple[str, str, str]] = {
+    "heads": (
+        "Abilities against the share of heads kept",
+        "In every attention layer and at every token the k best heads are kept, by the negative entropy of their attention"
+        " unless said otherwise; the others are silenced. Retrieval counts needles inside the window. Grey: as many heads"
+        " drawn at random. Knowledge is asked as cloze (nothing to look up) and as letter choice (the letter must be"
+        " looked up in the prompt). Bands are 95 % intervals.",
+        "head-sparsification",
+    ),
+    "needles": (
+        "Needles found, by length and depth",
+        "Each cell is the share of needles that are repeated exactly, with heads silenced at every position where that was"
+        " run, else in decode only. The drawn line is the edge of the attention window: beyond it the needle is out of"
+        " sight. Choose a cell to read its trials.",
+        "head-sparsification",
+    ),
+    "exposure": (
+        "What attention may see of the needle",
+        "Retrieval under pairs of exposure modes, applied to attention after the softmax. keep: unchanged. omit: the"
+        " needle's columns are zero. only: all others are zero. null: all are zero. balanced: every head gets the mean"
+        " needle mass, and nothing else.",
+        "exposure",
+    ),
+    "dissociation": (
+        "Each side silenced in turn",
+        "What is left of retrieval and of knowledge without attention, without the recurrent memory (each token is read"
+        " alone), without the recurrent layers, and without both. Chance-corrected shares, paired 95 % intervals.",
+        "double-dissociation",
+    ),
+    "memory": (
+        "Whose memory answers?",
+        "After reading, one half of the memory is taken from a twin prompt of the same length with another value; no weight"
+        " is touched. If answers follow the KV cache, swapping it gives the twin's value, and swapping the recurrent state"
+        " changes nothing.",
+        "memory-swap",
+    ),
+    "head-map": (
+        "Which heads look at the needle",
+        "Mean attention on the needle's tokens while the answer is produced, per layer and query head, nothing silenced.",
+        "attention-recording",
+    ),
+    "context": (
+        "How much context retrieval needs",
+        "Attention sees only the last n tokens: while reading, while answering, or in both. Limited only while reading, the"
+        " needle stays in sight while answering.",
+        "context-limit",
+    ),
+    "layouts": (
+        "Other prompts: read twice, question first",
+        "Retrieval when the prompt is read twice (JRT) and when the question comes before the context, with and without"
+        " heads. A model without attention shows whether the prompt can help at all.",
+        "jrt",
+    ),
+    "tasks": (
+        "Every task under the main conditions",
+        "Share of right answers, trials in and out of the window together. Tasks that choose among options have a chance"
+        " above zero.",
+        "general-ability",
+    ),
+}
+
+
+def figure(name: str, panels: Sequence[Panel]) -> Figure:
+    title, caption, _ = WORDS[name]
+    return Figure(name, title, caption, panels)
+
+
+def plan_for(name: str) -> str:
+    return WORDS[name][2]
