@@ -7,7 +7,7 @@ each batch row carries its own plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
 from needlework.keys import Keys, OwnKeys, SharedPrefix
 from needlework.receipts import Tally
+from needlework.requests import Request
 
 NAME = "needlework"
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one query block; small blocks stay in cache
@@ -32,7 +33,9 @@ CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one quer
 class Observer(Protocol):
     """Something that watches attention probabilities as they stream by."""
 
+    def begin(self, requests: Sequence[Request], phase: Phase, device: torch.device) -> None: ...
     def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None: ...
+    def chose(self, slots: Tensor, tokens: Tensor) -> None: ...
 
 
 @dataclass

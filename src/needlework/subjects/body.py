@@ -88,7 +88,7 @@ class Body:
             yield
 
     def _hooked(self, rows: Rows) -> AbstractContextManager[None]:
-        """Hooks on the modules that this batch acts on, and on no other: torch takes a slower path through hooked modules."""
+        """Hooks on the modules that this batch acts on and on no other: torch is slower through hooked modules."""
         dropped = {layer for layer, plan in rows.attention.items() if plan.dropped is not None}
         if not dropped and not rows.mixers:
             return nullcontext()
