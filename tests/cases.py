@@ -52,7 +52,7 @@ def apart(a: Tensor, b: Tensor) -> float:
 def between_routes(name: str) -> float:
     """How far logits may lie apart when tokens are read one by one instead of at once.
 
-    zamba2 and nemotron_h drift by themselves (`families.py` says why). In Qwen's delta rule, rounding grows more than elsewhere.
+    zamba2 and nemotron_h drift by themselves (`families.py` says why); in Qwen's delta rule rounding grows.
     """
     return {"zamba2": 5e-2, "nemotron_h": 5e-2, "qwen3_next": 5e-4, "qwen3_5": 5e-4, "qwen3_5_moe": 5e-4}.get(name, 1e-4)
 

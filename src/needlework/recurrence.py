@@ -19,7 +19,7 @@ from needlework.interventions import acts
 from needlework.interventions.acts import Act
 
 _CACHES = frozenset({"cache_params", "past_key_values", "past_key_value", "cache"})
-_TOKENS_AT_ONCE = 256  # a mixer pads each lone token to a whole chunk: this bounds the memory of that
+_TOKENS_AT_ONCE = 256  # over all rows; a mixer pads each lone token to a whole chunk: this bounds the memory of that
 
 
 @dataclass
@@ -77,12 +77,11 @@ def _mixer_hook(mixer: Mixer, clear: Callable[[Mixer, Tensor], None]) -> Callabl
             return None
         tokens = forward.positions.shape[1]
         if plan.cut is not None:
-            alone = _each_token_alone(mixer, args, kwargs, forward)
-            output = _replace_rows(output, alone, plan.cut)
+            output = _with_rows(output, plan.cut, _each_token_alone(mixer, args, kwargs, forward, plan.cut))
             clear(mixer, plan.cut)
             forward.tally.add(mixer.layer, forward.phase, "states_cut", forward.slots, plan.cut.long() * tokens)
         if plan.dropped is not None:
-            output = _replace_rows(output, None, plan.dropped)
+            output = _without_rows(output, plan.dropped)
             forward.tally.add(mixer.layer, forward.phase, "blocks_dropped", forward.slots, plan.dropped.long() * tokens)
         return output
 
@@ -97,7 +96,7 @@ def _block_hook(layer: int) -> Callable[..., Any]:
             return None
         amount = plan.dropped.long() * forward.positions.shape[1]
         forward.tally.add(layer, forward.phase, "blocks_dropped", forward.slots, amount)
-        return _replace_rows(output, None, plan.dropped)
+        return _without_rows(output, plan.dropped)
 
     return hook
 
@@ -106,37 +105,48 @@ def _first(output: Any) -> Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _replace_rows(output: Any, other: Tensor | None, rows: Tensor) -> Any:
-    """The module's output with the marked rows taken from `other`, or zeroed."""
+def _with_rows(output: Any, rows: Tensor, other: Tensor) -> Any:
+    """The module's output with the marked rows replaced by those of `other`, which has no others."""
+    hidden = _first(output).clone()
+    hidden[rows] = other
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
+
+
+def _without_rows(output: Any, rows: Tensor) -> Any:
+    """The module's output with the marked rows zeroed."""
     hidden = _first(output)
-    marked = rows.view(-1, *[1] * (hidden.dim() - 1))
-    new = hidden.masked_fill(marked, 0.0) if other is None else torch.where(marked, other, hidden)
+    new = hidden.masked_fill(rows.view(-1, *[1] * (hidden.dim() - 1)), 0.0)
     return (new, *output[1:]) if isinstance(output, tuple) else new
 
 
-def _each_token_alone(mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward) -> Tensor:
+def _each_token_alone(
+    mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, cut: Tensor
+) -> Tensor:
+    """What the mixer says to each token of the marked rows when it is shown that token and nothing else."""
     rows, tokens = forward.positions.shape
+    chosen = cut.nonzero()[:, 0]
     kept = [getattr(*_holder(mixer.module, name)) for name in mixer.state_names]
 
     def lone(value: Any, part: slice) -> Any:
-        """[rows, tokens, ...] -> [rows * some tokens, 1, ...]; anything that is not per token stays as it is."""
+        """[rows, tokens, ...] -> [chosen rows * some tokens, 1, ...]; anything that is not per token stays as it is."""
         if isinstance(value, (tuple, list)):
             return type(value)(lone(item, part) for item in value)
         if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens or value.shape[0] not in (1, rows):
             return value
-        some = value.expand(rows, *value.shape[1:])[:, part]
+        some = value.expand(rows, *value.shape[1:])[chosen, part]
         return some.reshape(some.shape[0] * some.shape[1], 1, *some.shape[2:])
 
     pieces = []
-    for start in range(0, tokens, _TOKENS_AT_ONCE):
-        part = slice(start, min(start + _TOKENS_AT_ONCE, tokens))
+    at_once = max(1, _TOKENS_AT_ONCE // len(chosen))
+    for start in range(0, tokens, at_once):
+        part = slice(start, min(start + at_once, tokens))
         named = {
             key: None if key in _CACHES or key == "attention_mask" else False if key == "use_cache" else lone(value, part)
             for key, value in kwargs.items()
         }
         plain = [None if _is_cache(value) else lone(value, part) for value in args]
         out = _first(mixer.module.forward(*plain, **named))
-        pieces.append(out.reshape(rows, part.stop - part.start, *out.shape[2:]))
+        pieces.append(out.reshape(len(chosen), part.stop - part.start, *out.shape[2:]))
     for name, value in zip(mixer.state_names, kept, strict=True):
         setattr(*_holder(mixer.module, name), value)
     return torch.cat(pieces, 1)
