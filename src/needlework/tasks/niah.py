@@ -6,7 +6,7 @@ of it are kept free for question and answer. Zoo models are asked in the toy lan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -49,7 +49,6 @@ class Niah(Retrieval):
     value: str = VALUE
     others: tuple[Other, ...] | None = None  # other keys and values for distractors, options and twins
     graded: dict[str, float] | None = None  # points for parts; the paper's for the paper's needle
-    twins: bool = False  # English: demand a twin prompt of the same length (toy prompts always have one)
     relation: str | None = None  # toy world: code, badge, hideout or gift; none: all in turn
     quote: bool = False  # toy world: ask for the whole sentence
 
@@ -117,22 +116,21 @@ class Niah(Retrieval):
             "needles": len(slots),
         }
 
-        def draft(value: str) -> Draft:
-            others = [self._pieces(other.key, other.value, "distractor") for other in hidden]
-            needles = [self._pieces(self.key, value, "needle"), *others]
-            return Draft(
-                context=weave(hay, list(zip(slots, needles, strict=True))),
-                question=filled(self.question, self.key, value),
-                target=filled(self.needle, self.key, value),
-                lead=BASE_LEAD,
-                instruction=CHAT_END,
-                options=self._options(hidden, free),
-                facts=facts,
-            )
-
+        others = [self._pieces(other.key, other.value, "distractor") for other in hidden]
+        needles = [self._pieces(self.key, self.value, "needle"), *others]
+        draft = Draft(
+            context=weave(hay, list(zip(slots, needles, strict=True))),
+            question=filled(self.question, self.key, self.value),
+            target=filled(self.needle, self.key, self.value),
+            lead=BASE_LEAD,
+            instruction=CHAT_END,
+            options=self._options(hidden, free),
+            facts=facts,
+            value=self.value if "{value}" in self.needle else "",
+            spare=[other.value for other in free],
+        )
         cluster = f"niah/haystack={cell.i}" if self.haystack_per == "sample" else cell.name
-        twin = self._twin(tokenizer, draft, free) if self.twins else None
-        return self.drafted_item(tokenizer, draft(self.value), cell.name, cluster, cell.window, twin)
+        return self.drafted_item(tokenizer, draft, cell.name, cluster, cell.window)
 
     def _hay(self, tokenizer: Tokenizer, cell: Cell, hidden: Sequence[Other]) -> tuple[Haystack, int]:
         """The haystack of a cell, and the tokens that its needles take from it."""
@@ -160,8 +158,8 @@ class Niah(Retrieval):
         before, found, after = self.needle.partition("{value}")
         parts = [Piece(filled(before, key, value), (name,))]
         if found:
-            inside = "value" if name == "needle" else f"{name}_value"
-            parts += [Piece(value, (name, inside)), Piece(filled(after, key, value), (name,))]
+            inside = (name, "value") if name == "needle" else (name,)
+            parts += [Piece(value, inside), Piece(filled(after, key, value), (name,))]
         return [part for part in parts if part.text]
 
     def _options(self, hidden: Sequence[Other], free: Sequence[Other]) -> list[tuple[str, str]]:
@@ -173,18 +171,6 @@ class Niah(Retrieval):
         if len(free) < self.absent and self.mode == "choices":
             raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
         return [(kind, filled(self.needle, self.key, value)) for kind, value in values]
-
-    def _twin(self, tokenizer: Tokenizer, draft: Callable[[str], Draft], free: Sequence[Other]) -> Draft:
-        """The same prompt with another value of the same number of tokens."""
-        wanted = len(self.encode(tokenizer, draft(self.value)).ids)
-        for other in free if "{value}" in self.needle else ():
-            twin = draft(other.value)
-            if len(self.encode(tokenizer, twin).ids) == wanted:
-                return twin
-        raise NeedleworkError(
-            "niah: no other value gives a prompt of the same length in this tokenizer, so there is no twin; "
-            f"add to others a value with as many tokens as {self.value!r}"
-        )
 
 
 @task

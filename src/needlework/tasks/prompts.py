@@ -67,13 +67,13 @@ def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, 
         where = _Map(text, offsets)
     spans: dict[str, Span] = {}
     for name, ranges in wanted.items():
-        placed = [where.place(start, end) for start, end in ranges]
-        if name in optional and None in placed:
-            continue
-        spans[name] = tuple(
-            _verified(tokenizer, ids, tokens, text[start:end], name)
-            for tokens, (start, end) in zip(placed, ranges, strict=True)
-        )
+        try:
+            spans[name] = tuple(
+                _verified(tokenizer, ids, where.place(start, end), text[start:end], name) for start, end in ranges
+            )
+        except NeedleworkError:
+            if name not in optional:
+                raise
     return Encoded(tuple(ids), text, spans)
 
 

@@ -95,6 +95,8 @@ class Lists(Retrieval):
                     instruction="Answer with nothing but what is asked for.",
                     options=options,
                     facts={"entries": len(keys), "query": j, "key": keys[i], "needles": len(keys)},
+                    value=values[i],
+                    spare=spare,
                 )
             )
         return drafts

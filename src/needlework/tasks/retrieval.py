@@ -7,7 +7,7 @@ generates (`niah`) and its companion that scores the options (`niah_choice`) hav
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
@@ -37,6 +37,8 @@ class Draft:
     options: Sequence[tuple[str, str]] = ()  # (true | context | absent, text)
     facts: Mapping[str, Any] = field(default_factory=dict)
     world: str = "english"
+    value: str = ""  # what a twin would replace, wherever a piece named "value" holds it
+    spare: Sequence[str] = ()  # values that it could be replaced with
 
 
 class Retrieval(Task):
@@ -49,6 +51,7 @@ class Retrieval(Task):
     layout: Layout = "plain"
     absent: int = Field(3, ge=0, le=3)  # options that do not stand in the context
     against: Literal["all", "context", "absent"] = "all"  # which options count for "correct" in the choice task
+    twins: bool = False  # English: demand a twin prompt of the same length (toy prompts have one where there can be one)
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
         """Answers in the toy language are short and end with a full stop, so nothing is decoded in vain."""
@@ -71,13 +74,11 @@ class Retrieval(Task):
         counts = {"all": in_context + self.absent, "context": in_context, "absent": self.absent}
         return 1 / (1 + counts[self.against])
 
-    def drafted_item(
-        self, tokenizer: Tokenizer, draft: Draft, name: str, cluster: str, window: int | None, twin: Draft | None = None
-    ) -> Item:
-        """Tokens of a draft. A twin of another length is an error: memory can only be swapped token for token."""
+    def drafted_item(self, tokenizer: Tokenizer, draft: Draft, name: str, cluster: str, window: int | None) -> Item:
+        """Tokens of a draft, with its options in an order that depends on the item's name alone."""
         encoded = self.encode(tokenizer, draft)
         options = Stream("options", name).mixed(draft.options) if len(draft.options) > 1 else []
-        twins = {"twin": self.encode(tokenizer, twin).ids} if twin else {}
+        twin = self._twin(tokenizer, draft, len(encoded.ids)) if self.twins or draft.world == "toy" else None
         return Item(
             id=name,
             cluster=cluster,
@@ -87,8 +88,8 @@ class Retrieval(Task):
             spans=encoded.spans,
             options=tuple(prompts.token_ids(tokenizer, text) for _, text in options),
             answer=[kind for kind, _ in options].index("true") if options else None,
-            twins=twins,
-            twin_target=twin.target if twin else "",
+            twins={"twin": twin[0]} if twin else {},
+            twin_target=twin[1] if twin else "",
             facts={
                 "world": draft.world,
                 "layout": self.layout,
@@ -98,6 +99,20 @@ class Retrieval(Task):
             },
         )
 
+    def _twin(self, tokenizer: Tokenizer, draft: Draft, length: int) -> tuple[tuple[int, ...], str] | None:
+        """The same prompt with another value of the same number of tokens: memory is swapped token for token."""
+        for other in draft.spare if draft.value else ():
+            twin = swapped(draft, other)
+            ids = self.encode(tokenizer, twin).ids
+            if len(ids) == length:
+                return ids, twin.target
+        if self.twins:
+            raise NeedleworkError(
+                f"{self.kind}: no other value gives a prompt of the same length in this tokenizer, so there is no twin; "
+                + (f"offer a value with as many tokens as {draft.value!r}" if draft.value else "it has no single value")
+            )
+        return None
+
     def encode(self, tokenizer: Tokenizer, draft: Draft) -> prompts.Encoded:
         chat = self.style == "chat" or (self.style == "auto" and prompts.has_chat(tokenizer))
         pieces = arranged(draft.context, draft.question, self.layout, FRAMES[draft.world])
@@ -105,7 +120,16 @@ class Retrieval(Task):
             whole = prompts.in_chat(tokenizer, [*pieces, Piece(draft.instruction)])
         else:
             whole = [*pieces, Piece(draft.lead)]
-        return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "distractor_value"))
+        return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "distractor", "question"))
+
+
+def swapped(draft: Draft, value: str) -> Draft:
+    """The same draft about another value."""
+    context = [
+        replace(piece, text=value) if "value" in piece.names and piece.text == draft.value else piece
+        for piece in draft.context
+    ]
+    return replace(draft, context=context, target=draft.target.replace(draft.value, value))
 
 
 def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tuple[str, str, str]) -> list[Piece]:

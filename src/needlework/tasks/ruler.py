@@ -99,8 +99,7 @@ class Ruler(Retrieval):
             "multiquery": keys + self.queries - 1,
             "variables": (self.chains - 1) * (self.hops + 1),
         }
-        words = self.variant.endswith("_words")
-        return min(MOST_OPTIONS, self.absent if words else counts.get(self.variant, keys))
+        return SPARE if self.variant.endswith("_words") else min(MOST_OPTIONS, counts.get(self.variant, keys))
 
     def _riddles(self, stream: Stream, language: Language, keys: int) -> list[Riddle]:
         if self.variant == "variables":
@@ -113,7 +112,9 @@ class Ruler(Retrieval):
         example = language.needle.format(key=language.keys[0], value=language.number(stream))
         full = self.keys == "full"
         fill = min(room // (len(token_ids(tokenizer, " " + example)) + 1), len(language.keys) - self.queries) - 1
-        riddles = self._riddles(stream, language, max(1, fill) if self.keys == "full" else self.keys)
+        if full and fill < MOST_OPTIONS:
+            raise NeedleworkError(f"{room} tokens hold fewer than {MOST_OPTIONS + 1} needles; use a greater length")
+        riddles = self._riddles(stream, language, fill if self.keys == "full" else self.keys)
         used = sum(len(token_ids(tokenizer, " " + one.text)) for one in riddles[0].hidden)
         if used > room:
             raise NeedleworkError(f"the needles need {used} tokens, there are {room}; use a greater length or fewer needles")
@@ -131,16 +132,17 @@ class Ruler(Retrieval):
     def _words(self, stream: Stream, language: Language, tokenizer: Tokenizer, room: int) -> list[Draft]:
         common = self.variant == "common_words"
         pool = stream.mixed(language.words if common else language.rare)
-        spare, pool = pool[:SPARE], pool[SPARE:]
-        longest = max(len(token_ids(tokenizer, language.join + word)) for word in pool)
-        words = room // longest
-        counts = common_counts(pool, self.top, words) if common else zipf_counts(pool, self.top, words, self.zipf)
-        riddle, context = word_riddle(stream, language, counts, self.top, spare)
-        tokens = len(token_ids(tokenizer, "".join(piece.text for piece in context)))
+        absent, pool = pool[:SPARE], pool[SPARE:]
+        words, tokens = room, room + 1
+        while tokens > room:  # words differ in tokens: fewer of them until all fit
+            words = min(words - 1, words * room // tokens)
+            counts = common_counts(pool, self.top, words) if common else zipf_counts(pool, self.top, words, self.zipf)
+            tokens = sum(count * len(token_ids(tokenizer, language.join + word)) for word, count in counts.items())
+        riddle, context = word_riddle(stream, language, counts, self.top, absent)
         return [self._draft(language, riddle, context, tokens)]
 
     def _draft(self, language: Language, riddle: Riddle, context: Sequence[Piece], tokens: int) -> Draft:
-        options = [("true", riddle.targets[0]), *(("context", text) for text in riddle.wrong[:MOST_OPTIONS])]
+        options = [("true", riddle.targets[0]), *(("context", text) for text in riddle.wrong[: self.in_context()])]
         options += [("absent", text) for text in riddle.absent[: self.absent]]
         toy_words = language.world == "toy"
         return Draft(
@@ -152,6 +154,8 @@ class Ruler(Retrieval):
             options=options,
             facts={"context_tokens": tokens, "needles": len(riddle.hidden), "targets": list(riddle.targets)},
             world=language.world,
+            value=riddle.targets[0] if len(riddle.targets) == 1 else "",
+            spare=riddle.absent,
         )
 
 

@@ -53,7 +53,7 @@ def _sentence(template: str, mark: str, marked: str, **words: str) -> Hidden:
 
 def _some(stream: Stream, pool: Sequence[str], count: int, what: str) -> list[str]:
     if count > len(pool):
-        raise NeedleworkError(f"ruler: {count} different {what} are needed, there are {len(pool)}; ask for fewer")
+        raise NeedleworkError(f"{count} different {what} are needed, there are {len(pool)}; ask for fewer")
     return stream.some(pool, count)
 
 
@@ -104,14 +104,13 @@ def variable_riddle(stream: Stream, language: Language, chains: int, hops: int) 
 
 
 def common_counts(pool: Sequence[str], top: int, words: int) -> dict[str, int]:
-    """`top` words that occur ten times as often as any of the others, about `words` in all."""
+    """`top` words that occur at least ten times as often as any of the others, `words` in all or a few less."""
     times = max(1, words // (top * COMMON_TIMES + len(pool) - top))
     others = min(len(pool) - top, words // times - top * COMMON_TIMES)
     if others < SPARE:
-        raise NeedleworkError(
-            f"ruler: {words} words are too few for {top} common ones; use a greater length or a smaller top"
-        )
-    return {word: times * (COMMON_TIMES if i < top else 1) for i, word in enumerate(pool[: top + others])}
+        raise NeedleworkError(f"{words} words are too few for {top} common ones; use a greater length or a smaller top")
+    common = (words - times * others) // top
+    return {word: common if i < top else times for i, word in enumerate(pool[: top + others])}
 
 
 def zipf_counts(pool: Sequence[str], top: int, words: int, power: float) -> dict[str, int]:
@@ -121,7 +120,7 @@ def zipf_counts(pool: Sequence[str], top: int, words: int, power: float) -> dict
     counts = {word: count for word, count in counts.items() if count}
     ranked = [*counts.values(), 0]
     if len(counts) < top + SPARE or ranked[top - 1] <= ranked[top]:
-        raise NeedleworkError(f"ruler: {words} words are too few to tell the {top} most frequent; use a greater length")
+        raise NeedleworkError(f"{words} words are too few to tell the {top} most frequent; use a greater length")
     return counts
 
 

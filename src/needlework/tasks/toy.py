@@ -67,6 +67,8 @@ def toy_item(
         kind: tuple((s.start + front, s.stop + front) for s in sample.named(kind))
         for kind in dict.fromkeys(span.name for span in sample.spans)
     }
+    if "value" not in spans and (marked := _value_spans(sample)):
+        spans["value"] = tuple((start + front, stop + front) for start, stop in marked)
     kinds, options = _options(sample, absent, in_context, name)
     twin = _twin(sample)
     return Item(
@@ -142,14 +144,20 @@ def _value(sample: Sample) -> Words:
     return sample.target[len(sample.target) - length :]
 
 
+def _value_spans(sample: Sample) -> list[tuple[int, int]]:
+    """Where the value stands: at the end of every copy of the needle. Nothing if some copy holds no value."""
+    value = _value(sample)
+    found = [(span.stop - len(value), span.stop) for span in sample.named("needle")]
+    return found if all(sample.prompt[start:stop] == value for start, stop in found) else []
+
+
 def _twin(sample: Sample) -> tuple[Words, Words] | None:
     """The prompt and the target with the first absent value instead of the true one, in every copy of the needle."""
-    if not sample.absent or not sample.named("needle"):
+    places = _value_spans(sample)
+    if not sample.absent or not places:
         return None
     value, other = _value(sample), sample.absent[0]
     words = list(sample.prompt)
-    for span in sample.named("needle"):
-        if sample.prompt[span.stop - len(value) : span.stop] != value:
-            return None
-        words[span.stop - len(value) : span.stop] = other
+    for start, stop in places:
+        words[start:stop] = other
     return tuple(words), (*sample.target[: len(sample.target) - len(value)], *other)
