@@ -1,0 +1,239 @@
+"""What needlework costs when it does nothing, and how much memory it takes when it does: `python benchmarks/foundation.py`.
+
+Idle overhead: greedy decoding through needlework against `model.generate` with SDPA on the same model, 64 prompt tokens and
+64 new ones. Target: a ratio of at most 1.05.
+
+Memory: the extra peak while 8,192 tokens are read with heads chosen by entropy, against stock SDPA reading the same tokens,
+both with the logits of the last token only. Target: a ratio of at most 1.3.
+
+Exit code 1 if a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+IDLE_TARGET, MEMORY_TARGET = 1.05, 1.3
+PROMPT = NEW = 64
+LONG = 8192
+ROUNDS = 11
+FAMILIES = {"llama": "Llama", "jamba": "Jamba", "recurrent_gemma": "RecurrentGemma"}
+SIZES: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+
+
+def build(family: str) -> Any:
+    """A small random model. The smaller it is, the more needlework's own work shows."""
+    import torch
+    from transformers import (
+        JambaConfig,
+        JambaForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        RecurrentGemmaConfig,
+        RecurrentGemmaForCausalLM,
+    )
+
+    logging.disable(logging.WARNING)  # which optional kernels are missing
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # models this small gain nothing from a second thread, and other work on the machine shows less
+    model: Any
+    if family == "llama":
+        model = LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=6, max_position_embeddings=2 * LONG))
+    elif family == "jamba":
+        layout = {"attn_layer_period": 3, "attn_layer_offset": 2, "expert_layer_period": 2, "expert_layer_offset": 1}
+        model = JambaForCausalLM(
+            JambaConfig(**SIZES, **layout, num_hidden_layers=6, num_experts=2, num_experts_per_tok=1, mamba_d_state=8)
+        )
+    else:
+        sizes = {**SIZES, "num_key_value_heads": 1, "intermediate_size": 1408}
+        model = RecurrentGemmaForCausalLM(
+            RecurrentGemmaConfig(**sizes, num_hidden_layers=6, lru_width=256, attention_window_size=512)
+        )
+    model.generation_config.eos_token_id = None  # both sides make all 64 tokens
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table."""
+
+    what: str
+    ratio: float
+    target: float | None  # None: for information
+    note: str
+
+    @property
+    def missed(self) -> bool:
+        return self.target is not None and self.ratio > self.target
+
+
+# --- idle overhead ----------------------------------------------------------------------------------------------------
+
+
+def idle(family: str) -> list[Line]:
+    """Rounds in which every way of decoding takes its turn, in alternating order; the median of the rounds' ratios.
+
+    Processor time is compared, not time on the wall: one thread computes, and what other processes do meanwhile is not
+    needlework's cost.
+    """
+    import torch
+
+    import needlework as nw
+
+    model = build(family)
+    ids = torch.randint(3, SIZES["vocab_size"], (1, PROMPT), generator=torch.Generator().manual_seed(1))
+    seen = torch.ones_like(ids)
+
+    def stock() -> list[int]:
+        with torch.inference_mode():
+            out = model.generate(ids, attention_mask=seen, max_new_tokens=NEW, do_sample=False)
+        tokens: list[int] = out[0, PROMPT:].tolist()
+        return tokens
+
+    def through(subject: nw.Subject) -> Callable[[], list[int]]:
+        return lambda: list(subject.generate(ids.tolist(), max_new_tokens=NEW)[0].tokens)
+
+    ways = {"generate": stock, "stock": through(nw.wrap(model, kernels="stock"))}
+    if family != "llama":  # Llama has no recurrent layer that a kernel could speed up
+        ways["fast"] = through(nw.wrap(model, kernels="fast"))
+    answers = {name: way() for name, way in ways.items()}  # warm-up, and proof that the same thing is timed
+    if any(answer != answers["generate"] for answer in answers.values()):
+        raise SystemExit(f"{family}: needlework and model.generate gave different tokens; there is nothing to compare")
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(ROUNDS):
+        for name in sorted(ways, reverse=turn % 2 == 1):
+            start = time.process_time()
+            ways[name]()
+            spent[name].append(time.process_time() - start)
+    each = {name: 1000 * median(times) / NEW for name, times in spent.items()}
+    return [
+        Line(
+            f"idle overhead, {FAMILIES[family]}, {name} kernels",
+            median(ours / theirs for ours, theirs in zip(spent[name], spent["generate"], strict=True)),
+            IDLE_TARGET if name == "stock" else None,
+            f"{each[name]:.2f} against {each['generate']:.2f} ms per token",
+        )
+        for name in ways
+        if name != "generate"
+    ]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _status(field: str) -> int:
+    """Bytes, from what the kernel says about this process."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return 1024 * int(line.split()[1])
+    raise SystemExit(f"/proc/self/status has no {field}: memory can only be measured on Linux")
+
+
+def peak(family: str, way: str) -> int:
+    """Extra bytes at the peak of one long reading, in this process.
+
+    The peak is the kernel's own high-water mark of resident memory, set back just before the reading: no sampling can miss
+    it. A short reading goes first, so that lazy imports, compiled kernels and thread stacks do not count.
+    """
+    import torch
+
+    import needlework as nw
+
+    model = build(family)
+    ids = torch.randint(3, SIZES["vocab_size"], (1, LONG), generator=torch.Generator().manual_seed(1))
+    if way == "stock SDPA":
+
+        def read(tokens: torch.Tensor) -> None:
+            with torch.inference_mode():
+                model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=1, do_sample=False)
+    else:
+        subject = nw.wrap(model, kernels="fast" if way == "fast" else "stock")
+        act = nw.KeepHeads(k=1, phase="prefill")
+
+        def read(tokens: torch.Tensor) -> None:
+            answer = subject.generate(tokens.tolist(), act, max_new_tokens=1)[0]
+            if answer.receipt.total("heads_zeroed", "prefill") == 0:
+                raise SystemExit("no head was zeroed: there is nothing to measure")
+
+    read(ids[:, :32])
+    Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark to what is resident now
+    before = _status("VmRSS")
+    read(ids)
+    return _status("VmHWM") - before
+
+
+def memory(family: str) -> list[Line]:
+    """Each reading in a process of its own: what one leaves in the allocator cannot serve another."""
+    ways = ["stock SDPA", "stock"] + (["fast"] if family != "llama" else [])
+    # Blocks above 64 KiB go back to the kernel when they are freed, so that resident memory is what is in use.
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
+    peaks = {}
+    for way in ways:
+        command = [sys.executable, __file__, "--peak", family, way]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command[1:])} failed:\n{done.stderr[-2000:]}")
+        peaks[way] = int(json.loads(done.stdout.splitlines()[-1])["bytes"])
+    return [
+        Line(
+            f"memory at {LONG:,} tokens, {FAMILIES[family]}, {way} kernels",
+            peaks[way] / peaks["stock SDPA"],
+            MEMORY_TARGET,
+            f"{peaks[way] / 1e6:.0f} against {peaks['stock SDPA'] / 1e6:.0f} MB above the loaded model",
+        )
+        for way in ways[1:]
+    ]
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def show(lines: list[Line]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="needlework against stock transformers (SDPA)", title_justify="left")
+    for name in ("ratio", "target", "", "what", "measured"):
+        table.add_column(name, justify="right" if name in ("ratio", "target") else "left")
+    for line in lines:
+        verdict = "" if line.target is None else "[red]missed[/]" if line.missed else "[green]met[/]"
+        target = "" if line.target is None else f"<= {line.target}"
+        table.add_row(f"{line.ratio:.3f}", target, verdict, line.what, line.note)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["idle", "memory"], help="run one half")
+    parser.add_argument("--peak", nargs=2, metavar=("FAMILY", "WAY"), help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.peak:
+        print(json.dumps({"bytes": peak(*options.peak)}))
+        return 0
+    lines: list[Line] = []
+    if options.only != "memory":
+        for family in FAMILIES:
+            lines += idle(family)
+    if options.only != "idle":
+        for family in ("llama", "jamba"):
+            lines += memory(family)
+    show(lines)
+    return 1 if any(line.missed for line in lines) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
