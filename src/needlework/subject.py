@@ -142,6 +142,17 @@ def _one_each(given: Any, count: int, default: Any, name: str) -> Any:
     return given
 
 
+def resolve(source: str | Path) -> str | Path:
+    """The directory of a model that comes with needlework, or the source as it is."""
+    from needlework import zoo
+
+    if str(source) == "smollm2-135m":
+        from needlework.zoo import smollm2
+
+        return smollm2.path()
+    return zoo.path(str(source)) if str(source) in zoo.catalog() and not Path(source).exists() else source
+
+
 def load(
     source: str | Path,
     *,
@@ -154,11 +165,14 @@ def load(
     kernels: Kernels = "fast",
     memory_bytes: int | None = None,
 ) -> Subject:
-    """Load a model from a directory, a .gguf file or a hub id. `window="deepmind"` is RecurrentGemma's own rule."""
+    """Load a model by its name in the zoo, from a directory, a .gguf file or a hub id.
+
+    `window="deepmind"` is RecurrentGemma's own rule; `kernels="stock"` leaves transformers' own scans in place.
+    """
     from needlework.subjects.load import load_body
 
     body, tokenizer = load_body(
-        source, device, dtype, device_map, revision, trust_remote_code, window, kernels  # type: ignore[arg-type]
+        resolve(source), device, dtype, device_map, revision, trust_remote_code, window, kernels  # type: ignore[arg-type]
     )
     return Subject(body, tokenizer, memory_bytes)
 

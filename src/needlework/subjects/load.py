@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 from typing import Any, Literal
 
@@ -52,19 +53,16 @@ def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "f
 
 def blueprint(source: str | Path, window: Window = "transformers") -> Body:
     """A body without weights, on the meta device: from a preset's public values, or from a config.json."""
-    from transformers import AutoConfig
-
     if str(source) in PRESETS:
-        config = PRESETS[str(source)]()
+        config, dtype = PRESETS[str(source)](), torch.bfloat16
     else:
         origin = _origin(source)
-        try:
-            config = AutoConfig.from_pretrained(origin.name, **origin.options)
-        except (OSError, ValueError) as error:
-            raise NeedleworkError(f"no configuration in {source}: {error}") from None
+        config = _config(origin, origin.options)
+        dtype = getattr(config, "dtype", None) or torch.float32
     _set_window(config, window)
+    config.get_text_config(decoder=True)._experts_implementation = "batched_mm"  # the others need values, not just shapes
     with torch.device("meta"):
-        model = _model_class(config)(config)
+        model = _model_class(config)(config).to(dtype)
     return make_body(model, window, "stock")
 
 
@@ -86,12 +84,24 @@ def _origin(source: str | Path) -> _Origin:
         return _Origin(str(path), True)
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise NeedleworkError(f"there is no directory {path}; give a model directory, a .gguf file or a hub id such as org/name")
+    close = difflib.get_close_matches(text, [*PRESETS, *zoo_names()], n=1, cutoff=0.7)
+    if "/" not in text and close:
+        raise NeedleworkError(f"there is no model {text!r}; did you mean {close[0]!r}?")
     return _Origin(text, False)
+
+
+def zoo_names() -> list[str]:
+    from needlework import zoo
+
+    return [*zoo.catalog(), "smollm2-135m"]
 
 
 def _config(origin: _Origin, options: dict[str, Any]) -> Any:
     from transformers import AutoConfig
 
+    from huggingface_hub.utils import logging as hub_logging
+
+    hub_logging.set_verbosity_error()  # its retries would drown the one line that says what to do
     try:
         return AutoConfig.from_pretrained(origin.name, **options)
     except (OSError, ValueError, KeyError) as error:

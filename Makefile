@@ -1,0 +1,46 @@
+# Every target sets itself up in .venv, from a lock file with exact versions.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+BROWSER := $(VENV)/.browser
+export TRANSFORMERS_VERBOSITY := error
+export HF_HUB_OFFLINE := 1
+
+.PHONY: setup demo check test test-fast test-browser bench clean
+
+setup: $(STAMP)
+
+$(STAMP): requirements.lock requirements-nodeps.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-nodeps.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	touch $@
+
+# The report is tested in a real browser. Debian's Chromium, where there is apt; a clear word where there is not.
+$(BROWSER): $(STAMP)
+	@if test -x /usr/bin/chromium; then true; \
+	elif command -v apt-get >/dev/null && test "$$(id -u)" = 0; then apt-get update -qq && apt-get install -y -qq chromium >/dev/null; \
+	else echo "no /usr/bin/chromium and no apt as root: browser tests will be skipped"; fi
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/needlework demo --out runs/demo
+
+check: $(STAMP)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: $(BROWSER)
+	$(BIN)/python -m pytest -n 2
+
+test-fast: $(STAMP)
+	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

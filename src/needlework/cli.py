@@ -1,0 +1,192 @@
+"""The command line: one verb per command. Each parses, calls one function and prints; nothing heavy is imported before."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from needlework.errors import NeedleworkError
+
+BAD_INPUT, STOPPED = 2, 130
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    help="Which attention does the retrieving in a hybrid language model, and what is the rest for?",
+)
+F = TypeVar("F", bound=Callable[..., None])
+Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name from `needlework zoo`.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Memory = Annotated[str | None, typer.Option(help="Most memory to use, e.g. 8GiB. Default: half of what is free.")]
+Out = Annotated[Path, typer.Option(help="Directory to write into.")]
+
+
+def command(example: str) -> Callable[[F], F]:
+    """Register a command; its help ends with an example."""
+
+    def decorate(function: F) -> F:
+        function.__doc__ = f"{function.__doc__}\n\nExample: `{example}`"
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                function(*args, **kwargs)
+            except NeedleworkError as error:
+                Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+                raise typer.Exit(BAD_INPUT) from None
+            except KeyboardInterrupt:
+                Console(stderr=True).print("stopped")
+                raise typer.Exit(STOPPED) from None
+
+        app.command()(run)
+        return function
+
+    return decorate
+
+
+def read_bytes(text: str | None) -> int | None:
+    """"8GiB" -> bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise NeedleworkError(f"--memory {text!r} is no amount of memory; write e.g. 8GiB or 500MiB")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+@command("needlework inspect recurrentgemma-2b")
+def inspect(
+    model: Model,
+    as_json: Json = False,
+    window: Annotated[str, typer.Option(help="RecurrentGemma's window rule: transformers or deepmind.")] = "transformers",
+) -> None:
+    """Show what a model is made of: layers, heads, windows, memory and cost of each side. Weights are not needed."""
+    from needlework.inspection import anatomy_of, table
+
+    anatomy = anatomy_of(model, window)
+    if as_json:
+        typer.echo(json.dumps(anatomy.to_dict(), indent=1))
+    else:
+        Console().print(table(anatomy))
+
+
+@command("needlework ask tiny-griffin 'the secret code of ...' --intervene none --intervene 'ablate_attention()'")
+def ask(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The prompt, as the model's own text.")],
+    intervene: Annotated[list[str], typer.Option(help="An intervention in text form; may be repeated.")] = ["none"],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(min=1)] = 40,
+    as_json: Json = False,
+) -> None:
+    """Ask one prompt under several interventions and show the answers side by side, with their receipts."""
+    from needlework.inspection import answers_table
+    from needlework.interventions import parse
+    from needlework.subject import load
+
+    interventions = [parse(text) for text in intervene]
+    subject = load(model)
+    answers = subject.generate([prompt] * len(interventions), interventions=interventions, max_new_tokens=max_new_tokens)
+    if as_json:
+        rows = [
+            {"intervention": str(i), "text": a.text, "finish": a.finish, "error": a.error, "receipt": a.receipt.to_dict()}
+            for i, a in zip(interventions, answers, strict=True)
+        ]
+        typer.echo(json.dumps(rows, indent=1))
+    else:
+        Console().print(answers_table(interventions, answers))
+
+
+@command("needlework zoo")
+def zoo(as_json: Json = False) -> None:
+    """List the models that come with needlework, with their measured figures."""
+    from needlework.inspection import zoo_table
+    from needlework.zoo import catalog
+
+    entries = catalog()
+    if as_json:
+        typer.echo(json.dumps({name: entry.record for name, entry in entries.items()}, indent=1))
+    else:
+        Console().print(zoo_table(entries))
+
+
+@command("needlework train tiny-griffin --out my-griffin")
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe of the zoo, or a YAML file of your own.")],
+    out: Out,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's own number.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's own seed.")] = None,
+) -> None:
+    """Train a zoo recipe or your own. A training that was stopped is taken up again by the same command."""
+    from needlework.zoo.train import train as run
+
+    record = run(recipe, out, steps=steps, seed=seed)
+    Console().print(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}")
+
+
+@command("needlework plan plans/02-head-sweep.yaml")
+def plan(
+    file: Annotated[Path, typer.Argument(help="A plan in YAML.")],
+    model: Annotated[list[str], typer.Option(help="Instead of the plan's models; may be repeated.")] = [],  # noqa: B006
+    fast: Annotated[bool, typer.Option(help="The reduced grid.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
+    from needlework.forecast import forecast, forecast_table
+
+    found = forecast(file, fast=fast, models=model)
+    if as_json:
+        typer.echo(json.dumps(found, indent=1, default=str))
+    else:
+        Console().print(forecast_table(found))
+
+
+@command("needlework run plans/02-head-sweep.yaml --out runs/sweep")
+def run(
+    file: Annotated[Path, typer.Argument(help="A plan in YAML.")],
+    out: Out,
+    model: Annotated[list[str], typer.Option(help="Instead of the plan's models; may be repeated.")] = [],  # noqa: B006
+    fast: Annotated[bool, typer.Option(help="The reduced grid.")] = False,
+    memory: Memory = None,
+) -> None:
+    """Run a plan into a directory. The same command goes on after a stop, a crash or a kill."""
+    from needlework.run import run_plan
+
+    raise typer.Exit(run_plan(file, out, fast=fast, models=model, memory_bytes=read_bytes(memory)))
+
+
+@command("needlework export runs/sweep --to csv")
+def export(
+    directory: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    to: Annotated[str, typer.Option(help="csv, parquet, json or lm-eval.")],
+    out: Annotated[Path | None, typer.Option(help="File or directory to write; by default beside the run.")] = None,
+) -> None:
+    """Write a run's trials in another format. docs/store.md describes every column."""
+    from needlework.export import export as write
+
+    Console().print(f"wrote {write(directory, to, out)}")
+
+
+@command("needlework report runs/sweep")
+def report(
+    directories: Annotated[list[Path], typer.Argument(help="One or more run directories; several are put side by side.")],
+    out: Annotated[Path | None, typer.Option(help="Directory for report.html; by default the first run's.")] = None,
+) -> None:
+    """Build one self-contained report.html, and PNG and SVG of every figure."""
+    from needlework.report import build
+
+    Console().print(f"report: {build(directories, out)}")
+
+
+def main() -> None:
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    sys.exit(app())

@@ -1,0 +1,92 @@
+"""Tables for people: the anatomy of a model, answers side by side, the zoo."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from needlework.anatomy import Anatomy
+from needlework.interventions import Intervention
+from needlework.requests import Answer
+
+
+def anatomy_of(source: str, window: str = "transformers") -> Anatomy:
+    """Anatomy of a preset or configuration without weights, or of a model on disk or on the hub."""
+    from needlework.subject import resolve
+    from needlework.subjects.load import blueprint, load_body
+
+    found = resolve(source)
+    if Path(found).is_file():  # a GGUF file has no configuration of its own apart from its weights
+        return load_body(found, window=window)[0].anatomy  # type: ignore[arg-type]
+    return blueprint(found, window).anatomy  # type: ignore[arg-type]
+
+
+def _count(number: float) -> str:
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
+
+
+def table(anatomy: Anatomy) -> Group:
+    """One row per layer, then the totals of each side."""
+    rows = Table(title=f"{anatomy.architecture} ({anatomy.model_type})", title_justify="left")
+    for name in ("layer", "kind", "query/kv heads", "dim", "window", "output", "memory, bytes", "parameters"):
+        rows.add_column(name, justify="left" if name in ("kind", "output") else "right")
+    for layer in anatomy.layers:
+        a, r = layer.attention, layer.recurrent
+        dims = "" if not a else f"{a.key_dim}" if a.key_dim == a.value_dim else f"{a.key_dim}/{a.value_dim}"
+        output = " ".join(name for name, there in (("gate", a.output_gate), ("bias", a.output_bias)) if there) if a else ""
+        memory = [f"{a.kv_bytes_per_token:,}/token"] if a else []
+        memory += [f"{r.state_bytes:,}"] if r else []
+        sizes = [_count(part.parameters) for part in (a, r) if part]
+        rows.add_row(
+            str(layer.index), layer.kind, f"{a.query_heads} / {a.kv_heads}" if a else "", dims,
+            (str(a.window) if a.window else "all") if a else "", output, " + ".join(memory), " + ".join(sizes),
+        )  # fmt: skip
+    totals = Table(show_header=True, title="totals", title_justify="left")
+    for name in ("side", "layers", "heads", "parameters", "share", "memory, bytes", "FLOPs/token*"):
+        totals.add_column(name, justify="left" if name == "side" else "right")
+    sides: tuple[tuple[Any, int, str, int, str], ...] = (
+        ("attention", len(anatomy.attention_layers), str(len(anatomy.heads)), anatomy.attention_parameters,
+         f"{_count(anatomy.kv_bytes_per_token)}/token"),
+        ("recurrent", len(anatomy.recurrent_layers), "", anatomy.recurrent_parameters,
+         f"{_count(anatomy.state_bytes)}"),
+    )  # fmt: skip
+    for side, layers, heads, parameters, memory in sides:
+        share = f"{100 * parameters / anatomy.parameters:.1f} %"
+        totals.add_row(side, str(layers), heads, _count(parameters), share, memory, _count(anatomy.flops_per_token(side, 2048)))
+    totals.add_row("whole model", str(len(anatomy.layers)), "", _count(anatomy.parameters), "100 %", "", "")
+    window = f"window rule: {anatomy.window_rule}" if anatomy.window else "no window: attention sees all keys before it"
+    reason = f"\nno recurrent side to switch off: {anatomy.no_mixer_reason}" if anatomy.no_mixer_reason else ""
+    mixers = sorted({part.mixer for _, part in anatomy.recurrent_parts()})
+    notes = f"* at a context of 2,048 tokens; {window}; mixer: {', '.join(mixers) or 'none'}"
+    return Group(rows, totals, Text(notes + reason))
+
+
+def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answer]) -> Table:
+    """One row per intervention, with what was done and what came of it."""
+    rows = Table()
+    for name in ("intervention", "answer", "finish", "mean logprob", "heads zeroed", "states cut", "columns touched"):
+        rows.add_column(name, overflow="fold")
+    for intervention, answer in zip(interventions, answers, strict=True):
+        mean = sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else float("nan")
+        done = [str(answer.receipt.total(what)) for what in ("heads_zeroed", "states_cut", "columns_touched")]
+        rows.add_row(Text(str(intervention)), Text(answer.error or answer.text), answer.finish, f"{mean:.2f}", *done)
+    return rows
+
+
+def zoo_table(entries: Mapping[str, Any]) -> Table:
+    rows = Table(title="the zoo", title_justify="left")
+    for name in ("name", "architecture", "parameters", "figures (value, n)"):
+        rows.add_column(name, overflow="fold")
+    for name, entry in entries.items():
+        record = entry.record
+        figures = "\n".join(f"{key}: {100 * f['value']:.1f} % (n={int(f['n'])})" for key, f in record["figures"].items())
+        rows.add_row(name, record["architecture"], f"{record['parameters']:,}", figures)
+    return rows
