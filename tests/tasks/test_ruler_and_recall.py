@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import Any, get_args
 
 import pytest
@@ -82,7 +83,7 @@ def test_variables_are_handed_on_in_order() -> None:
         names = item.facts["targets"][::-1]
         assert len(names) == 4
         assert given.startswith(f"The {names[0]} was given the number ")
-        assert copies == [f"The {b} was given the same number as the {a}." for a, b in zip(names, names[1:], strict=False)]
+        assert copies == [f"The {b} was given the same number as the {a}." for a, b in pairwise(names)]
 
 
 @pytest.mark.parametrize("variant", ["common_words", "frequent_words"])
@@ -123,7 +124,7 @@ def test_ruler_says_what_is_too_short(spec: dict[str, Any]) -> None:
 def test_recall(kind: str, world: str, toy: Any) -> None:
     tokenizer = toy if world == "toy" else make(world)
     queries = 1 if kind == "copy" else 2
-    task, found = both(tokenizer, kind, sizes=[4, 6], queries=queries, samples=3)
+    _, found = both(tokenizer, kind, sizes=[4, 6], queries=queries, samples=3)
     assert len(found) == 2 * 3 * queries
     assert len({item.cluster for item in found}) == 6
     for item in found:

@@ -21,9 +21,17 @@ SPECIAL = ["<s>", "</s>", "<unk>"]
 
 def _texts() -> list[str]:
     needles = [filled(NEEDLE, other.key, other.value) for other in OTHERS]
-    prompt = f"CONTEXT: {filled(NEEDLE, KEY, VALUE)}\n\nQUESTION: {filled(QUESTION, KEY, '')}\n\n{BASE_LEAD}{CHAT_END} [user] [end][bot]"
+    prompt = f"CONTEXT: {filled(NEEDLE, KEY, VALUE)}\n\nQUESTION: {filled(QUESTION, KEY, '')}\n\n{BASE_LEAD}{CHAT_END}"
     digits = " ".join(str(100 * i + 7) for i in range(100, 400))
-    return ["".join(islice(english.sentences(Stream("corpus")), 400)), *needles, prompt, digits, " ".join(english.NOUNS)]
+    frame = "[user] [end][bot]"
+    return [
+        frame,
+        "".join(islice(english.sentences(Stream("corpus")), 400)),
+        *needles,
+        prompt,
+        digits,
+        " ".join(english.NOUNS),
+    ]
 
 
 @cache

@@ -46,14 +46,14 @@ STATES = _split(
     "looks best in autumn|can be seen from the hill|belongs to two families|was once much larger|"
     "is quiet at this hour|has changed very little|keeps the wind away|was sold and bought again"
 )
-# What needles of the RULER family are about: plain nouns, one or two tokens in most vocabularies.
+# What needles of the RULER family are about: plain nouns that occur in none of the sentences above.
 NOUNS = _split(
     "anchor apple arrow badge basket beacon bottle bucket button cabin candle canvas carpet castle cellar circle "
-    "copper cotton cradle curtain dagger desert dragon engine falcon feather forest fountain garden ginger guitar "
-    "hammer harbour helmet island jacket jungle kettle ladder lantern lemon magnet marble meadow mirror mountain "
-    "needle office orange palace pebble pencil pepper pillow planet pocket puzzle rabbit ribbon river rocket saddle "
-    "sailor shadow silver spider spring stable summer temple thunder ticket timber tunnel turtle valley velvet violin "
-    "wagon walnut willow window winter wizard",
+    "copper cotton cradle curtain dagger desert dragon engine falcon feather forest fountain gravel ginger guitar "
+    "hammer hazel helmet island jacket jungle kitten ladder lantern lemon magnet marble meadow mirror mountain "
+    "needle oyster orange palace pebble pencil pepper pillow planet pocket puzzle rabbit ribbon rudder rocket saddle "
+    "sailor shadow silver spider sponge stable saucer temple thunder ticket timber tunnel turtle valley velvet violin "
+    "wagon walnut willow whistle walrus wizard",
     " ",
 )
 FIRST_NAMES = _split(

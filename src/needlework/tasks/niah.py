@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -19,13 +19,14 @@ from needlework.tasks.haystack import Haystack, gather, sentences, weave
 from needlework.tasks.needles import GRADED, KEY, NEEDLE, OTHERS, QUESTION, VALUE, Other, filled
 from needlework.tasks.prompts import Piece, token_ids
 from needlework.tasks.registry import task
-from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval
+from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.scores import begins, graded, holds, words_right
 from needlework.zoo import world as toy_world
 from needlework.zoo.sample import Stream
 
 LENGTHS = (250, 677, 1105, 1532, 1959, 2387, 2814, 3241, 3669, 4096)
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
+Depths = Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], Field(min_length=1)]
 RESERVE = 200
 TOY_LENGTHS = (64, 128, 192, 256)
 QUESTION_ROOM = 24  # words around the context of a toy prompt, at most
@@ -37,8 +38,8 @@ class Niah(Retrieval):
 
     kind = "niah"
     mode: ClassVar[Mode] = "generate"
-    lengths: tuple[int, ...] | None = None  # the paper's; for zoo models what fits
-    depths: tuple[float, ...] = DEPTHS
+    lengths: Sizes | None = None  # the paper's; for zoo models what fits
+    depths: Depths = DEPTHS
     reserve_tokens: int | None = Field(None, ge=0)  # 200; zoo models: 0, a length is then the context's
     distractors: int = Field(0, ge=0)  # more needles of the same kind, about other keys
     haystack: str | None = None  # pattern of text files; none: built-in sentences

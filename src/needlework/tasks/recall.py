@@ -17,7 +17,7 @@ from needlework.tasks import english, toy
 from needlework.tasks.base import Item, Mode, Outcome, Tokenizer
 from needlework.tasks.prompts import Piece
 from needlework.tasks.registry import task
-from needlework.tasks.retrieval import Chosen, Draft, Retrieval
+from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.scores import begins, words_right
 from needlework.zoo import world as toy_world
 from needlework.zoo.sample import Sample, Stream
@@ -28,7 +28,7 @@ MOST_OPTIONS = 7  # of values that stand in the list
 class Lists(Retrieval):
     """Base: lists of several sizes, each asked several times."""
 
-    sizes: tuple[int, ...] = (4, 8, 16)  # entries of a list
+    sizes: Sizes = (4, 8, 16)  # entries of a list
     queries: int = Field(1, ge=1)  # keys that are asked, of each list
     samples: int = Field(8, ge=1)  # lists of each size
 

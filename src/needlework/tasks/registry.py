@@ -54,10 +54,12 @@ def make_task(spec: Mapping[str, Any]) -> Task:
         near = get_close_matches("kind", list(map(str, fields)), 1, 0.6)
         wrote = f" (you wrote {near[0]!r})" if near else ""
         raise NeedleworkError(f"a task needs a kind{wrote}; known: {', '.join(sorted(TASKS))}")
+    if not isinstance(kind, str):
+        raise NeedleworkError(f"a task's kind is a word; got {kind!r}")
     if kind not in TASKS:
         load_plugins()
     if kind not in TASKS:
-        raise NeedleworkError(f"unknown task kind {kind!r}; {nearest(str(kind), list(TASKS))}")
+        raise NeedleworkError(f"unknown task kind {kind!r}; {nearest(kind, list(TASKS))}")
     cls = TASKS[kind]
     try:
         return cls(**fields)

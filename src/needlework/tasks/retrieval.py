@@ -7,10 +7,11 @@ generates (`niah`) and its companion that scores the options (`niah_choice`) hav
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from needlework.errors import NeedleworkError
 from needlework.tasks import prompts, toy
@@ -19,6 +20,7 @@ from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import choice
 from needlework.zoo.sample import Stream
 
+Sizes = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 Layout = Literal["plain", "jrt", "question_first"]
 FRAMES = {"english": ("CONTEXT: ", "QUESTION: ", "\n\n"), "toy": ("context : ", "question : ", " ")}
 BASE_LEAD = "ANSWER: Here is the most relevant sentence in the context: "
@@ -103,9 +105,10 @@ class Retrieval(Task):
         """The same prompt with another value of the same number of tokens: memory is swapped token for token."""
         for other in draft.spare if draft.value else ():
             twin = swapped(draft, other)
-            ids = self.encode(tokenizer, twin).ids
-            if len(ids) == length:
-                return ids, twin.target
+            with suppress(NeedleworkError):  # a value that this tokenizer cannot place is no twin
+                ids = self.encode(tokenizer, twin).ids
+                if len(ids) == length:
+                    return ids, twin.target
         if self.twins:
             raise NeedleworkError(
                 f"{self.kind}: no other value gives a prompt of the same length in this tokenizer, so there is no twin; "

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import product
 from typing import ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from needlework.errors import NeedleworkError
 from needlework.tasks import toy
@@ -20,7 +20,7 @@ from needlework.tasks.base import Item, Mode, Outcome, Tokenizer
 from needlework.tasks.haystack import gather, sentences, weave
 from needlework.tasks.prompts import Piece, token_ids
 from needlework.tasks.registry import task
-from needlework.tasks.retrieval import Chosen, Draft, Retrieval
+from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.ruler_language import LANGUAGES, Language
 from needlework.tasks.ruler_riddles import (
     SPARE,
@@ -47,9 +47,9 @@ class Ruler(Retrieval):
     kind = "ruler"
     mode: ClassVar[Mode] = "generate"
     variant: Variant = "single"
-    lengths: tuple[int, ...] | None = None
+    lengths: Sizes | None = None
     reserve_tokens: int | None = Field(None, ge=0)  # of each length, for question and answer
-    keys: int | Literal["full"] = 3  # other needles; not in single
+    keys: PositiveInt | Literal["full"] = 3  # other needles; not in single
     values: int = Field(4, ge=2)  # of the asked key, in multivalue
     queries: int = Field(4, ge=2)  # asked keys, in multiquery
     chains: int = Field(2, ge=1)  # of variables
