@@ -14,7 +14,7 @@ SIZES = {"H": "query heads of a layer (the fewest of any layer)"}
 _RANGE = re.compile(r"(?<![\w.])(-?\w+)\.\.(-?\w+)(?:\.\.(-?\w+))?(?![\w.])")
 _SIZE = re.compile(r"(?<![\w.'\"])([A-Z])(?![\w.'\"(=])")
 _QUOTED = re.compile(r"('[^']*'|\"[^\"]*\")")
-_OPEN, _CLOSE = "([{", ")]}"
+_CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 
 def expand(text: str, sizes: Mapping[str, int]) -> list[Intervention]:
@@ -59,21 +59,23 @@ def _outside_quotes(text: str, char: str) -> int | None:
 
 def _braces(text: str, start: int) -> tuple[int, list[str]]:
     """The end of the braces that open at `start`, and what stands between their own commas."""
-    depth, quote, options, last = 0, "", [], start + 1
+    closers, quote, options, last = "", "", [], start + 1
     for i in range(start, len(text)):
         c = text[i]
         if quote:
             quote = "" if c == quote else quote
         elif c in "'\"":
             quote = c
-        elif c in _OPEN:
-            depth += 1
-        elif c == "," and depth == 1:
+        elif c in _CLOSES:
+            closers += _CLOSES[c]
+        elif c == "," and len(closers) == 1:
             options.append(text[last:i].strip())
             last = i + 1
-        elif c in _CLOSE:
-            depth -= 1
-            if depth == 0:
+        elif c in _CLOSES.values():
+            if c != closers[-1]:
+                raise NeedleworkError(f"{text!r}: {closers[-1]!r} is missing before {text[i:]!r}")
+            closers = closers[:-1]
+            if not closers:
                 options.append(text[last:i].strip())
                 if not all(options):
                     raise NeedleworkError(f"{text!r}: an alternative in {text[start : i + 1]!r} is empty; write none")

@@ -60,7 +60,7 @@ def read(path: str | Path) -> Marked:
             raise PlanError(f"{path}:1: the file is empty; a plan needs at least models and experiments")
         _Reader(found).read(node)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark = _mark(error)
         raise PlanError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {_problem(error, text)}") from None
     except yaml.YAMLError as error:  # a character that YAML forbids: it has a position, not a mark
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1
@@ -68,8 +68,14 @@ def read(path: str | Path) -> Marked:
     return found
 
 
+def _mark(error: yaml.MarkedYAMLError) -> Any:
+    """Where the fault is: where a quote was opened, rather than the end of the file at which it is missed."""
+    missed = "end of stream" in str(error.problem)
+    return (error.context_mark if missed else None) or error.problem_mark or error.context_mark
+
+
 def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
-    mark = error.problem_mark or error.context_mark
+    mark = _mark(error)
     line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
     hint = "; text that starts with { must stand in quotes" if line.startswith(("- {", "{")) else ""
     return f"{error.problem or error.context}{hint}"

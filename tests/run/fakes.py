@@ -1,0 +1,195 @@
+"""A model without torch: answers are a hash of the question, so that a run can be tested for what it keeps and loses."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pydantic import Field
+
+from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
+from needlework.errors import NeedleworkError
+from needlework.plan import Model
+from needlework.receipts import Receipt
+from needlework.requests import Answer, Request
+from needlework.sketch import Sketch
+from needlework.tasks.base import Item, Outcome, Task
+
+HEADS = 4
+
+
+def anatomy(attention: int = 1, recurrent: int = 1, heads: int = HEADS) -> Anatomy:
+    layers = [
+        Layer(i, AttentionPart(f"a{i}", heads, heads, 8, 8, None, False, False, 100, 64), None) for i in range(attention)
+    ]
+    layers += [Layer(attention + i, None, RecurrentPart(f"r{i}", "Mixer", 100, 64)) for i in range(recurrent)]
+    return Anatomy("fake", "FakeForCausalLM", tuple(layers), 1000, 1000, 512, "transformers")
+
+
+class FakeTokenizer:
+    """Words are numbers below 1000, written as text."""
+
+    def __call__(self, text: str, **_: Any) -> Mapping[str, Any]:
+        return {"input_ids": [int(word) for word in text.split()]}
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        return " ".join(map(str, ids))
+
+
+class FakeTask(Task):
+    """Prompts of numbers; the needle is the second to fourth token."""
+
+    kind = "fake"
+    mode = "generate"
+    samples: int = Field(4, ge=1)
+    length: int = Field(8, ge=6, le=400)
+    scorer: str = "length"
+
+    def items(self, tokenizer: Any, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        if self.length == 13:
+            raise NeedleworkError("13 is unlucky; choose another length")
+        for i in range(self.samples):
+            prompt = tuple((seed * 31 + i * 7 + j) % 1000 for j in range(self.length + i % 2))
+            twin = (*prompt[:1], 999, *prompt[2:])
+            yield Item(
+                id=f"fake/{i}", cluster=f"fake/{i // 2}", prompt=prompt, prompt_text=tokenizer.decode(prompt),
+                target=str(prompt[1]), spans={"needle": ((1, 4),)}, options=((1,), (2, 3)), answer=0,
+                twins={"twin": twin}, twin_target="999", facts={"context_tokens": len(prompt)},
+            )  # fmt: skip
+
+    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+        if self.scorer == "broken":
+            raise ZeroDivisionError("no scores today")
+        return {"correct": float(len(outcome.text) % 2), "options": float(len(outcome.option_logprobs))}
+
+
+class FakeChoice(FakeTask):
+    kind = "fake_choice"
+    mode = "choices"
+
+
+def make_task(spec: Mapping[str, Any]) -> Task:
+    fields = dict(spec)
+    kinds = {"fake": FakeTask, "fake_choice": FakeChoice}
+    kind = fields.pop("kind")
+    if kind not in kinds:
+        raise NeedleworkError(f"unknown task kind {kind!r}; known: {', '.join(kinds)}")
+    return kinds[kind](**fields)
+
+
+@dataclass(frozen=True)
+class FakeScores:
+    logprobs: tuple[tuple[float, ...], ...]
+    greedy: tuple[bool, ...]
+    receipt: Receipt = field(default_factory=Receipt)
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class FakeSeen:
+    layer: int
+    head: int
+    needle_mass: float
+    entropy: float
+    copy_score: float
+
+
+def _number(*parts: object) -> float:
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") / 2**32
+
+
+@dataclass
+class FakeActor:
+    """Answers depend on what else is in the call, as floats in a batch do: a resumed run must make the same calls."""
+
+    pause: float = 0.0
+    batchwise: bool = True
+    poison: frozenset[tuple[int, ...]] = frozenset()
+    asked: list[tuple[int, ...]] = field(default_factory=list)
+    calls: int = 0
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        self.calls += 1
+        batch = hashlib.sha256(repr([(r.prompt, str(r.intervention)) for r in requests]).encode()).hexdigest()
+        for i in reversed(range(len(requests))):  # answers come in their own order
+            request = requests[i]
+            if request.prompt in self.poison:
+                raise RuntimeError("poisoned")
+            self.asked.append(request.prompt)
+            time.sleep(self.pause)
+            seed = _number(request.prompt, str(request.intervention), batch if self.batchwise else "")
+            tokens = (int(seed * 1000),)
+            yield i, Answer(tokens, (-seed,), (seed,), Receipt({(0, "decode"): {"positions": 1}}), "stop", text=str(tokens[0]))
+
+    def scores(self, asked: Sequence[tuple[Request, Sequence[tuple[int, ...]]]]) -> Iterator[tuple[int, FakeScores]]:
+        self.calls += 1
+        for i, (request, options) in enumerate(asked):
+            time.sleep(self.pause)
+            values = tuple(tuple(-_number(request.prompt, str(request.intervention), t) for t in some) for some in options)
+            yield i, FakeScores(values, (True,) * len(options))
+
+    def watch(self, requests: Sequence[Request], span: str) -> Sequence[FakeSeen]:
+        return [FakeSeen(0, head, head / 10, 1.0, len(requests) / 100) for head in range(HEADS)]
+
+    def versions(self) -> dict[str, str]:
+        return {"needlework": "test"}
+
+
+@dataclass
+class FakeModels:
+    actor: FakeActor = field(default_factory=FakeActor)
+    weights: str = "w" * 32
+    tokenizer_hash: str = "t" * 32
+    shapes: Mapping[str, Anatomy] = field(default_factory=dict)
+    loaded: list[str] = field(default_factory=list)
+
+    def look(self, model: Model) -> Sketch:
+        if model.source == "missing":
+            raise model.error("model 'missing': there is no such model")
+        shape = self.shapes.get(model.name, anatomy())
+        return Sketch(model, self.weights + model.name, self.tokenizer_hash, shape, FakeTokenizer(), frozenset({0}))
+
+    def load(self, seen: Sketch) -> FakeActor:
+        self.loaded.append(seen.name)
+        return self.actor
+
+
+PLAN = """
+name: test
+models: [alpha]
+experiments:
+  sweep:
+    tasks: [{kind: fake, samples: 6}]
+    interventions:
+      - none
+      - keep_heads(k=0..H, phase={'decode', 'both'})
+    seeds: 0..1
+  choice:
+    tasks: [fake_choice]
+    interventions: [none, ablate_attention()]
+  look:
+    tasks: [{kind: fake, samples: 6}]
+    interventions: none
+    observe: true
+"""
+
+
+def main() -> int:
+    """`fakes.py PLAN OUT PAUSE`: a run in a process of its own, to be killed."""
+    from needlework import run
+
+    run.CHUNK_ASKS = 16
+    plan, out, pause = sys.argv[1:4]
+    try:
+        return run.run_plan(plan, out, source=FakeModels(FakeActor(float(pause))), make_task=make_task, progress=False)
+    except NeedleworkError as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
