@@ -46,12 +46,18 @@ NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
 
 
 def percent(share: float, unit: str = " %") -> str:
-    """Whole percents, one digit below 10 % and above 99 % where it matters for a 5 % bound."""
+    """With one digit, as a bound of 5 % needs; whole numbers without."""
     value = 100 * share
     if not math.isfinite(value):
         return "–" if math.isnan(value) else "∞"
-    fine = abs(value - round(value)) > 0.05 and (abs(value) < 10 or 90 < value < 100)
-    return f"{value:.1f}{unit}" if fine else f"{value + 0.0:.0f}{unit}".replace("-0 ", "0 ")
+    return f"{value:.1f}".removesuffix(".0").replace("-0", "0" if abs(value) < 0.05 else "-0") + unit
+
+
+def whole(share: float) -> str:
+    """For small spaces: whole percents, but never 0 or 100 for what is neither."""
+    value = 100 * share
+    edge = (0 < value < 0.5) or (99.5 < value < 100)
+    return percent(share, "") if edge or not math.isfinite(value) else f"{value:.0f}"
 
 
 def number(value: float) -> str:

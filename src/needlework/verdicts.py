@@ -92,6 +92,11 @@ def side(estimate: Estimate, line: float, below: bool) -> Word:
     return "supported" if estimate.low >= line else "not supported" if estimate.high < line else "inconclusive"
 
 
+def _of(e: Estimate, what: str) -> str:
+    """`98.5 % of the needles [91.2, 100; n = 68]`"""
+    return f"{percent(e.value)} of {what} [{percent(e.low, '')}, {percent(e.high, '')}; n = {e.n:,}]"
+
+
 def _worse(words: Sequence[Word]) -> Word:
     order: tuple[Word, ...] = ("not testable", "not supported", "inconclusive", "supported")
     return min(words, key=order.index)
@@ -100,12 +105,12 @@ def _worse(words: Sequence[Word]) -> Word:
 def _lost(found: Silenced, where: str) -> tuple[Word, str]:
     """Retrieval is gone: nothing exact is left, and the right value is no likelier than the others."""
     words = [side(found.exact, LOST, below=True)]
-    told = f"{where}, {found.exact.text()} of the needles are found"
+    told = f"{where}, it finds {_of(found.exact, 'the needles')}"
     if found.exact.n < ENOUGH:
-        told += f" ({ENOUGH} trials at least are needed to bound it below 5 %)"
+        told += f" (0 of n bounds it below 5 % only from n = {ENOUGH})"
     if found.choice.n == 0:
         return _worse([*words, "inconclusive"]), told + "; forced choice was not run, so lost information is not shown"
-    told += f"; forced choice is right in {found.choice.text()}, chance {percent(found.chance)}"
+    told += f"; forced choice is right {_of(found.choice, 'the time')}, chance {percent(found.chance)}"
     near = abs(found.choice.value - found.chance) <= NEAR_CHANCE
     apart = found.choice.low > found.chance + NEAR_CHANCE or found.choice.high < found.chance - NEAR_CHANCE
     words.append("supported" if near else "not supported" if apart else "inconclusive")
@@ -122,9 +127,12 @@ def _segregation(e: Evidence) -> tuple[Word, str, Estimate]:
 def _few(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.few.n == 0:
         return _not_run(e, e.has_attention, "attention heads")
-    told = f"With {e.few_label}, {e.few.text()} of the retrieval is retained"
-    kept = [f"{k.form} {k.raw.text()} (chance-corrected {percent(k.corrected.value)})" for k in e.few_knowledge]
-    told += f"; of knowledge: {'; '.join(kept)}" if kept else "; knowledge was not asked under it"
+    told = f"With {e.few_label}, it keeps {_of(e.few, 'its retrieval')}"
+    kept = [
+        f"{_of(k.raw, f'its knowledge asked as {k.form}')} (corrected for chance {percent(k.corrected.value)})"
+        for k in e.few_knowledge
+    ]
+    told += f"; {', '.join(kept)}" if kept else "; knowledge was not asked under it"
     return side(e.few, KEPT, below=False), told + ".", e.few
 
 
@@ -132,7 +140,7 @@ def _no_rescue(e: Evidence) -> tuple[Word, str, Estimate]:
     if not e.layouts:
         return _not_run(e, e.has_attention, "attention heads")
     names = {"jrt": "Reading twice", "question_first": "With the question first"}
-    parts = [_lost(found, f"{names.get(layout, layout)}, no head") for layout, found in e.layouts.items()]
+    parts = [_lost(found, f"{names.get(layout, layout)} and without heads") for layout, found in e.layouts.items()]
     word = _worse([word for word, _ in parts])
     told = ". ".join(told for _, told in parts) + "."
     first = next(iter(e.layouts.values())).exact
@@ -148,9 +156,9 @@ def _no_rescue(e: Evidence) -> tuple[Word, str, Estimate]:
 def _exposure(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.omit_decode.n == 0:
         return _not_run(e, e.has_attention, "attention heads")
-    told = f"With the needle hidden from attention while answering, {e.omit_decode.text()} of the needles are found"
+    told = f"With the needle hidden from attention while answering, it finds {_of(e.omit_decode, 'the needles')}"
     if e.omit_prefill.n:
-        told += f"; hidden only while reading, {e.omit_prefill.text()} of the retrieval is retained"
+        told += f"; hidden only while reading, it keeps {_of(e.omit_prefill, 'its retrieval')}"
     return side(e.omit_decode, LOST, below=True), told + ".", e.omit_decode
 
 
@@ -161,10 +169,10 @@ def _context(e: Evidence) -> tuple[Word, str, Estimate]:
     enough = next(((n, found) for n, found in e.context if found.value >= KEPT), None)
     if enough is None:
         n, best = max(e.context, key=lambda pair: pair[1].value)
-        told = f"No limit that was tried reaches 95 %: the best is {best.text()} with {n} tokens in sight while reading."
+        told = f"No limit tried reaches 95 %: at best, with {n} tokens in sight, it finds {_of(best, 'the needles')}."
         return "inconclusive", told, best
-    told = f"{enough[0]} tokens in sight while reading are the fewest with 95 % retrieval ({enough[1].text()})"
-    told += f"; with {tokens} it is {least.text()}." if enough[0] != tokens else ", and fewer were not tried."
+    told = f"{enough[0]} tokens in sight while reading are the fewest that suffice: it finds {_of(enough[1], 'the needles')}"
+    told += f"; with {tokens} tokens {_of(least, 'them')}." if enough[0] != tokens else ". Fewer were not tried."
     word: Word = "not supported" if least.low >= KEPT else "supported" if least.high < KEPT else "inconclusive"
     return word, told, enough[1]
 
@@ -185,7 +193,7 @@ def _dissociation(e: Evidence) -> tuple[Word, str, Estimate]:
 def _memory(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.follows_kv.n == 0:
         return _not_run(e, e.has_attention and e.has_recurrence, "both kinds of memory")
-    told = f"When the two halves of the memory disagree, {e.follows_kv.text()} of the answers follow the KV cache."
+    told = f"When the two halves of its memory disagree, {_of(e.follows_kv, 'the answers')} follow the KV cache."
     return side(e.follows_kv, 0.5, below=False), told, e.follows_kv
 
 
@@ -226,6 +234,6 @@ def judge(evidence: Evidence) -> list[Verdict]:
         word, told, estimate = rule.of(evidence)
         if rule.needs_baseline and not testable and estimate.n:
             word = "not testable"
-            told += f" But the untouched model finds only {evidence.baseline.text()}: its lower bound is not 80 %."
+            told += f" But untouched it finds only {_of(evidence.baseline, 'the needles')}: the lower bound must be 80 %."
         verdicts.append(Verdict(rule.claim, rule.title, evidence.model, word, told, estimate))
     return verdicts

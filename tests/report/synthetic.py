@@ -162,8 +162,8 @@ def trial(model: str, experiment: str, sample: Sample, text: str) -> Trial:
     return Trial(
         id=digest, experiment=experiment, model=model, task=sample.task, sample=sample.id, cluster=sample.id, seed=0,
         intervention=text, mode=sample.mode, prompt=sample.prompt, prompt_tokens=len(sample.prompt.split()),
-        target=sample.target, output=output, finish="stop" if output else "scored", error="", seconds=0.01, spans=sample.spans, facts=sample.facts,
-        scores=scores,
+        target=sample.target, output=output, finish="stop" if output else "scored", error="", seconds=0.01,
+        spans=sample.spans, facts=sample.facts, scores=scores,
     )  # fmt: skip
 
 

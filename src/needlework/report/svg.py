@@ -1,0 +1,223 @@
+"""Panels as inline SVG: coloured by the page's style sheet, so that they follow dark mode and print."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+
+from needlework.report.spec import Cell, Dots, Grid, Lines, Panel, Point, Series
+from needlework.stats import Estimate, percent, whole
+
+WIDTH = 360
+
+
+def draw(panel: Panel, width: int = WIDTH) -> str:
+    """`width` is that of grids: small ones keep their letters readable."""
+    if isinstance(panel, Lines):
+        return _lines(panel)
+    return _grid(panel, width) if isinstance(panel, Grid) else _dots(panel)
+
+
+def _svg(height: float, label: str, body: Sequence[str], width: int = WIDTH) -> str:
+    return (
+        f'<svg viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
+        + "".join(body) + "</svg>"
+    )  # fmt: skip
+
+
+def _text(x: float, y: float, text: str, kind: str = "tick", anchor: str = "middle", extra: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}"{extra}>{escape(text)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
+
+
+def _mark(key: str, label: str, stop: bool, place: tuple[int, int] = (0, 0)) -> str:
+    """Attributes of something that can be chosen with mouse and keyboard; one tab stop per panel, arrows inside it."""
+    if not key:
+        return f' role="img" aria-label="{escape(label)}"'
+    return (
+        f' class="hot" data-k="{key}" data-r="{place[0]}" data-c="{place[1]}" role="button" tabindex="{0 if stop else -1}"'
+        f' aria-label="{escape(label)}"'
+    )
+
+
+class Scale:
+    """From values to pixels, straight or logarithmic."""
+
+    def __init__(self, low: float, high: float, start: float, end: float, log: bool = False) -> None:
+        self.log = log
+        self.low, self.high = (math.log(low), math.log(high)) if log else (low, high)
+        self.start, self.end = start, end
+
+    def __call__(self, value: float) -> float:
+        value = math.log(max(value, 1e-12)) if self.log else value
+        share = (value - self.low) / ((self.high - self.low) or 1)
+        return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
+
+
+def _lines(panel: Lines) -> str:
+    left, right, top, bottom, height = 44, 12, 12, 42, 252
+    x, y, x_ticks, y_ticks = _axes(panel, left, WIDTH - right, height - bottom, top)
+    body = []
+    base = height - bottom
+    for value, label in y_ticks:
+        body.append(_line(left, y(value), WIDTH - right, y(value), "rule"))
+        body.append(_text(left - 6, y(value) + 3.5, label, anchor="end"))
+    for value, label in x_ticks:
+        body += [_line(x(value), base, x(value), base + 4, "axis"), _text(x(value), base + 16, label)]
+    body.append(_line(left, base, WIDTH - right, base, "axis"))
+    if panel.mark:
+        body += [_line(x(panel.mark[0]), top, x(panel.mark[0]), base, "guide"),
+                 _text(x(panel.mark[0]) + 3, base - 5, panel.mark[1], "note", "start")]  # fmt: skip
+    if panel.level:
+        body += [_line(left, y(panel.level[0]), WIDTH - right, y(panel.level[0]), "guide"),
+                 _text(left + 2, y(panel.level[0]) - 4, panel.level[1], "note", "start")]  # fmt: skip
+    body.append(_text((left + WIDTH - right) / 2, height - 8, panel.x_label, "label"))
+    first = True
+    for i, series in enumerate(sorted(panel.series, key=lambda s: s.color != 0)):  # controls lie below
+        body.append(_curve(panel, series, x, y, i, first))
+        first = False
+    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body)
+
+
+Ticks = list[tuple[float, str]]
+
+
+def _axes(panel: Lines, left: float, right: float, bottom: float, top: float) -> tuple[Scale, Scale, Ticks, Ticks]:
+    points = [point for series in panel.series for point in series.points]
+    if panel.share_x:
+        x, x_ticks = Scale(0, 1, left + 6, right - 6), [(v / 100, f"{v} %") for v in (0, 25, 50, 75, 100)]
+    else:
+        places = sorted({point.x for point in points})
+        x = Scale(places[0], max(places[-1], places[0] * 1.01), left + 8, right - 10, log=True)
+        x_ticks = [(v, f"{v:g}") for v in places]
+    if panel.percent:
+        most = min(1.3, max([1.0, *(point.y.high for point in points if math.isfinite(point.y.high))]))
+        return x, Scale(0, most, bottom, top), x_ticks, [(v / 100, f"{v} %") for v in (0, 25, 50, 75, 100)]
+    low, high = min(point.y.low for point in points), max(point.y.high for point in points)
+    return x, Scale(low * 0.9, high * 1.1, bottom, top, log=True), x_ticks, log_ticks(low * 0.9, high * 1.1)
+
+
+def log_ticks(low: float, high: float) -> Ticks:
+    """1, 2, 5 times powers of ten between the bounds, only the tens where there are many."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = (1, 2, 5) if last - first <= 3 else (1,)
+    found = [s * 10.0**e for e in range(first, last + 1) for s in steps if low <= s * 10.0**e <= high]
+    return [(v, f"{v:,.0f}" if v >= 1 else f"{v:g}") for v in found]
+
+
+def _curve(panel: Lines, series: Series, x: Scale, y: Scale, row: int, stop: bool) -> str:
+    points = series.points
+    upper = [f"{x(p.x):.1f},{y(p.y.high):.1f}" for p in points]
+    lower = [f"{x(p.x):.1f},{y(p.y.low):.1f}" for p in reversed(points)]
+    path = " ".join(f"{x(p.x):.1f},{y(p.y.value):.1f}" for p in points)
+    dash = " dashed" if series.dashed else ""
+    marks = "".join(_point(panel, series, p, x, y, (row, i), stop and i == 0) for i, p in enumerate(points))
+    return (
+        f'<g class="s{series.color}"><polygon class="band" points="{" ".join(upper + lower)}"/>'
+        f'<polyline class="curve{dash}" points="{path}"/>{marks}</g>'
+    )
+
+
+def _point(panel: Lines, series: Series, p: Point, x: Scale, y: Scale, place: tuple[int, int], stop: bool) -> str:
+    where = percent(p.x) + " of the heads" if panel.share_x else f"{p.x:g} tokens"
+    label = f"{series.label}, {where}: {p.y.text('%' if panel.percent else '')}"
+    hollow = " hollow" if series.dashed else ""
+    return (
+        f"<g{_mark(p.key, label, stop, place)}><title>{escape(label)}</title>"
+        f'<circle class="halo" cx="{x(p.x):.1f}" cy="{y(p.y.value):.1f}" r="9"/>'
+        f'<circle class="dot{hollow}" cx="{x(p.x):.1f}" cy="{y(p.y.value):.1f}" r="3.2"/></g>'
+    )
+
+
+def _grid(panel: Grid, width: int) -> str:
+    left = 16 + max(22, min(150, 5.8 * max(len(name) for name in panel.rows) + 8))
+    slanted = max(len(name) for name in panel.cols) * 6 > (width - left - 8) / len(panel.cols)
+    top, bottom = 4, (64 if slanted else 20) + (16 if panel.col_title else 0)
+    wide = (width - left - 8) / len(panel.cols)
+    tall = min(34.0, max(13.0, wide * 0.6))
+    height = top + tall * len(panel.rows) + bottom
+    body = []
+    for r, line in enumerate(panel.cells):
+        body.append(_text(left - 6, top + tall * (r + 0.5) + 3.5, panel.rows[r], anchor="end"))
+        body += [_cell(panel, cell, r, c, left + wide * c, top + tall * r, wide, tall) for c, cell in enumerate(line)]
+    under = top + tall * len(panel.rows)
+    step = max(1, math.ceil(26 / wide)) if not slanted else 1
+    for c, name in enumerate(panel.cols):
+        at = left + wide * (c + 0.5)
+        turn = f' transform="rotate(-35 {at:.1f} {under + 14:.1f})"' if slanted else ""
+        if c % step == 0:
+            body.append(_text(at, under + 14, name, anchor="end" if slanted else "middle", extra=turn))
+    body += _window_edge(panel, left, top, wide, tall)
+    body.append(_text(left + wide * len(panel.cols) / 2, height - 4, panel.col_title, "label") if panel.col_title else "")
+    middle = top + tall * len(panel.rows) / 2
+    body.append(_text(11, middle, panel.row_title, "label", extra=f' transform="rotate(-90 11 {middle:.1f})"'))
+    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body, width)
+
+
+def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wide: float, tall: float) -> str:
+    box = f'x="{x + 0.5:.1f}" y="{y + 0.5:.1f}" width="{wide - 1:.1f}" height="{tall - 1:.1f}" rx="2"'
+    if cell is None:
+        return f'<rect {box} class="empty"/>'
+    share = max(0.0, min(1.0, cell.y.value / panel.top))
+    label = f"{panel.row_title} {panel.rows[r]}, {panel.col_title} {panel.cols[c]}: {_value(panel, cell.y)}"
+    label += ", out of window" if cell.outside else ""
+    half = "hi" if share > 0.5 else "lo"
+    mixed = (share - 0.5) * 2 if half == "hi" else share * 2
+    shown = ""
+    if panel.numbers:
+        kind = "on" if share > 0.62 else "off"
+        shown = _text(x + wide / 2, y + tall / 2 + 3.5, whole(cell.y.value), f"value {kind}")
+    return (
+        f'<g{_mark(cell.key, label, r == 0 and c == 0, (r, c))}><title>{escape(label)}</title>'
+        f'<rect {box} class="heat {half}" style="--v:{100 * mixed:.0f}%"/>{shown}</g>'
+    )
+
+
+def _value(panel: Grid, y: Estimate) -> str:
+    return f"{percent(y.value)}, n = {y.n:,}" if math.isnan(y.low) else y.text()
+
+
+def _window_edge(panel: Grid, left: float, top: float, wide: float, tall: float) -> list[str]:
+    """A line between cells whose needle is in the window and cells whose needle is not."""
+    path = []
+    cells = panel.cells
+    for r, line in enumerate(cells):
+        for c, cell in enumerate(line):
+            right = line[c + 1] if c + 1 < len(line) else None
+            below = cells[r + 1][c] if r + 1 < len(cells) else None
+            if cell and right and cell.outside != right.outside:
+                path.append(f"M{left + wide * (c + 1):.1f} {top + tall * r:.1f}v{tall:.1f}")
+            if cell and below and cell.outside != below.outside:
+                path.append(f"M{left + wide * c:.1f} {top + tall * (r + 1):.1f}h{wide:.1f}")
+    return [f'<path class="edge" d="{"".join(path)}"><title>edge of the attention window</title></path>'] if path else []
+
+
+def _dots(panel: Dots) -> str:
+    left, right, top, row, bottom = 10, 14, 12, 34, 38
+    most = max([1.0, *(dot.y.high for dot in panel.dots if math.isfinite(dot.y.high))])
+    least = min([0.0, *(dot.y.low for dot in panel.dots if math.isfinite(dot.y.low))])
+    height = top + row * len(panel.dots) + bottom
+    x = Scale(max(-0.5, least), min(1.5, most), left, WIDTH - right)
+    base = height - bottom
+    body = []
+    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
+        body += [_line(x(value), top, x(value), base, "rule"), _text(x(value), base + 15, f"{value * 100:.0f} %")]
+    if panel.level:
+        body.append(_line(x(panel.level[0]), top, x(panel.level[0]), base, "guide"))
+    for i, dot in enumerate(panel.dots):
+        y = top + row * i + 23
+        label = f"{dot.label}: {dot.y.text()}"
+        body.append(_text(left, y - 10, dot.label, "name", "start"))
+        body.append(_text(WIDTH - right, y - 10, whole(dot.y.value) + " %", "name", "end"))
+        body.append(
+            f'<g><g{_mark(dot.key, label, i == 0, (i, 0))}><title>{escape(label)}</title><g class="s{dot.color}">'
+            f'<rect class="halo" x="{left}" y="{y - 8}" width="{WIDTH - left - right}" height="16"/>'
+            + _line(x(dot.y.low), y, x(dot.y.high), y, "whisker")
+            + f'<circle class="dot" cx="{x(dot.y.value):.1f}" cy="{y}" r="4.2"/></g></g></g>'
+        )
+    body.append(_text((left + WIDTH - right) / 2, height - 6, panel.x_label, "label"))
+    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body)
