@@ -47,6 +47,7 @@ class Model(Located):
 class NamedTask(Located):
     name: str
     task: Task
+    optional: bool = False  # left out, and said so, for models that cannot be asked it
 
 
 @dataclass(frozen=True)
@@ -216,9 +217,12 @@ class _Builder:
         name = options.get("name", options["kind"])
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise self.found.error((*place, "name"), f"{name!r} is no name; use letters, digits and . _ + -")
-        options = {key: value for key, value in options.items() if key != "name"}
+        optional = options.get("optional", False)
+        if not isinstance(optional, bool):
+            raise self.found.error((*place, "optional"), f"optional is true or false (got {_short(optional)})")
+        options = {key: value for key, value in options.items() if key not in ("name", "optional")}
         try:
-            return NamedTask(self._at(place), name, self.make_task(options))
+            return NamedTask(self._at(place), name, self.make_task(options), optional)
         except ValidationError as error:
             raise self._bad_task(error, place, options["kind"]) from None
         except NeedleworkError as error:

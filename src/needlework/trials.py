@@ -35,10 +35,17 @@ class _Expander:
         chosen = self._interventions(experiment)
         taken: set[Key] = set()
         for named in experiment.tasks:
-            settings = self._settings(experiment, named)
+            try:
+                settings = self._settings(experiment, named)
+                samples = [(seed, self._samples(named, seed)) for seed in experiment.seeds]
+            except NeedleworkError as error:
+                if not named.optional:
+                    raise
+                self.work.skipped.append(f"{experiment.name}: left out: {error}")
+                continue
             plain: list[Ask] = []
-            for seed in experiment.seeds:
-                items = _spread(self._samples(named, seed), experiment.limit)
+            for seed, every in samples:
+                items = _spread(every, experiment.limit)
                 if not items:
                     raise named.error(f"task {named.name!r} has no samples for {self.sketch.name} with seed {seed}")
                 self._check(chosen, items[0][0], settings)
