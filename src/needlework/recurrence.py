@@ -34,7 +34,8 @@ class MixerPlan:
         return self.cut is None and self.dropped is None
 
     def select(self, rows: Tensor) -> MixerPlan:
-        return MixerPlan(*(None if x is None else x[rows] for x in (self.cut, self.dropped)))
+        marked = [None if x is None else x[rows] for x in (self.cut, self.dropped)]
+        return MixerPlan(*(x if x is not None and bool(x.any()) else None for x in marked))
 
 
 def compile_mixer(rows: Sequence[Sequence[Act]], device: torch.device) -> MixerPlan:
@@ -102,7 +103,8 @@ def _block_hook(layer: int) -> Callable[..., Any]:
 
 
 def _first(output: Any) -> Tensor:
-    return output[0] if isinstance(output, tuple) else output
+    first: Tensor = output[0] if isinstance(output, tuple) else output
+    return first
 
 
 def _with_rows(output: Any, rows: Tensor, other: Tensor) -> Any:

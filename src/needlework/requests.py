@@ -158,11 +158,21 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
             if isinstance(act, ClearState):
                 if act.position >= last:
                     raise NeedleworkError(f"reset_state at {act.position}: no token is read there (at most {last - 1})")
+                if request.scoring and act.position >= first_decoded:
+                    raise NeedleworkError(
+                        f"reset_state at {act.position}: options begin there; choose a position in the prompt (at most"
+                        f" {first_decoded - 1})"
+                    )
                 if (act.position >= first_decoded) != (phase == "decode"):
                     continue
             if not isinstance(act, SwapHalf):
                 mine.append(act)
         acts[phase] = tuple(mine)
+    done = {act for some in acts.values() for act in some}
+    for act in (act for some in lowered.values() for act in some if isinstance(act, ClearState)):
+        if act not in done:
+            phase = "decode" if act.position >= first_decoded else "prefill"
+            raise NeedleworkError(f"reset_state at {act.position}: that token is read in {phase}; use that phase or 'both'")
     return acts
 
 

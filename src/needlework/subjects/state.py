@@ -29,9 +29,16 @@ class Slot:
 
     half: Half
     layer: int  # index in the cache
+    name: str  # unique within the layer
     holder: Any  # dict or list
     key: Any
     batch_dim: int = 0
+    kind: str = ""  # tells tensors of one layer apart whose keys are the same
+
+    @property
+    def address(self) -> tuple[str, int, str, str]:
+        """Where the tensor lies in any memory of the same make."""
+        return (self.half, self.layer, self.kind, str(self.key))
 
     @property
     def tensor(self) -> Tensor:
@@ -70,16 +77,16 @@ class Memory:
             fields = vars(layer)
             for name, batch_dim in _KV.items():
                 if isinstance(fields.get(name), Tensor) and fields[name].dim() > 1:
-                    yield Slot("kv", index, fields, name, batch_dim)
+                    yield Slot("kv", index, name, fields, name, batch_dim)
             for name in _RECURRENT:
                 states = fields.get(name)
                 if isinstance(states, dict):
-                    yield from (Slot("recurrent", index, states, i) for i, x in states.items() if x is not None)
+                    yield from (Slot("recurrent", index, states, i, 0, name) for i, x in states.items() if x is not None)
         linear = getattr(self.cache, "linear_cache", [])  # MiniMax
-        yield from (Slot("recurrent", i, linear, i) for i, x in enumerate(linear) if isinstance(x, Tensor))
+        yield from (Slot("recurrent", i, "linear_cache", linear, i) for i, x in enumerate(linear) if isinstance(x, Tensor))
         for path, (layer, _, _) in self._on_modules.items():
             if self._held[path] is not None:
-                yield Slot("recurrent", layer, self._held, path)
+                yield Slot("recurrent", layer, path, self._held, path)
 
     def _of(self, half: Half | None) -> list[Slot]:
         return [slot for slot in self.slots() if half in (None, slot.half)]
@@ -135,14 +142,13 @@ class Memory:
         first = memories[0]
         if len(memories) == 1:
             return first
-        tables = [{(slot.half, slot.layer, str(slot.key)): slot for slot in memory._of(None)} for memory in memories]
+        tables = [{slot.address: slot for slot in memory._of(None)} for memory in memories]
         skip = {i for i, layer in enumerate(getattr(first.cache, "layers", ())) if isinstance(layer, SharedKV)}
 
         def joined(slot: Slot) -> Tensor:
             if slot.half == "kv" and slot.layer in skip:
                 return slot.tensor
-            key = (slot.half, slot.layer, str(slot.key))
-            return torch.cat([table[key].tensor for table in tables], slot.batch_dim)
+            return torch.cat([table[slot.address].tensor for table in tables], slot.batch_dim)
 
         new = first._twin(sum(memory.rows for memory in memories), joined)
         new.length = max(memory.length for memory in memories)

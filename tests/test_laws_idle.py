@@ -1,0 +1,98 @@
+"""Idle, needlework is the stock model; and its own block-wise attention is stock attention when nothing is hidden."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cases
+import needlework as nw
+import needlework.attention
+from needlework.subjects.probe import attention_switched
+
+IDS = cases.tokens(2, 21)
+
+
+@torch.no_grad()
+def _stock(model: Any, implementation: str | None) -> torch.Tensor:
+    """The model's own forward, with a cache of its own as in `generate`."""
+    if implementation is None:
+        return model(input_ids=IDS, use_cache=True).logits
+    with attention_switched(model, implementation):
+        return model(input_ids=IDS, use_cache=True).logits
+
+
+@cases.each(cases.ALL)
+def test_idle_is_bitwise_stock_sdpa(name: str) -> None:
+    subject = cases.subject(name, "stock")
+    stock = _stock(subject.model, "sdpa" if name in cases.WITH_HEADS else None)
+    assert torch.equal(subject.logits(IDS), stock)
+
+
+@cases.each(cases.ALL)
+def test_idle_is_close_to_eager_and_to_our_kernels(name: str) -> None:
+    subject = cases.subject(name, "stock")
+    idle = subject.logits(IDS)
+    if name in cases.WITH_HEADS:
+        assert cases.apart(idle, _stock(subject.model, "eager")) < 1e-4
+    assert cases.apart(idle, cases.subject(name, "fast").logits(IDS)) < 1e-4
+
+
+@cases.each(cases.WITH_HEADS)
+def test_all_keys_in_blocks_of_queries_are_stock(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit that hides nothing makes attention go our own way, first in one block, then in many."""
+    subject = cases.subject(name, "stock")
+    idle = subject.logits(IDS)
+    everything = nw.LimitContext(tokens=1000)
+    assert cases.apart(subject.logits(IDS, everything), idle) < 1e-4
+    rows, queries = IDS.shape
+    heads = max(part.query_heads for _, part in subject.anatomy.attention_parts())
+    monkeypatch.setattr(needlework.attention, "CPU_BLOCK_BYTES", 4 * rows * heads * queries * 4)  # 4 queries at a time
+    assert cases.apart(subject.logits(IDS, everything), idle) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "recurrent_gemma"])
+def test_small_blocks_are_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The law above would mean nothing if blocks were not really cut: look at the scores that are computed."""
+    widths = []
+    stock = needlework.attention.OwnKeys.scores
+
+    def scores(self: Any, query: torch.Tensor, first: int, last: int) -> torch.Tensor:
+        widths.append((query.shape[2], last - first))
+        return stock(self, query, first, last)
+
+    monkeypatch.setattr(needlework.attention.OwnKeys, "scores", scores)
+    monkeypatch.setattr(needlework.attention, "CPU_BLOCK_BYTES", 4 * 2 * 4 * 21 * 4)
+    cases.subject(name).logits(IDS, nw.LimitContext(tokens=1000))
+    assert max(queries for queries, _ in widths) == 4
+    assert min(keys for _, keys in widths) == 4  # the first block sees no key after its last query
+    if name == "recurrent_gemma":  # window 8: four queries see at most eleven keys
+        assert max(keys for queries, keys in widths if queries > 1) == 11
+
+
+@cases.each(cases.ALL)
+def test_greedy_answers_are_those_of_generate(name: str) -> None:
+    subject = cases.subject(name, "stock")
+    prompt = torch.tensor([cases.PROMPT])
+    ours = subject.generate([cases.PROMPT], max_new_tokens=6)[0].tokens
+    if name in ("recurrent_gemma", "minimax"):
+        pytest.skip("its own generate loses its recurrent state when layer 0 is recurrent")
+    stock = subject.model.generate(prompt, do_sample=False, max_new_tokens=6)[0, prompt.shape[1] :].tolist()
+    assert list(ours) == stock[: len(ours)]
+    assert len(ours) == len(stock)
+
+
+@cases.each(cases.ALL)
+def test_decoding_after_prefill_is_the_full_forward(name: str) -> None:
+    """Where the model itself allows it; where it drifts by its own doing, that is named and bounded, not hidden."""
+    subject = cases.subject(name)
+    whole = subject.logits(IDS)
+    apart = cases.apart(subject.logits(IDS, prompt_tokens=13), whole)
+    if name in ("zamba2", "nemotron_h"):
+        assert "clamps the time step" in subject.body.family.decode_drift
+        assert 1e-5 < apart < cases.between_routes(name)
+    else:
+        assert subject.body.family.decode_drift == ""
+        assert apart < cases.between_routes(name)

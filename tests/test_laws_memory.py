@@ -1,0 +1,129 @@
+"""Two halves of one memory: swapped apart and together, forked, shared, joined."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cases
+import needlework as nw
+from needlework.receipts import Tally
+from needlework.requests import Answer
+from needlework.subjects.probe import run_model
+from needlework.subjects.state import Memory
+
+KV, RECURRENT = nw.SwapMemory(half="kv"), nw.SwapMemory(half="recurrent")
+TWINS = [{"twin": cases.TWIN}]
+
+
+def _ask(subject: nw.Subject, intervention: nw.Intervention, prompt: tuple[int, ...] = cases.PROMPT) -> Answer:
+    return subject.generate([prompt], intervention, twins=TWINS, max_new_tokens=5)[0]
+
+
+@cases.each(cases.ALL)
+def test_a_memory_swapped_whole_answers_as_the_twin(name: str) -> None:
+    """The twin has the same last token: with all of its memory, the prompt's answer is the twin's."""
+    if name in ("zaya", "inkling"):
+        pytest.skip("their convolution states belong to no half that could be swapped")
+    subject = cases.subject(name)
+    halves = [half for half, lacking in ((KV, cases.NO_HEADS), (RECURRENT, cases.NO_MIXER)) if name not in lacking]
+    whole = halves[0] if len(halves) == 1 else halves[0] + halves[1]
+    twin, own, swapped = _ask(subject, nw.NONE, cases.TWIN), _ask(subject, nw.NONE), _ask(subject, whole)
+    assert swapped.error == ""
+    assert swapped.tokens == twin.tokens
+    assert swapped.logprobs == pytest.approx(twin.logprobs, abs=1e-4)
+    assert set(swapped.receipt.swapped) == {half.half for half in halves}  # type: ignore[attr-defined]
+    assert own.logprobs != pytest.approx(twin.logprobs, abs=1e-3)  # else swapping could not be seen
+
+
+@cases.each(cases.HYBRIDS)
+def test_half_a_swap_is_neither_prompt_nor_twin(name: str) -> None:
+    subject = cases.subject(name)
+    twin, own = _ask(subject, nw.NONE, cases.TWIN), _ask(subject, nw.NONE)
+    kv, recurrent = _ask(subject, KV), _ask(subject, RECURRENT)
+    for half in (kv, recurrent):
+        for other in (twin, own):
+            assert abs(half.logprobs[0] - other.logprobs[0]) > 1e-5 or half.tokens[0] != other.tokens[0]
+    # Taking the other half of the twin's point of view gives the same mixed memory.
+    back = subject.generate([cases.TWIN], RECURRENT, twins=[{"twin": cases.PROMPT}], max_new_tokens=5)[0]
+    assert back.tokens == kv.tokens
+    assert back.logprobs == pytest.approx(kv.logprobs, abs=1e-4)
+
+
+def test_a_twin_by_token_ids_is_the_twin_by_name() -> None:
+    subject = cases.subject("jamba")
+    given = subject.generate([cases.PROMPT], nw.SwapMemory(half="kv", from_=cases.TWIN), max_new_tokens=5)[0]
+    assert given.tokens == _ask(subject, KV).tokens
+    assert given.logprobs == pytest.approx(_ask(subject, KV).logprobs, abs=1e-5)
+
+
+def test_swaps_that_cannot_be() -> None:
+    jamba = cases.subject("jamba")
+    with pytest.raises(nw.NeedleworkError, match="MambaForCausalLM has no kv memory"):
+        _ask(cases.subject("mamba"), KV)
+    with pytest.raises(nw.NeedleworkError, match="LlamaForCausalLM has no recurrent memory"):
+        _ask(cases.subject("llama"), RECURRENT)
+    with pytest.raises(nw.NeedleworkError, match="no twin 'other'"):
+        _ask(jamba, nw.SwapMemory(half="kv", from_="other"))
+    with pytest.raises(nw.NeedleworkError, match="must be of one length"):
+        _ask(jamba, nw.SwapMemory(half="kv", from_=cases.TWIN[1:]))
+    with pytest.raises(nw.NeedleworkError, match="drop layers and phase"):
+        _ask(jamba, nw.SwapMemory(half="kv", layers=[2]))
+    with pytest.raises(nw.NeedleworkError, match="memory is swapped between prefill and decode"):
+        jamba.choices([cases.PROMPT], [[(5,), (6,)]], nw.SwapMemory(half="kv", from_=cases.TWIN))
+
+
+def _read(subject: nw.Subject, ids: torch.Tensor) -> Memory:
+    memory = subject.body.new_memory(ids.shape[0])
+    with torch.no_grad(), memory.mounted():
+        run_model(subject.model, ids, torch.arange(ids.shape[1]).expand(ids.shape), memory)
+    memory.length = ids.shape[1]
+    return memory
+
+
+def _next(subject: nw.Subject, memory: Memory, ids: list[int]) -> torch.Tensor:
+    rows = subject.body.compile([()] * len(ids), [0] * len(ids), "decode", torch.arange(len(ids)))
+    with subject.body.session():
+        return subject.body.feed(torch.tensor(ids)[:, None], memory, "decode", rows, Tally(len(ids)))
+
+
+@cases.each(cases.ALL)
+def test_selected_and_shared_rows_go_on_as_the_originals(name: str) -> None:
+    """Rows taken in another order, some twice, each continued with a token of its own; the source stays as it was."""
+    subject = cases.subject(name, "stock")
+    ids, order, fed = cases.tokens(2, 10, seed=4), [1, 0, 1], [7, 8, 9]
+    alone = torch.cat([_next(subject, _read(subject, ids[r : r + 1]), [t]) for r, t in zip(order, fed, strict=True)])
+    source = _read(subject, ids)
+    before = [slot.tensor.clone() for slot in source.slots()]
+    assert cases.apart(_next(subject, source.select(torch.tensor(order)), fed), alone) < 1e-4
+    if subject.body.shareable:
+        shared = source.share(torch.tensor(order))
+        assert shared.shared
+        assert cases.apart(_next(subject, shared, fed), alone) < 1e-4
+    assert all(torch.equal(x, slot.tensor) for x, slot in zip(before, source.slots(), strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "recurrent_gemma"])
+def test_shared_memories_of_different_lengths_join(name: str) -> None:
+    subject = cases.subject(name, "stock")
+    long, short = cases.tokens(1, 12, seed=5), cases.tokens(1, 5, seed=6)
+    memories = [_read(subject, ids).share(torch.tensor([0])) for ids in (long, short)]
+    joined = Memory.join(memories)
+    assert joined.rows == 2
+    positions = torch.tensor([[12], [5]])
+    rows = subject.body.compile([(), ()], [0, 0], "decode", torch.arange(2))
+    with subject.body.session():
+        found = subject.body.feed(torch.tensor([[7], [8]]), joined, "decode", rows, Tally(2), positions)
+    alone = torch.cat([_next(subject, _read(subject, ids), [t]) for ids, t in ((long, 7), (short, 8))])
+    assert cases.apart(found, alone) < 1e-4
+
+
+def test_bytes_of_memory_are_those_of_the_anatomy() -> None:
+    subject = cases.subject("jamba")
+    memory = _read(subject, cases.tokens(3, 10))
+    assert memory.nbytes("kv") == 3 * 10 * subject.anatomy.kv_bytes_per_token
+    assert memory.nbytes("recurrent") == 3 * subject.anatomy.state_bytes
+    assert memory.nbytes() == memory.nbytes("kv") + memory.nbytes("recurrent")
+    shared = memory.share(torch.tensor([0, 0, 1, 2, 2, 2]))
+    assert shared.nbytes("kv") == memory.nbytes("kv")  # six rows, the keys of three
+    assert shared.nbytes("recurrent") == 2 * memory.nbytes("recurrent")
