@@ -33,12 +33,6 @@ class Slot:
     holder: Any  # dict or list
     key: Any
     batch_dim: int = 0
-    kind: str = ""  # tells tensors of one layer apart whose keys are the same
-
-    @property
-    def address(self) -> tuple[str, int, str, str]:
-        """Where the tensor lies in any memory of the same make."""
-        return (self.half, self.layer, self.kind, str(self.key))
 
     @property
     def tensor(self) -> Tensor:
@@ -81,7 +75,8 @@ class Memory:
             for name in _RECURRENT:
                 states = fields.get(name)
                 if isinstance(states, dict):
-                    yield from (Slot("recurrent", index, states, i, 0, name) for i, x in states.items() if x is not None)
+                    used = [i for i, x in states.items() if x is not None]
+                    yield from (Slot("recurrent", index, f"{name}.{i}", states, i) for i in used)
         linear = getattr(self.cache, "linear_cache", [])  # MiniMax
         yield from (Slot("recurrent", i, "linear_cache", linear, i) for i, x in enumerate(linear) if isinstance(x, Tensor))
         for path, (layer, _, _) in self._on_modules.items():
@@ -142,13 +137,13 @@ class Memory:
         first = memories[0]
         if len(memories) == 1:
             return first
-        tables = [{slot.address: slot for slot in memory._of(None)} for memory in memories]
+        tables = [{(slot.layer, slot.name): slot for slot in memory._of(None)} for memory in memories]
         skip = {i for i, layer in enumerate(getattr(first.cache, "layers", ())) if isinstance(layer, SharedKV)}
 
         def joined(slot: Slot) -> Tensor:
             if slot.half == "kv" and slot.layer in skip:
                 return slot.tensor
-            return torch.cat([table[slot.address].tensor for table in tables], slot.batch_dim)
+            return torch.cat([table[slot.layer, slot.name].tensor for table in tables], slot.batch_dim)
 
         new = first._twin(sum(memory.rows for memory in memories), joined)
         new.length = max(memory.length for memory in memories)
