@@ -196,11 +196,12 @@ def _blockwise(
                 raise TrialError(f"the position bias is for {bias.shape[-1]} keys, attention has {keys.count}")
             scores = scores + bias[:, :, part, first:last].float()
         if block.visible is not None:
-            scores = scores.masked_fill_(~block.visible, -1e30)
+            some = _partly_hidden(block.visible)
+            scores[..., some].masked_fill_(~block.visible[..., some], -1e30)
         log_p = scores.log_softmax(-1)
-        p = log_p.exp()
-        if block.visible is not None:
-            p = p.masked_fill_(~block.visible, 0.0)  # a query that sees nothing gets nothing, not uniform attention
+        p = log_p.exp()  # exactly 0 where hidden
+        if block.visible is not None and not bool((seeing := block.visible.any(-1, keepdim=True)).all()):
+            p = p.masked_fill_(~seeing, 0.0)  # a query that sees nothing gets nothing, not uniform attention
         if forward.observer is not None:
             forward.observer.see(forward, layer, block, p)
         head_scores = plan.head_scores(p, log_p) if plan is not None else {}
@@ -236,6 +237,14 @@ def _key_range(visible: Tensor | None, keys: Keys) -> tuple[int, int]:
         return 0, keys.count
     columns = visible.any(0).any(1)[0].nonzero()
     return (int(columns[0]), int(columns[-1]) + 1) if columns.numel() else (0, 1)
+
+
+def _partly_hidden(visible: Tensor) -> slice:
+    """The range of keys that are hidden from any query: in a causal block that is its end, not all of it."""
+    if visible.shape[2] == 1:
+        return slice(None)
+    columns = visible.all(0).all(1)[0].logical_not().nonzero()
+    return slice(int(columns[0]), int(columns[-1]) + 1) if columns.numel() else slice(0, 0)
 
 
 def _visible_by_position(
