@@ -86,13 +86,14 @@ def test_case_and_punctuation_are_ignored() -> None:
 @pytest.mark.parametrize("world", ["toy", "english"])
 def test_in_window_means_the_answer_can_see_the_whole_needle(world: str, toy: Any) -> None:
     tokenizer = toy if world == "toy" else make("byte")
-    for item in items(tokenizer, window=100, lengths=[320], depths=[0, 50, 100]):
-        start = item.spans["needle"][0][0]
-        last = len(item.prompt) - 1
-        assert item.facts["in_window"] == (last - start < 100)
-    near, far = (items(tokenizer, window=w, lengths=[320], depths=[50])[0] for w in (None, 10))
-    assert near.facts["in_window"]
-    assert not far.facts["in_window"]
+    for layout in ("plain", "jrt"):
+        spec = {"lengths": [320], "depths": [50], "layout": layout}
+        (item,) = items(tokenizer, **spec)
+        start, last = item.spans["needle"][-1][0], len(item.prompt) - 1
+        seen = last - start + 1  # keys from the needle's first token to the token that begins the answer
+        found = {window: items(tokenizer, window=window, **spec)[0].facts["in_window"] for window in (seen - 1, seen)}
+        assert found == {seen - 1: False, seen: True}
+        assert item.facts["in_window"]
 
 
 @pytest.mark.parametrize("layout", ["plain", "jrt", "question_first"])
@@ -200,7 +201,7 @@ def test_english_twins() -> None:
         outside = [i for i in range(len(twin)) if not any(a <= i < b for a, b in item.spans["needle"])]
         assert [twin[i] for i in outside] == [item.prompt[i] for i in outside]
     with pytest.raises(NeedleworkError, match="no twin"):
-        items(tokenizer, twins=True, others=[{"value": "sleep"}], **SMALL)
+        items(tokenizer, twins=True, others=[{"value": "sit in Dolores Park on a sunny day"}], **SMALL)
 
 
 VALUE_OF_14 = "climb a tower and look over the lake on a windy day"

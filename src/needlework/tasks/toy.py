@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from needlework.errors import NeedleworkError
@@ -57,18 +58,12 @@ def toy_item(
     cluster: str = "",
     absent: int = 3,
     in_context: int | None = None,  # at most so many options that stand in the context
-    facts: Mapping[str, Any] | None = None,
+    facts: Mapping[str, Any] = MappingProxyType({}),
     window: int | None = None,
 ) -> Item:
     """An item from a sample, with forced choice and a twin wherever the sample has a value that could be another."""
     prompt = encoded(tokenizer, sample.prompt)
-    front = len(prompt) - len(sample.prompt)
-    spans: dict[str, Span] = {
-        kind: tuple((s.start + front, s.stop + front) for s in sample.named(kind))
-        for kind in dict.fromkeys(span.name for span in sample.spans)
-    }
-    if "value" not in spans and (marked := _value_spans(sample)):
-        spans["value"] = tuple((start + front, stop + front) for start, stop in marked)
+    spans = _spans(sample, len(prompt) - len(sample.prompt))
     kinds, options = _options(sample, absent, in_context, name)
     twin = _twin(sample)
     return Item(
@@ -86,9 +81,17 @@ def toy_item(
             **_told(sample),
             **option_facts(kinds, [" ".join(option) for option in options]),
             **placed_facts(spans, len(prompt), window),
-            **(facts or {}),
+            **facts,
         },
     )
+
+
+def _spans(sample: Sample, front: int) -> dict[str, Span]:
+    """Token ranges of a sample's spans, `front` tokens standing before its first word; and where its value stands."""
+    words = {name: [(s.start, s.stop) for s in sample.named(name)] for name in (span.name for span in sample.spans)}
+    if value := _value_spans(sample):
+        words.setdefault("value", value)
+    return {name: tuple((start + front, stop + front) for start, stop in ranges) for name, ranges in words.items()}
 
 
 def option_facts(kinds: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
