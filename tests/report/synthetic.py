@@ -6,7 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -206,3 +206,23 @@ def write(directory: Path, models: tuple[str, ...] = tuple(LAYERS), per_cell: in
         store.observe(list(observations(model)))
     store.close()
     return directory
+
+
+def multiply(directory: Path, trials: int) -> int:
+    """Repeat the trials of a store under other names until it holds at least so many; the number it then holds."""
+    store = Store(directory)
+    store.db.execute("PRAGMA synchronous=OFF")
+    names = [f.name for f in fields(Trial)]
+    changed = {
+        "id": "id || '-' || ?1", "sample": "sample || '/' || ?1", "cluster": "cluster || '/' || ?1",
+        "facts": "replace(facts, '{', '{\"copy\": ' || ?1 || ', ')",
+    }  # fmt: skip
+    select = ", ".join(changed.get(name, name) for name in names)
+    there = int(store.db.execute("SELECT count(*) FROM trials").fetchone()[0])
+    last = int(store.db.execute("SELECT max(rowid) FROM trials").fetchone()[0])
+    for copy in range(1, -(-trials // there)):
+        query = f"INSERT INTO trials ({', '.join(names)}) SELECT {select} FROM trials WHERE rowid <= ?2"
+        store.db.execute(query, (str(copy), last))
+    count = int(store.db.execute("SELECT count(*) FROM trials").fetchone()[0])
+    store.close()
+    return count

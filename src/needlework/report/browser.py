@@ -44,10 +44,11 @@ class Browser:
         right = np.nan_to_num(self.frame.values("correct", shuffled), nan=0.0)
         return shuffled[np.argsort(right, kind="stable")][: self.most]
 
-    def collect(self) -> dict[str, Any]:
-        """`{"prompts": [...], "cells": {key: {...}}}`. Rank by rank through all cells, until the budget is spent."""
-        chosen = {key: self._chosen(i, rows) for i, (key, (_, rows)) in enumerate(self.cells.items())}
-        shown: dict[str, list[Any]] = {key: [] for key in self.cells}
+    def collect(self, used: set[str] | None = None) -> dict[str, Any]:
+        """Prompts, trials, and the trials of each key (of `used` ones only), rank by rank until the budget is spent."""
+        wanted_cells = {key: cell for key, cell in self.cells.items() if used is None or key in used}
+        chosen = {key: self._chosen(int(key[1:]), rows) for key, (_, rows) in wanted_cells.items()}
+        shown: dict[str, list[Any]] = {key: [] for key in wanted_cells}
         book = _Book()
         for rank in range(self.most):
             wanted = {key: int(rows[rank]) for key, rows in chosen.items() if rank < len(rows)}
@@ -59,7 +60,7 @@ class Browser:
                     break
                 shown[key].append(book.entry(read[row]))
         cells = {}
-        for key, (title, rows) in self.cells.items():
+        for key, (title, rows) in wanted_cells.items():
             right = self.frame.values("correct", rows)
             wrong = int(np.sum(right == 0))
             cells[key] = {"title": title, "n": len(rows), "wrong": wrong, "trials": shown[key]}

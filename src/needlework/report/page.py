@@ -14,7 +14,7 @@ from needlework.report.browser import Browser
 from needlework.report.evidence import verdicts
 from needlework.report.frame import Frame
 from needlework.report.reader import load
-from needlework.report.spec import Figure, Grid, Lines, Panel, table
+from needlework.report.spec import Figure, Grid, Lines, Panel, keys, table
 from needlework.report.svg import WIDTH, draw
 from needlework.verdicts import RULES, Rule, Verdict
 
@@ -69,7 +69,7 @@ def page(frame: Frame, figures: Sequence[Figure], browser: Browser) -> str:
         "js": _asset("page.js"),
         "nav": nav,
         "body": "\n".join(part for part in body if part),
-        "data": script_json(browser.collect()),
+        "data": script_json(browser.collect({key for figure in shown for panel in figure.panels for key in keys(panel)})),
     }
     return filled(_asset("page.html"), parts)
 

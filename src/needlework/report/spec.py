@@ -95,6 +95,17 @@ class Figure:
         return list(dict.fromkeys(panel.group for panel in self.panels))
 
 
+def keys(panel: Panel) -> set[str]:
+    """Of all trials that can be opened from this panel."""
+    if isinstance(panel, Grid):
+        found = {cell.key for line in panel.cells for cell in line if cell is not None}
+    elif isinstance(panel, Dots):
+        found = {dot.key for dot in panel.dots}
+    else:
+        found = {point.key for series in panel.series for point in series.points}
+    return found - {""}
+
+
 def table(panel: Panel) -> tuple[list[str], list[list[str]]]:
     """The same numbers as header and rows, for readers who do not see the figure."""
     if isinstance(panel, Grid):

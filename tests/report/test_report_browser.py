@@ -1,0 +1,147 @@
+"""The page in a real browser: clicks, keyboard, dark mode, phone, print, and answers that are markup."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CHROMIUM = shutil.which("chromium")
+ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: `make browser` installs it and Playwright"),
+]
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: `make browser` installs it")
+    with sync_api.sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=CHROMIUM, args=ARGS)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def visit(chromium: Any) -> Iterator[Any]:
+    """Opens a page offline; any error in its script or any request to elsewhere fails the test."""
+    troubles: list[str] = []
+    pages = []
+
+    def go(path: Path, **options: Any) -> Any:
+        page = chromium.new_page(**options)
+        pages.append(page)
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
+        page.on("request", lambda request: troubles.append(request.url) if not request.url.startswith("file:") else None)
+        page.goto(path.as_uri())
+        return page
+
+    yield go
+    for page in pages:
+        page.close()
+    assert troubles == []
+
+
+def test_a_click_on_a_cell_shows_its_trials_with_the_needle_marked(visit: Any, page: Path) -> None:
+    view = visit(page)
+    cell = view.locator("#needles [data-k]").first
+    cell.click()
+    dialog = view.locator("#trials")
+    assert dialog.is_visible()
+    assert "0 of 4 heads · 64 tokens, depth 0 %" in view.locator("#trials-title").inner_text()
+    assert "All 2 trials, failures first (2 of 2 wrong)" in view.locator("#trials-count").inner_text()
+    assert view.locator("#trials-list > li").count() == 2
+    marked = view.locator("#trials-list mark").first.inner_text()
+    assert marked.startswith("the code of ")
+    assert marked.endswith(" .")
+    view.locator("#close").click()
+    assert not dialog.is_visible()
+
+
+def test_filter_and_count_of_a_large_cell(visit: Any, page: Path) -> None:
+    view = visit(page)
+    view.locator("#heads [data-k]").nth(1).click()
+    count = view.locator("#trials-count").inner_text()
+    assert "Shown: 20 of " in count
+    assert "failures first" in count
+    chips = view.locator("#trials-list .chip").all_inner_texts()
+    assert chips == sorted(chips, reverse=True)  # "wrong" before "right"
+    wrong = chips.count("wrong")
+    view.locator("#trials-filter [data-f=wrong]").click()
+    assert view.locator("#trials-list > li").count() == wrong
+    assert view.locator("#trials-filter [data-f=wrong]").get_attribute("aria-pressed") == "true"
+
+
+def test_the_keyboard_reaches_everything(visit: Any, page: Path) -> None:
+    view = visit(page)
+    first = view.locator("#exposure svg").first.locator("[data-k]").first
+    first.focus()
+    view.keyboard.press("ArrowRight")
+    view.keyboard.press("ArrowDown")
+    place = "[document.activeElement.dataset.r, document.activeElement.dataset.c]"
+    assert view.evaluate(place) == ["1", "1"]
+    view.keyboard.press("Enter")
+    assert view.locator("#trials").is_visible()
+    view.keyboard.press("Escape")
+    assert not view.locator("#trials").is_visible()
+    assert view.evaluate(place) == ["1", "1"]  # focus is back where it was
+    count = "s => s.querySelectorAll('[tabindex=\"0\"]').length"
+    stops = view.evaluate(f"[...document.querySelectorAll('#needles svg')].map({count})")
+    assert set(stops) == {1}  # one tab stop for each map
+
+
+def test_every_mark_has_a_name_and_every_figure_a_table(visit: Any, page: Path) -> None:
+    view = visit(page)
+    assert view.evaluate("[...document.querySelectorAll('[data-k]')].every(e => e.getAttribute('aria-label'))")
+    assert view.evaluate("[...document.querySelectorAll('svg')].every(e => e.getAttribute('aria-label'))")
+    figures = view.evaluate("[...document.querySelectorAll('section')].filter(s => s.querySelector('svg')).length")
+    tables = view.evaluate("[...document.querySelectorAll('section')].filter(s => s.querySelector('details table')).length")
+    assert figures == tables == 9
+
+
+def test_dark_mode_by_system_and_by_button(visit: Any, page: Path) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    view = visit(page, color_scheme="dark")
+    dark = view.evaluate(paper)
+    light = visit(page, color_scheme="light").evaluate(paper)
+    assert dark != light
+    view.locator("#theme").click()  # auto -> dark
+    view.locator("#theme").click()  # dark -> light
+    assert view.evaluate(paper) == light
+    view.reload()
+    assert view.evaluate(paper) == light  # remembered
+
+
+@pytest.mark.parametrize("width", [320, 390, 768])
+def test_nothing_runs_over_the_edge_of_a_phone(visit: Any, page: Path, width: int) -> None:
+    view = visit(page, viewport={"width": width, "height": 800})
+    assert view.evaluate("document.documentElement.scrollWidth") <= width
+    view.locator("#needles [data-k]").first.click()
+    box = view.locator("#trials").bounding_box()
+    assert box["x"] >= 0
+    assert box["x"] + box["width"] <= width
+
+
+def test_printing_leaves_out_what_paper_cannot_do(visit: Any, page: Path) -> None:
+    view = visit(page, color_scheme="dark")
+    view.emulate_media(media="print")
+    assert not view.locator("nav").is_visible()
+    assert not view.locator("#theme").is_visible()
+    assert view.locator("#heads svg").first.is_visible()
+    assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+def test_markup_in_an_answer_is_shown_as_text(visit: Any, hostile: Path) -> None:
+    view = visit(hostile)
+    view.locator("#needles [data-k]").first.click()
+    shown = view.locator("#trials-list dd").nth(1).inner_text()
+    assert shown.startswith("</script><script>window.pwned=1</script><img src=x")
+    assert shown.endswith("&amp; end")
+    assert view.evaluate("window.pwned") is None
+    assert view.locator("#trials-list img, #trials-list script").count() == 0

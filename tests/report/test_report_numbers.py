@@ -1,0 +1,212 @@
+"""Frames, evidence and figures against plain counting over the store's rows."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import synthetic
+
+from needlework import stats
+from needlework.report import maps
+from needlework.report.browser import Browser, needle_characters, pieces, shortened
+from needlework.report.conditions import few, place
+from needlework.report.evidence import Bench, collect, helped_by_reading_twice
+from needlework.report.frame import Frame
+from needlework.report.page import FIGURES
+from needlework.report.reader import family, load
+from needlework.store import Store, Trial
+
+
+@pytest.fixture(scope="session")
+def frame(run: Path) -> Frame:
+    return load([run])
+
+
+@pytest.fixture(scope="session")
+def trials(run: Path) -> list[Trial]:
+    store = Store(run)
+    found = list(store.trials())
+    store.close()
+    return found
+
+
+def counted(trials: list[Trial], model: str, text: str, **wanted: object) -> stats.Estimate:
+    own = [t for t in trials if (t.model, t.intervention) == (model, text)]
+    own = [t for t in own if all(t.facts.get(k) == v or getattr(t, k, None) == v for k, v in wanted.items())]
+    return stats.wilson(sum(t.scores["correct"] for t in own), len(own))
+
+
+def test_accuracies_equal_plain_counting(frame: Frame, trials: list[Trial]) -> None:
+    for model in ("tiny-griffin", "tiny-jamba"):
+        bench = Bench(frame, model)
+        for text in ("none", "keep_heads(k=1)", "ablate_attention()"):
+            wanted = {"task": "niah", "layout": "plain", "in_window": True}
+            assert bench.accuracy(bench.retrieval(text)) == counted(trials, model, text, **wanted)
+            assert bench.accuracy(bench.knowledge(text, "letter")) == counted(trials, model, text, form="letter")
+    outside = Bench(frame, "tiny-griffin").retrieval("none", in_window=False)
+    assert 0 < len(outside) == sum(
+        (t.model, t.intervention, t.task, t.facts["in_window"]) == ("tiny-griffin", "none", "niah", False)
+        for t in trials if t.task == "niah"
+    )  # fmt: skip
+
+
+def test_retained_share_pairs_the_same_samples(frame: Frame, trials: list[Trial]) -> None:
+    chosen = [t for t in trials if (t.model, t.task) == ("tiny-jamba", "niah") and t.facts["in_window"]]
+    base = {t.sample: t.scores["correct"] for t in chosen if t.intervention == "none"}
+    after = {t.sample: t.scores["correct"] for t in chosen if t.intervention == "keep_heads(k=1)"}
+    expected = sum(after.values()) / sum(base[sample] for sample in after)
+    assert Bench(frame, "tiny-jamba").retained("keep_heads(k=1)").raw.value == pytest.approx(expected)
+
+
+def test_chance_is_for_choices_only(frame: Frame) -> None:
+    bench = Bench(frame, "tiny-jamba")
+    assert frame.chance(bench.retrieval("none")) == 0
+    assert frame.chance(bench.retrieval("none", "choices")) == 0.25
+
+
+def test_a_trial_counts_once_however_many_experiments_it_served(tmp_path: Path, trials: list[Trial]) -> None:
+    some = [t for t in trials if t.intervention == "none" and t.task == "niah"][:20]
+    store = Store(tmp_path, create=True)
+    store.add([*some, *(replace(t, experiment="another") for t in some)])
+    store.close()
+    found = load([tmp_path])
+    assert (found.trials, len(found.row)) == (40, 20)
+
+
+def test_failed_trials_are_left_out_and_counted(tmp_path: Path, trials: list[Trial]) -> None:
+    some = [t for t in trials if t.task == "niah"][:10]
+    store = Store(tmp_path, create=True)
+    store.add([replace(t, finish="failed", scores={}) if i < 3 else t for i, t in enumerate(some)])
+    store.close()
+    found = load([tmp_path])
+    assert (found.failed, len(found.row)) == (3, 7)
+
+
+def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) -> None:
+    other = synthetic.write(tmp_path / "other", ("tiny-griffin",), per_cell=1)
+    store = Store(other)
+    about = store.meta("models")
+    about["tiny-griffin"]["weights"] = "another hash"
+    store.set_meta("models", about)
+    store.close()
+    assert list(load([run, other]).models) == ["tiny-griffin", "tiny-jamba", "tiny-mamba", "tiny-griffin (other)"]
+    assert list(load([run, run]).models) == ["tiny-griffin", "tiny-jamba", "tiny-mamba"]
+    assert len(load([run, run]).row) == len(load([run]).row)
+
+
+def test_evidence_finds_every_experiment(frame: Frame) -> None:
+    helps = helped_by_reading_twice(frame)
+    assert helps.startswith("tiny-mamba")
+    found = collect(frame, "tiny-jamba", helps)
+    assert found.few_label.startswith("1 of 8 heads")
+    assert set(found.layouts) == {"jrt", "question_first"}
+    assert [k.form for k in found.few_knowledge] == ["cloze", "letter"]
+    assert [n for n, _ in found.context] == [8, 16, 32, 64, 128, 256]
+    assert found.follows_kv.value > 0.9
+    assert found.follows_kv.n == 80
+    assert found.interaction is not None
+    assert found.interaction.contrast.low > 0
+    assert found.omit_decode.value == 0
+    assert not collect(frame, "tiny-mamba", helps).has_attention
+
+
+def test_every_figure_has_its_panels(frame: Frame) -> None:
+    browser = Browser(frame)
+    for name, make in FIGURES.items():
+        assert make(frame, browser).panels, name
+
+
+def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Trial]) -> None:
+    figure = maps.needles(frame, Browser(frame))
+    grid = next(p for p in figure.panels if p.group == "tiny-griffin" and p.title == "all 4 heads")
+    assert isinstance(grid, maps.Grid)
+    assert (grid.cols, grid.rows) == (["64", "128", "192", "256"], ["0", "25", "50", "75", "100"])
+    outside = defaultdict(set)
+    for t in trials:
+        if (t.model, t.task, t.intervention) == ("tiny-griffin", "niah", "none"):
+            outside[f"{t.facts['depth_percent']}", f"{t.facts['length_tokens']}"].add(not t.facts["in_window"])
+    for depth, line in zip(grid.rows, grid.cells, strict=True):
+        for length, cell in zip(grid.cols, line, strict=True):
+            assert cell is not None
+            assert {cell.outside} == outside[depth, length]
+
+
+@pytest.mark.parametrize(
+    "text,kind,fields",
+    [
+        ("none", "none", {}),
+        ("keep_heads(k=3, by='random', seed=4)", "heads", {"k": 3, "by": "random", "phase": "both"}),
+        ("keep_heads(phase='decode', fraction=0.15)", "heads", {"fraction": 0.15, "phase": "decode"}),
+        ("ablate_attention()", "heads", {"k": 0, "attention_off": True}),
+        ("ablate_attention(layers=[2])", "other", {}),
+        ("ablate_recurrent(site='block')", "recurrent", {"site": "block"}),
+        ("ablate_attention() + ablate_recurrent()", "both_off", {"site": "memory"}),
+        ("expose_tokens(mode='omit', phase='decode')", "expose", {"decode": "omit", "prefill": "keep"}),
+        ("expose_tokens(mode='null')", "expose", {"decode": "null", "prefill": "null"}),
+        ("limit_context(tokens=8, phase='prefill')", "limit", {"prefill": "8", "decode": ""}),
+        ("swap_memory(half='recurrent')", "swap", {"half": "recurrent"}),
+        ("something_of_a_plug_in(3)", "other", {}),
+    ],
+)
+def test_interventions_find_their_place(text: str, kind: str, fields: dict[str, object]) -> None:
+    found = place(text)
+    assert found.kind == kind
+    assert {name: getattr(found, name) for name in fields} == fields
+
+
+def test_fifteen_percent_rounds_as_the_intervention_does() -> None:
+    from needlework.interventions import KeepHeads
+
+    for heads in range(1, 65):
+        assert few(heads) == KeepHeads(fraction=0.15).count(heads)
+    assert [few(h) for h in (32, 16, 10)] == [5, 2, 2]
+
+
+def test_families() -> None:
+    assert family("niah", "generate", {"form": "question-0"}) == "retrieval"
+    assert family("my-own-name", "choices", {"form": "letter", "subject": "rivers"}) == "knowledge"
+    assert family("perplexity", "perplexity", {}) == "perplexity"
+
+
+def test_needles_are_found_by_words_and_else_by_the_answer() -> None:
+    assert needle_characters("a needle is here", 5, {"needle": [[2, 4]]}, "here") == [(2, 11)]  # one token of BOS
+    assert needle_characters("a needle is here", 9, {"needle": [[2, 4]]}, "here") == [(12, 16)]
+    assert pieces("a needle is", [(2, 8)]) == ["a ", "needle", " is"]
+    assert "".join(pieces("😀 needle", [(2, 8)])) == "😀 needle"
+
+
+def test_long_prompts_are_cut_around_their_needle_and_say_so() -> None:
+    prompt = "x" * 20_000 + "NEEDLE" + "y" * 20_000
+    text, marks = shortened(prompt, [(20_000, 20_006)])
+    assert [text[a:b] for a, b in marks] == ["NEEDLE"]
+    assert len(text) < 5_000
+    assert "characters left out" in text
+
+
+def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
+    browser = Browser(frame)
+    rows = frame.rows(model="tiny-jamba", task="niah")
+    key = browser.add("all needles", rows)
+    found = browser.collect()
+    cell = found["cells"][key]
+    right = [found["trials"][i][5]["correct"] for i in cell["trials"]]
+    assert (len(right), cell["n"]) == (20, len(rows))
+    assert cell["wrong"] == int((frame.values("correct", rows) == 0).sum())
+    assert right == sorted(right)
+    again = Browser(frame)
+    again.add("all needles", rows)
+    assert again.collect() == found
+
+
+def test_browser_keeps_its_budget(frame: Frame) -> None:
+    browser = Browser(frame, budget_bytes=20_000)
+    for text in frame.texts(model="tiny-jamba"):
+        browser.add(text, frame.rows(model="tiny-jamba", task="niah", text=text))
+    found = browser.collect()
+    assert browser.cells
+    assert sum(len(p[0]) for p in found["prompts"]) < 22_000
+    assert all(not math.isnan(cell["n"]) for cell in found["cells"].values())

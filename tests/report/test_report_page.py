@@ -1,0 +1,160 @@
+"""The page: whole, safe, small, and honest about what was not run."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import synthetic
+from rich.console import Console
+
+from needlework.errors import NeedleworkError
+from needlework.report import build, summary
+from needlework.report.page import filled, script_json
+from needlework.store import Store
+
+
+class Outline(HTMLParser):
+    """Checks that elements close in order and collects what matters."""
+
+    VOID = {"meta", "rect", "line", "circle", "br", "polygon", "polyline"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.links: list[str] = []
+        self.outside: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        own = dict(attrs)
+        self.scripts += tag == "script"
+        self.ids += [own["id"]] if own.get("id") else []
+        self.links += [own["href"]] if tag == "a" and own.get("href") else []
+        self.outside += [own[k] or "" for k in ("src", "href") if str(own.get(k, "")).startswith(("http", "//"))]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open, f"</{tag}> closes nothing"
+        assert self.open.pop() == tag
+
+
+def outline(path: Path) -> Outline:
+    found = Outline()
+    found.feed(path.read_text(encoding="utf-8"))
+    assert found.open == []
+    return found
+
+
+def test_the_page_is_whole_and_needs_nothing_else(page: Path) -> None:
+    found = outline(page)
+    assert found.outside == []
+    assert len(found.ids) == len(set(found.ids))
+    assert {link[1:] for link in found.links if link.startswith("#")} <= set(found.ids)
+    assert page.stat().st_size < 8_000_000
+    sections = "findings models heads needles exposure dissociation memory head-map context layouts tasks method"
+    assert set(sections.split()) <= set(found.ids)
+
+
+def test_every_key_of_a_figure_has_its_trials(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    data = json.loads(re.search(r'id="data">(.*?)</script>', text, re.S).group(1))  # type: ignore[union-attr]
+    keys = set(re.findall(r'data-k="(\w+)"', text))
+    assert keys == set(data["cells"])
+    for cell in data["cells"].values():
+        assert 0 < len(cell["trials"]) <= min(20, cell["n"])
+    assert all(0 <= i < len(data["trials"]) for cell in data["cells"].values() for i in cell["trials"])
+
+
+def test_answers_cannot_leave_their_place(hostile: Path) -> None:
+    text = hostile.read_text(encoding="utf-8")
+    found = outline(hostile)
+    assert found.scripts == 2
+    assert "<script>window.pwned" not in text
+    assert "onerror=window.pwned" in text  # there, as data
+    assert "<img" not in text
+    assert "\u2028" not in text
+
+
+def test_model_names_are_text(tmp_path: Path) -> None:
+    synthetic.write(tmp_path, ("tiny-mamba",), per_cell=1)
+    store = Store(tmp_path)
+    bad = "<b>m</b>{{data}}\"'"
+    store.db.execute("UPDATE trials SET model = ?", (bad,))
+    store.set_meta("models", {bad: store.meta("models")["tiny-mamba"]})
+    store.close()
+    text = build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert "<b>m</b>" not in text
+    assert "&lt;b&gt;m&lt;/b&gt;{{data}}&quot;" in text
+
+
+@pytest.mark.parametrize("text", ["</script>", "<!--", "\u2028", "\u2029", "&lt;", "]]>", "\ud800"])
+def test_script_json_is_safe_and_comes_back(text: str) -> None:
+    made = script_json({"a": text})
+    assert not set(made) & set("<>&\u2028\u2029")
+    assert json.loads(made)["a"] == ("?" if text == "\ud800" else text)
+
+
+def test_parts_are_not_read_as_templates() -> None:
+    assert filled("{{a}}-{{b}}", {"a": "{{b}}", "b": "x"}) == "{{b}}-x"
+
+
+def test_what_was_not_run_is_one_line_with_its_plan(tmp_path: Path, run: Path) -> None:
+    synthetic.write(tmp_path / "m", ("tiny-mamba",), per_cell=1)
+    text = build([tmp_path / "m"], pictures=False).read_text(encoding="utf-8")
+    assert "no trials here. The plan <code>exposure</code> gives them." in text
+    assert '<section id="exposure">' not in text
+    assert '<section id="layouts">' in text
+
+
+def test_two_runs_side_by_side(tmp_path: Path, run: Path) -> None:
+    other = synthetic.write(tmp_path / "second", ("tiny-jamba",), per_cell=1)
+    store = Store(other)
+    store.set_meta("models", {"tiny-jamba": {"anatomy": synthetic.anatomy("tiny-jamba"), "weights": "retrained"}})
+    store.close()
+    path = build([run, other], tmp_path / "both", pictures=False)
+    assert path == tmp_path / "both" / "report.html"
+    assert "tiny-jamba (second)" in path.read_text(encoding="utf-8")
+
+
+def test_the_same_run_gives_the_same_page(run: Path, page: Path, tmp_path: Path) -> None:
+    assert build([run], tmp_path, pictures=False).read_bytes() == page.read_bytes()
+
+
+def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NeedleworkError, match="holds no run"):
+        build([tmp_path])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pictures_of_every_figure(tmp_path: Path) -> None:
+    synthetic.write(tmp_path, ("tiny-mamba",), per_cell=1)
+    build([tmp_path])
+    found = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"needles.png", "needles.svg", "layouts.png", "layouts.svg"} <= found
+    assert (tmp_path / "figures" / "needles.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_summary_in_the_terminal(run: Path) -> None:
+    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(summary([run]))
+    text = console.export_text()
+    assert "Attention does the retrieving" in text
+    assert "tiny-jamba" in text
+    assert "no heads" in text
+
+
+def test_a_report_needs_no_torch(run: Path, tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from needlework.report import build;"
+    code += f"build([Path({str(run)!r})], Path({str(tmp_path)!r}), pictures=False); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

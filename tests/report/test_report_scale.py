@@ -1,0 +1,34 @@
+"""A million trials: the report is built in at most 60 s of computing and 2 GB."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import synthetic
+
+BUILD = """
+import json, resource, sys, time
+from pathlib import Path
+from needlework.report import build
+start = time.process_time()
+path = build([Path(sys.argv[1])])
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"seconds": time.process_time() - start, "peak": peak, "size": path.stat().st_size}))
+"""
+
+
+@pytest.mark.slow
+def test_a_million_trials_in_a_minute_and_two_gigabytes(tmp_path: Path) -> None:
+    synthetic.write(tmp_path / "run")
+    assert synthetic.multiply(tmp_path / "run", 1_000_000) >= 1_000_000
+    (tmp_path / "run" / "run.sqlite-wal").unlink(missing_ok=True)
+    done = subprocess.run([sys.executable, "-c", BUILD, str(tmp_path / "run")], capture_output=True, text=True, check=True)
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"\n1,000,000 trials: {found['seconds']:.1f} s, {found['peak'] / 1e9:.2f} GB, page {found['size'] / 1e6:.1f} MB")
+    assert found["seconds"] <= 60
+    assert found["peak"] <= 2e9
+    assert found["size"] <= 8e6
