@@ -49,7 +49,9 @@ def test_ruler(variant: str, world: str, layout: str, toy: Any) -> None:
         score = make_task({"kind": "ruler", "variant": variant}).score
         assert score(item, Outcome(item.target)) == {"correct": 1, "found": 1}
         assert score(item, Outcome("nothing"))["found"] == 0
-        assert score(item, Outcome(targets[0]))["found"] == pytest.approx(1 / len(targets))
+        part = score(item, Outcome(targets[0]))
+        assert part["found"] == pytest.approx(1 / len(targets))
+        assert part["correct"] == (len(targets) == 1)
 
 
 def test_ruler_variants_differ_as_defined(toy: Any) -> None:
