@@ -1,9 +1,9 @@
 """How compiled CPU kernels are built, fed and spread over threads.
 
 A kernel is a function `kernel(first, stop, *arguments)` that works through the blocks `first..stop-1`; blocks are
-independent of each other, so the result does not depend on how many threads share them. The threads are our own and the
-kernels give up the GIL: numba's parallel loops would bring a second OpenMP runtime beside torch's, abort in a forked child
-and, without OpenMP, refuse calls from two threads at once.
+independent of each other, so the result does not depend on how many threads share them. The threads are our own and
+the kernels give up the GIL: numba's parallel loops would bring a second OpenMP runtime beside torch's, abort in a
+forked child and, without OpenMP, refuse calls from two threads at once.
 """
 
 import os
@@ -19,24 +19,49 @@ from torch import Tensor
 
 Kernel = Callable[..., None]
 
-# What `token_rows` makes of a [batch, time, channels] tensor: one flat array, and the distances of rows and of tokens in it.
+# What `token_rows` makes of a [batch, time, channels] tensor: a flat array, and the distances of rows and tokens in it.
 TOKENS = ("float32[::1]", "int64", "int64")
 
 
-def token_rows(tensor: Tensor) -> tuple[np.ndarray[Any, Any], int, int]:
-    """A [batch, time, channels] tensor whose channels lie side by side, as TOKENS; other layouts cost a copy.
+def dense_channels(tensor: Tensor) -> Tensor:
+    """The tensor with its last axis side by side in memory: itself, also as a slice of a wider one, or else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
-    A slice of a wider projection is taken as it is. A flat array lets the kernel cut out the channels of a token as a dense
-    vector, which a strided array would not be to the compiler.
+
+def token_rows(tensor: Tensor) -> tuple[np.ndarray[Any, Any], int, int]:
+    """A [batch, time, channels] tensor as TOKENS.
+
+    A flat array lets the kernel take the channels of a token as a dense vector, which a strided array would not be to
+    the compiler.
     """
     if tensor.numel() == 0:
         return np.empty(0, np.float32), 0, 0
-    if tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
+    tensor = dense_channels(tensor)
     batch, length, channels = tensor.shape
     rows, tokens = tensor.stride(0), tensor.stride(1)
     size = (batch - 1) * rows + (length - 1) * tokens + channels
     return tensor.as_strided((size,), (1,)).numpy(), rows, tokens
+
+
+GROUP = 64  # channels per block where blocks of a row are walked together: whole vectors, whole cache lines
+
+
+def column_blocks(rows: Tensor) -> int:
+    """How many blocks a [batch, time, channels] tensor has for `columns`."""
+    return int(rows.shape[0] * ((rows.shape[2] + GROUP - 1) // GROUP))
+
+
+@numba.njit  # type: ignore[untyped-decorator]
+def columns(at: int, stop: int, width: int) -> Any:
+    """The row of block `at`, its channels joined with those of the following blocks of that row, and the next block.
+
+    Long contiguous runs keep the prefetcher busy.
+    """
+    groups = (width + GROUP - 1) // GROUP
+    row = at // groups
+    end = min(stop, (row + 1) * groups)
+    low = (at - row * groups) * GROUP
+    return row, low, min(width, low + (end - at) * GROUP), end
 
 
 def compiled(*argument_types: str) -> Callable[[Kernel], Kernel]:
@@ -47,7 +72,8 @@ def compiled(*argument_types: str) -> Callable[[Kernel], Kernel]:
 
         @cache
         def build() -> Kernel:
-            kernel: Kernel = numba.njit(signature, cache=True, nogil=True, fastmath={"contract"})(function)
+            jit = numba.njit(signature, cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
+            kernel: Kernel = jit(function)
             return kernel
 
         def call(*args: Any) -> None:

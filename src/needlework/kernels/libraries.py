@@ -24,7 +24,7 @@ def library_function(module: str, name: str) -> Callable[..., Any] | None:
 
 
 def rglru_scan(x: Tensor, decay: Tensor, state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
-    """accelerated-scan's h_t = gate_t * h_{t-1} + token_t where it is installed; it wants [batch, width, 2**k tokens]."""
+    """accelerated-scan's h_t = gate_t * h_{t-1} + token_t where installed; it wants [batch, width, 2**k tokens]."""
     scan = library_function("accelerated_scan.warp", "scan")
     length = x.shape[1]
     if scan is None or not 0 < length <= _LONGEST:

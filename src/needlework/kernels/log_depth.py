@@ -11,7 +11,7 @@ PIECE = 64  # tokens of the selective scan whose [batch, tokens, inner, n] state
 
 
 def _scan(decay: Tensor, x: Tensor) -> Tensor:
-    """h_t = decay_t * h_{t-1} + x_t along axis 1 from h = 0: each pass doubles the span that a position has summed up."""
+    """h_t = decay_t * h_{t-1} + x_t along axis 1 from h = 0: each pass doubles the span that a position sums up."""
     span = 1
     while span < x.shape[1]:
         reached = x[:, span:] + decay[:, span:] * x[:, :-span]
@@ -45,7 +45,8 @@ def linear_scan(decay: Tensor, x: Tensor, state: Tensor, reset: Tensor | None) -
     if reset is not None:
         decay = decay.masked_fill(reset[..., None], 0.0)
     first = x[:, :1] + decay[:, :1] * state[:, None]
-    hidden: Tensor = _LinearScan.apply(decay, torch.cat([first, x[:, 1:]], dim=1))
+    inputs = torch.cat([first, x[:, 1:]], dim=1)
+    hidden: Tensor = _LinearScan.apply(decay, inputs)  # type: ignore[no-untyped-call]
     return hidden
 
 

@@ -25,8 +25,8 @@ def _advise() -> Any:
 def empty_like(tensor: Tensor) -> Tensor:
     """A dense fp32 tensor of that shape, on huge pages if it is large.
 
-    A large tensor comes from the system untouched, and its first write then costs more in page faults than the whole scan
-    (40 ms against 12 ms for 42 MB). This is a hint: where it is refused, nothing but time is lost.
+    A large tensor comes from the system untouched, and its first write then costs more in page faults than a whole
+    scan (40 ms against 12 ms for 42 MB). This is a hint: where it is refused, nothing but time is lost.
     """
     fresh = torch.empty(tensor.shape, dtype=torch.float32, device=tensor.device)
     size = fresh.numel() * fresh.element_size()

@@ -49,5 +49,5 @@ def rglru_scan(
         return libraries.rglru_scan(x, decay, state, reset)
     mask = torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset
     rows = (tensor.float().contiguous() for tensor in (x, decay, state))
-    out, final = _CpuScan.apply(*rows, mask.contiguous())
+    out, final = _CpuScan.apply(*rows, mask.contiguous())  # type: ignore[no-untyped-call]
     return out.to(x.dtype), final

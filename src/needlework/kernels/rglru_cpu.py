@@ -6,9 +6,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import compiled, run_blocks
-
-GROUP = 64  # columns per block: wide enough for vectors and whole cache lines
+from needlework.kernels.jit import column_blocks, columns, compiled, run_blocks
 
 _ROWS = "float32[:,:,::1]"  # [batch, time, width]
 _MASK = "boolean[:,::1]"  # [batch, time], or [1, 0] for no reset
@@ -36,24 +34,11 @@ def _multiply(left: Any, right: Any, out: Any) -> None:
         out[c] = left[c] * right[c]
 
 
-@numba.njit  # type: ignore[untyped-decorator]
-def _columns(at: int, stop: int, width: int) -> Any:
-    """The row of block `at`, its columns joined with those of the following blocks of that row, and the next block.
-
-    Neighbouring blocks are walked together: long contiguous runs keep the prefetcher busy.
-    """
-    groups = (width + GROUP - 1) // GROUP
-    row = at // groups
-    end = min(stop, (row + 1) * groups)
-    low = (at - row * groups) * GROUP
-    return row, low, min(width, low + (end - at) * GROUP), end
-
-
 @compiled(_ROWS, _ROWS, _MASK, _STATE, _ROWS)
 def _forward(first: int, stop: int, x: Any, decay: Any, reset: Any, state: Any, out: Any) -> None:
     at = first
     while at < stop:
-        row, low, high, at = _columns(at, stop, x.shape[2])
+        row, low, high, at = columns(at, stop, x.shape[2])
         previous = state[row, low:high]
         for t in range(x.shape[1]):
             here = out[row, t, low:high]
@@ -80,7 +65,7 @@ def _backward(
 ) -> None:
     at = first
     while at < stop:
-        row, low, high, at = _columns(at, stop, out.shape[2])
+        row, low, high, at = columns(at, stop, out.shape[2])
         carried = grad_state[row, low:high]  # gradient of the state that leaves the current token
         carried[:] = grad_final[row, low:high]
         for t in range(out.shape[1] - 1, -1, -1):
@@ -95,15 +80,11 @@ def _backward(
                 _multiply(here, decay[row, t, low:high], carried)
 
 
-def _blocks(rows: Tensor) -> int:
-    return int(rows.shape[0] * ((rows.shape[2] + GROUP - 1) // GROUP))
-
-
 def forward(x: Tensor, decay: Tensor, reset: Tensor, state: Tensor, out: Tensor) -> None:
     """Fill `out`. All fp32 and contiguous; `reset` is [batch, time] bool or [1, 0]."""
-    run_blocks(_forward, _blocks(x), *(tensor.numpy() for tensor in (x, decay, reset, state, out)))
+    run_blocks(_forward, column_blocks(x), *(tensor.numpy() for tensor in (x, decay, reset, state, out)))
 
 
 def backward(*tensors: Tensor) -> None:
     """Fill the gradients: decay, reset, state, out, grad_out, grad_final -> grad_x, grad_decay, grad_state."""
-    run_blocks(_backward, _blocks(tensors[3]), *(tensor.numpy() for tensor in tensors))
+    run_blocks(_backward, column_blocks(tensors[3]), *(tensor.numpy() for tensor in tensors))

@@ -11,7 +11,9 @@ from needlework.kernels import libraries
 from needlework.kernels import selective_scan_cpu as cpu
 from needlework.kernels import selective_scan_grad_cpu as grad_cpu
 from needlework.kernels.checks import check_reset, check_shape
+from needlework.kernels.jit import dense_channels
 from needlework.kernels.memory import empty_like
+from needlework.kernels.tiles import LANES, TILE, groups
 
 
 class _CpuScan(torch.autograd.Function):
@@ -21,8 +23,8 @@ class _CpuScan(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         state, bias, skip, z = rest
         batch, length, inner = x.shape
-        tiles = (length + cpu.TILE - 1) // cpu.TILE
-        saved = x.new_empty(batch if keep else 0, tiles, cpu.groups(inner), A.shape[1], cpu.LANES)
+        tiles = (length + TILE - 1) // TILE
+        saved = x.new_empty(batch if keep else 0, tiles, groups(inner), A.shape[1], LANES)
         out, final = empty_like(x), torch.empty_like(state)
         cpu.forward(x, dt, A, B, C, reset, state, bias, skip, z, out, final, saved)
         ctx.save_for_backward(x, dt, A, B, C, reset, saved, bias, skip, z)
@@ -38,15 +40,16 @@ class _CpuScan(torch.autograd.Function):
         grad_final = x.new_zeros(batch, *A.shape) if grad_final is None else grad_final.contiguous()
         grad_x, grad_dt, grad_z = empty_like(x), empty_like(x), empty_like(z)
         grad_state, grad_A = torch.empty_like(grad_final), torch.empty_like(grad_final)
-        grad_B = x.new_empty(batch, cpu.groups(inner), length, A.shape[1])
+        grad_B = x.new_empty(batch, groups(inner), length, A.shape[1])
         grad_C = torch.empty_like(grad_B)
-        grad_bias, grad_skip = x.new_zeros(batch, bias.numel()), x.new_zeros(batch, skip.numel())
+        grad_bias, grad_skip = x.new_empty(batch, inner), x.new_empty(batch, inner)
         grad_cpu.backward(
             *(x, dt, A, B, C, reset, saved, bias, skip, z, grad_out, grad_final),
-            *(grad_x, grad_dt, grad_A, grad_B, grad_C, grad_state, grad_bias, grad_skip, grad_z),
+            *(grad_x, grad_dt, grad_z, grad_A, grad_B, grad_C, grad_state, grad_bias, grad_skip),
         )
         scan = (grad_x, grad_dt, grad_A.sum(0), grad_B.sum(1), grad_C.sum(1), grad_state)
-        return None, None, *scan, grad_bias.sum(0), grad_skip.sum(0), grad_z
+        vectors = (grad.sum(0) if used.numel() else None for grad, used in ((grad_bias, bias), (grad_skip, skip)))
+        return None, None, *scan, *vectors, grad_z
 
 
 def selective_scan(
@@ -68,7 +71,7 @@ def selective_scan(
     first token (zeros when None). reset: bool [batch, time]; where True the state is cut before that token.
     Three neighbours of the scan can be computed along with it: with dt_bias [inner], dt is first replaced by
     softplus(dt + dt_bias); skip [inner] adds skip * x to y; z [batch, time, inner] multiplies y by silu(z).
-    Channels should lie side by side in memory (x, dt, z may be slices of a wider tensor); other layouts are copied once.
+    Channels should lie side by side in memory (x, dt, z may be slices of a wider tensor); others are copied once.
     Differentiable in every floating-point argument, through both results.
     """
     _check(x, dt, A, B, C, state, reset, dt_bias, skip, z)
@@ -78,10 +81,11 @@ def selective_scan(
     mask = torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset.contiguous()
     none = torch.empty(0)
     vectors = [none if tensor is None else tensor for tensor in (dt_bias, skip)]
-    gate = none.view(0, 0, 0) if z is None else z.float()
-    inputs = (x.float(), dt.float(), *(tensor.float().contiguous() for tensor in (A, B, C, state, *vectors)), gate)
+    gate = none.view(0, 0, 0) if z is None else z
+    x_rows, dt_rows, z_rows = (dense_channels(tensor.float()) for tensor in (x, dt, gate))
+    inputs = (x_rows, dt_rows, *(tensor.float().contiguous() for tensor in (A, B, C, state, *vectors)), z_rows)
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    y, final = _CpuScan.apply(keep, mask, *inputs)
+    y, final = _CpuScan.apply(keep, mask, *inputs)  # type: ignore[no-untyped-call]
     return y.to(x.dtype), final
 
 

@@ -1,7 +1,7 @@
 """exp, sigmoid and softplus in fp32 as plain arithmetic.
 
-The compiler turns these into vector code, which it cannot do with calls into libm. They are accurate to about 1e-7 and let
-NaN through.
+The compiler turns these into vector code, which it cannot do with calls into libm. They are accurate to about 1e-7 and
+let NaN through.
 """
 
 from typing import Any
@@ -23,7 +23,8 @@ _C4, _C5, _C6 = np.float32(9.6184373578e-3), np.float32(1.3398874422e-3), np.flo
 _L3, _L5, _L7 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7)
 _L9, _L11, _L13 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13)
 
-inlined = numba.njit(fastmath={"contract"}, inline="always")
+# error_model: a division that may raise ZeroDivisionError cannot become vector code.
+inlined = numba.njit(fastmath={"contract"}, error_model="numpy", inline="always")
 
 
 @intrinsic  # type: ignore[untyped-decorator]

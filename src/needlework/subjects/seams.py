@@ -1,8 +1,8 @@
-"""Scoped replacements inside transformers' modeling code: our scans, and prefill that can be continued.
+"""Scoped replacements inside transformers' modeling code: our kernels, and prefill that can be continued.
 
-Two families of recurrent layers cannot take a second multi-token chunk in transformers: RecurrentGemma overwrites its
-convolution state, and the Mamba-1 mixers call a scan that has no initial state. `fast_kernels` mends both for as long as
-it is open, on the class or module that owns the code, and puts everything back.
+Two kinds of recurrent layers cannot take a second multi-token chunk in transformers: RecurrentGemma overwrites its
+convolution state, and the Mamba-1 mixers call a scan that has no initial state. `fast_kernels` mends both for as long
+as it is open, on the class or module that owns the code, and puts everything back.
 """
 
 import importlib
@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from needlework.kernels import rglru_scan, selective_scan
+from needlework.kernels import causal_conv, gated_rglru, selective_scan
+from needlework.kernels.libraries import library_function
 
 MAMBA1_MIXERS = {
     "jamba": "JambaMambaMixer",
@@ -24,16 +25,29 @@ MAMBA1_MIXERS = {
     "mamba": "MambaMixer",
     "falcon_mamba": "FalconMambaMixer",
 }
+MENDED = {"recurrent_gemma", *MAMBA1_MIXERS}
+
+# Families whose own code continues a prefill with several tokens at once, as the tests show. MiniMax does not.
+_STOCK_CONTINUES = {
+    "bailing_hybrid", "bamba", "falcon_h1", "gemma3", "gemma3_text", "glm5_next", "glm5_next_text",
+    "granitemoehybrid", "hrm_text", "inkling", "inkling_text", "kimi_linear", "lfm2", "lfm2_moe", "llama", "mamba2",
+    "nemotron_h", "olmo_hybrid", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
+    "qwen3_next", "qwen4_exp", "qwen4_exp_text", "zamba2", "zaya",
+}  # fmt: skip
 
 
-def _modeling(model_type: str) -> Any:
-    return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+def continues_prefill(model_type: str, fast: bool) -> bool:
+    """Whether several tokens at once may follow a prefill, with stock code or (`fast`) inside `fast_kernels`.
+
+    An unknown family does not: feed it token by token, which is right everywhere.
+    """
+    return model_type in _STOCK_CONTINUES or (fast and model_type in MENDED)
 
 
 # --- RecurrentGemma ---------------------------------------------------------------------------------------------------
 
 
-def _recurrent_block_forward(
+def _recurrent_block(
     self: Any,
     input_states: Tensor,
     position_ids: Tensor,
@@ -41,141 +55,155 @@ def _recurrent_block_forward(
     use_cache: bool | None = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """A recurrent block that starts from `conv1d_state` and `recurrent_states`, however many tokens come.
+    """A recurrent block that goes on from `conv1d_state` and `recurrent_states`, however many tokens come.
 
-    A row whose first position is 0 starts a new sequence: both states of that row count as zero.
+    A row whose first position is 0 starts a new sequence: what its states hold counts as zero.
     """
-    batch, length, _ = input_states.shape
     gate = self.act_fn(self.linear_y(input_states))
-    x = self.linear_x(input_states).transpose(1, 2)  # [batch, width, time]
-    context = _conv_context(self, x, position_ids) if use_cache else x.new_zeros(*x.shape[:2], self.conv1d_width - 1)
-    x = torch.cat([context, x], dim=-1)
-    conv = nn.functional.conv1d(x, self.conv_1d.weight, self.conv_1d.bias, groups=self.conv_1d.groups)
+    x = self.linear_x(input_states)  # [batch, time, width]
+    context = _conv_context(self, x, position_ids) if use_cache else None
     if not use_cache:
+        self.conv1d_state = self.rg_lru.recurrent_states = None
+    hidden = self.rg_lru(causal_conv(x, self.conv_1d.weight[:, 0], self.conv_1d.bias, context), position_ids)
+    if context is None:
         self.rg_lru.recurrent_states = None
-    hidden = self.rg_lru(conv.transpose(1, 2), position_ids)
-    self.conv1d_state = x[..., length:] if use_cache else None
-    if not use_cache:
-        self.rg_lru.recurrent_states = None
+    else:
+        seen = x if x.shape[1] >= context.shape[1] else torch.cat([context, x], dim=1)
+        self.conv1d_state = seen[:, seen.shape[1] - context.shape[1] :].transpose(1, 2).contiguous()
     return self.linear_out(hidden * gate), None
 
 
 def _conv_context(block: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """The inputs before this chunk, [batch, width, conv - 1]; zeros for rows that start a sequence."""
-    batch, width, _ = x.shape
+    """The inputs before this chunk, [batch, taps - 1, width]; zeros for rows that start a sequence."""
+    batch, _, width = x.shape
     if block.conv1d_state is None or block.conv1d_state.shape[0] != batch:
         block.rg_lru.recurrent_states = torch.zeros(batch, width, device=x.device)
-        return x.new_zeros(batch, width, block.conv1d_width - 1)
+        return x.new_zeros(batch, block.conv1d_width - 1, width)
     starts = position_ids[:, :1, None] == 0  # [batch or 1, 1, 1]
-    context: Tensor = block.conv1d_state.masked_fill(starts, 0.0)
+    context: Tensor = block.conv1d_state.transpose(1, 2).masked_fill(starts, 0.0)
     return context
 
 
-def _rnn_scan(
-    self: Any, hidden_states: Tensor, recurrent_gate: Tensor, reset: Tensor, recurrent_states: Tensor | None, **_: Any
-) -> tuple[Tensor, Tensor]:
-    batch, length, _ = hidden_states.shape
-    return rglru_scan(hidden_states, recurrent_gate, recurrent_states, reset[..., 0].expand(batch, length))
+def _rglru(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
+    """RecurrentGemma's RG-LRU: the projections of its gates head by head, then our kernel."""
+    batch, length, width = activations.shape
+    by_head = activations.reshape(batch * length, self.num_attention_heads, self.block_width).transpose(0, 1)
+    gate_in, gate_keep = (
+        torch.baddbmm(bias[:, None], by_head, weight).transpose(0, 1).reshape(batch, length, width)
+        for weight, bias in (
+            (self.input_gate_weight, self.input_gate_bias),
+            (self.recurrent_gate_weight, self.recurrent_gate_bias),
+        )
+    )
+    rate = 8.0 * functional.softplus(self.recurrent_param)
+    reset = (position_ids == 0).expand(batch, length)
+    hidden, self.recurrent_states = gated_rglru(activations, gate_in, gate_keep, rate, self.recurrent_states, reset)
+    return hidden
 
 
 # --- Mamba-1 ----------------------------------------------------------------------------------------------------------
 
-# The recurrent states that the running mixer continues from, one per call of the scan that is still to come.
+# The recurrent states that the running mixer goes on from, one for each call of the scan that is still to come.
 _initial_states: ContextVar[Iterator[Tensor] | None] = ContextVar("initial_states", default=None)
 
 
-def _continuing(stock_forward: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _continuing(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The mixer's own forward, with the layer's recurrent state laid out for the scan that it will call."""
 
     def forward(self: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        # Asked for here, because the mixer's convolution marks the cache as filled before the scan is called.
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
-        if state is None:
-            states = None
-        else:  # Zamba keeps [batch, heads, inner, n] and scans head by head
-            states = iter(state.unbind(1) if state.dim() == 4 else [state])
+        # Zamba keeps [batch, heads, inner, n] and scans head by head.
+        states = None if state is None else iter(state.unbind(1) if state.dim() == 4 else [state])
         token = _initial_states.set(states)
         try:
-            return stock_forward(self, hidden_states, cache_params, *args, **kwargs)
+            return stock(self, hidden_states, cache_params, *args, **kwargs)
         finally:
             _initial_states.reset(token)
 
     return forward
 
 
-def _mamba_selective_scan(
-    hidden_states: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    delta_bias: Tensor | None = None,
-    delta_softplus: bool = False,
-    return_last_state: bool = False,
-    **_: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`mamba_selective_scan` of the modeling code (channels before time), continuing from the layer's state."""
-    states = _initial_states.get()
-    if delta_bias is not None:
-        dt = dt + delta_bias.to(dt.dtype)[:, None]
-    if delta_softplus:
-        dt = nn.functional.softplus(dt)
-    time_first = (tensor.transpose(1, 2) for tensor in (B, C))
-    out, final = selective_scan(
-        hidden_states.transpose(1, 2), dt.transpose(1, 2), A, *time_first, state=None if states is None else next(states)
-    )
-    out = out.transpose(1, 2)
-    if D is not None:
-        out = out + hidden_states * D[:, None]
-    if z is not None:
-        out = out * nn.functional.silu(z)
-    return (out, final) if return_last_state else out
+def _conv_for(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`causal_conv1d_fn` of the modeling code, [batch, channels, time], laid out so that no one copies it later."""
+
+    def causal_conv1d_fn(
+        hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
+    ) -> Tensor:
+        packed = any(kwargs.get(name) is not None for name in ("seq_idx", "cu_seqlens"))
+        if hidden_states.device.type != "cpu" or activation not in (None, "silu") or packed:
+            return stock(hidden_states, weight, bias, activation=activation, **kwargs)
+        return causal_conv(hidden_states.transpose(1, 2), weight, bias, silu=activation == "silu").transpose(1, 2)
+
+    return causal_conv1d_fn
+
+
+def _scan_for(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """`mamba_selective_scan` of the modeling code (channels before time), going on from the layer's state."""
+
+    def mamba_selective_scan(
+        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
+        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
+        return_last_state: bool = False, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        states = _initial_states.get()
+        made_for_device = hidden_states.device.type != "cpu" and library_function("mamba_ssm", "selective_scan_fn")
+        if states is None and made_for_device:
+            options: dict[str, Any] = {"delta_bias": delta_bias, "delta_softplus": delta_softplus, **kwargs}
+            return stock(hidden_states, dt, A, B, C, D=D, z=z, return_last_state=return_last_state, **options)
+        bias = dt.new_zeros(dt.shape[1]) if delta_bias is None else delta_bias
+        if not delta_softplus:
+            dt = dt + bias[:, None]
+        x, dt, B, C = (tensor.transpose(1, 2) for tensor in (hidden_states, dt, B, C))
+        state = None if states is None else next(states)
+        gate = None if z is None else z.transpose(1, 2)
+        y, final = selective_scan(x, dt, A, B, C, state, dt_bias=bias if delta_softplus else None, skip=D, z=gate)
+        return (y.transpose(1, 2), final) if return_last_state else y.transpose(1, 2)
+
+    return mamba_selective_scan
 
 
 # --- opening and closing ----------------------------------------------------------------------------------------------
 
 
 def _replacements(model_type: str) -> list[tuple[Any, str, Any]]:
-    """(owner, name, replacement) for every piece of code that this family has replaced."""
+    """(owner, name, replacement) for every piece of code that is replaced in this family."""
+    if model_type not in MENDED:
+        return []
+    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     if model_type == "recurrent_gemma":
-        modeling = _modeling(model_type)
-        return [
-            (modeling.RecurrentGemmaRecurrentBlock, "forward", _recurrent_block_forward),
-            (modeling.RecurrentGemmaRglru, "_rnn_scan", _rnn_scan),
-        ]
-    if model_type in MAMBA1_MIXERS:
-        modeling = _modeling(model_type)
-        mixer = getattr(modeling, MAMBA1_MIXERS[model_type])
-        return [
-            (mixer, "forward", _continuing(mixer.forward)),
-            (modeling, "mamba_selective_scan", _mamba_selective_scan),
-        ]
-    return []
-
-
-def continues_prefill(model_type: str, fast: bool) -> bool:
-    """Whether a family takes several tokens at once after a prefill: stock code does not where `fast_kernels` mends it."""
-    return fast or model_type not in {"recurrent_gemma", *MAMBA1_MIXERS}
+        block, unit = modeling.RecurrentGemmaRecurrentBlock, modeling.RecurrentGemmaRglru
+        return [(block, "forward", _recurrent_block), (unit, "forward", _rglru)]
+    mixer = getattr(modeling, MAMBA1_MIXERS[model_type])
+    return [
+        (mixer, "forward", _continuing(mixer.forward)),
+        (modeling, "causal_conv1d_fn", _conv_for(modeling.causal_conv1d_fn)),
+        (modeling, "mamba_selective_scan", _scan_for(modeling.mamba_selective_scan)),
+    ]
 
 
 _lock = threading.Lock()
-_open: dict[str, tuple[int, ExitStack]] = {}  # model type -> how many scopes are open, what the last one undoes
+_open: dict[str, tuple[int, ExitStack]] = {}  # model type -> how many scopes are open, and what the last one undoes
+
+
+def _replace(model_type: str) -> ExitStack:
+    with ExitStack() as undo:
+        for owner, name, replacement in _replacements(model_type):
+            undo.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, replacement)
+        return undo.pop_all()
 
 
 @contextmanager
 def fast_kernels(model: nn.Module) -> Iterator[None]:
     """While open, `model`'s family runs on our kernels and continues a prefill correctly; no-op for other families.
 
-    Scopes may nest and may overlap between threads; the stock code is back when the last one closes. RecurrentGemma keeps
-    its state on its modules: a chunk whose position_ids start at 0 starts a new sequence, any other continues.
+    Scopes may nest and may overlap between threads; the stock code is back when the last one closes. RecurrentGemma
+    keeps its state on its modules: a chunk whose position_ids start at 0 starts a new sequence, any other goes on.
     """
-    model_type = str(getattr(model.config, "model_type", ""))
+    model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
     with _lock:
-        depth, undo = _open.get(model_type, (0, ExitStack()))
-        if depth == 0:
-            for owner, name, replacement in _replacements(model_type):
-                undo.enter_context(patch.object(owner, name, replacement))
+        depth, undo = _open[model_type] if model_type in _open else (0, _replace(model_type))
         _open[model_type] = (depth + 1, undo)
     try:
         yield

@@ -1,0 +1,116 @@
+"""Causal depthwise convolution over tokens on the CPU, with an optional SiLU, forward and backward.
+
+A block is a group of channels of one batch row; neighbouring groups are walked together, token after token.
+"""
+
+from typing import Any
+
+import numba
+import numpy as np
+from torch import Tensor
+
+from needlework.kernels.jit import TOKENS, column_blocks, columns, compiled, run_blocks, token_rows
+from needlework.kernels.vector_math import ONE, ZERO, sigmoid
+
+_MATRIX = "float32[:,::1]"  # weight, bias and their gradients: [taps or 1, channels]
+_DENSE = "float32[:,:,::1]"
+
+_helper = numba.njit(fastmath={"contract"}, error_model="numpy")
+
+
+@_helper  # type: ignore[untyped-decorator]
+def _add_product(left: Any, right: Any, total: Any) -> None:
+    for c in range(total.size):
+        total[c] += left[c] * right[c]
+
+
+@_helper  # type: ignore[untyped-decorator]
+def _token(x: Any, at: int, pitch: int, context: Any, t: int, low: int, high: int) -> Any:
+    """The channels of token t; tokens before the first come from the context, [taps - 1, channels]."""
+    if t < 0:
+        return context[t + context.shape[0], low:high]
+    start = at + t * pitch
+    return x[start + low : start + high]
+
+
+@_helper  # type: ignore[untyped-decorator]
+def _convolve(
+    x: Any, at: int, pitch: int, context: Any, weight: Any, bias: Any, t: int, low: int, high: int, out: Any
+) -> None:
+    taps = weight.shape[0]
+    out[:] = bias[0, low:high]
+    for tap in range(taps):
+        _add_product(weight[tap, low:high], _token(x, at, pitch, context, t - taps + 1 + tap, low, high), out)
+
+
+@_helper  # type: ignore[untyped-decorator]
+def _silu(values: Any) -> None:
+    for c in range(values.size):
+        values[c] *= sigmoid(values[c])
+
+
+@compiled(*TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", _DENSE)
+def _forward(
+    first: int, stop: int, x: Any, x_row: int, x_pitch: int, context: Any, weight: Any, bias: Any, silu: bool, out: Any
+) -> None:
+    at = first
+    while at < stop:
+        row, low, high, at = columns(at, stop, out.shape[2])
+        for t in range(out.shape[1]):
+            here = out[row, t, low:high]
+            _convolve(x, row * x_row, x_pitch, context[row], weight, bias, t, low, high, here)
+            if silu:
+                _silu(here)
+
+
+@_helper  # type: ignore[untyped-decorator]
+def _silu_grad(before: Any, grad: Any) -> None:
+    """From the gradient of silu(before) to that of `before`, in place of `before`."""
+    for c in range(grad.size):
+        s = sigmoid(before[c])
+        before[c] = grad[c] * s * (ONE + before[c] * (ONE - s))
+
+
+@compiled(*TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", *TOKENS, _DENSE, _DENSE, _DENSE, _DENSE)
+def _backward(
+    first: int, stop: int, x: Any, x_row: int, x_pitch: int, context: Any, weight: Any, bias: Any, silu: bool,
+    grad_out: Any, grad_row: int, grad_pitch: int, grad_x: Any, grad_context: Any, grad_weight: Any, grad_bias: Any,
+) -> None:  # fmt: skip
+    taps = weight.shape[0]
+    at = first
+    while at < stop:
+        row, low, high, at = columns(at, stop, grad_x.shape[2])
+        grad = np.empty(high - low, np.float32)  # of the convolution's result at one token
+        grad_context[row, :, low:high], grad_weight[row, :, low:high], grad_bias[row, 0, low:high] = ZERO, ZERO, ZERO
+        for t in range(grad_x.shape[1]):
+            start = row * grad_row + t * grad_pitch
+            if silu:
+                _convolve(x, row * x_row, x_pitch, context[row], weight, bias, t, low, high, grad)
+                _silu_grad(grad, grad_out[start + low : start + high])
+            else:
+                grad[:] = grad_out[start + low : start + high]
+            grad_bias[row, 0, low:high] += grad
+            grad_x[row, t, low:high] = ZERO
+            for tap in range(taps):
+                source = t - taps + 1 + tap
+                seen = _token(x, row * x_row, x_pitch, context[row], source, low, high)
+                _add_product(grad, seen, grad_weight[row, tap, low:high])
+                if source < 0:
+                    _add_product(grad, weight[tap, low:high], grad_context[row, source + taps - 1, low:high])
+                else:
+                    _add_product(grad, weight[tap, low:high], grad_x[row, source, low:high])
+
+
+def forward(x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, silu: bool, out: Tensor) -> None:
+    """Fill out. context is [batch, taps - 1, channels], weight [taps, channels], bias [1, channels]."""
+    dense = (tensor.numpy() for tensor in (context, weight, bias))
+    run_blocks(_forward, column_blocks(out), *token_rows(x), *dense, silu, out.numpy())
+
+
+def backward(
+    x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, silu: bool, grad_out: Tensor, *grads: Tensor
+) -> None:
+    """Fill the gradients of x, context, weight and bias; the last two come per batch row."""
+    dense = (tensor.numpy() for tensor in (context, weight, bias))
+    filled = (tensor.numpy() for tensor in grads)
+    run_blocks(_backward, column_blocks(grads[0]), *token_rows(x), *dense, silu, *token_rows(grad_out), *filled)
