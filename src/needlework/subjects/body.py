@@ -82,9 +82,9 @@ class Body:
             if self.kernels == "fast":
                 stack.enter_context(fast_kernels(self.model))
             stack.enter_context(torch.inference_mode())
-            was_training = self.model.training
+            training = [module for module in self.model.modules() if module.training]
             self.model.eval()
-            stack.callback(self.model.train, was_training)
+            stack.callback(_train, training)
             yield
 
     def _hooked(self, rows: Rows) -> AbstractContextManager[None]:
@@ -210,3 +210,9 @@ class Body:
             raise NeedleworkError(
                 f"{tokens} tokens are more than the {most} that {self.anatomy.architecture} allows; shorten the prompt or the answer"
             )
+
+
+def _train(modules: Sequence[nn.Module]) -> None:
+    """These modules, and no others, are in training mode again."""
+    for module in modules:
+        module.training = True

@@ -1,0 +1,115 @@
+"""A row of a batch is the run by itself: mixed prompts, lengths, interventions; left padding; no padding at all."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cases
+import needlework as nw
+from needlework.requests import Answer
+
+PROMPTS = [cases.PROMPT, cases.TWIN, cases.PROMPT[:7], cases.PROMPT + cases.MORE]
+
+
+def _some(name: str) -> list[nw.Intervention]:
+    heads = [nw.KeepHeads(k=1), nw.LimitContext(tokens=3), nw.AblateAttention(phase="decode")]
+    mixers = [nw.AblateRecurrent(), nw.ResetState(at=4)]
+    some: list[nw.Intervention] = [nw.NONE]
+    return some + (heads if name not in cases.NO_HEADS else []) + (mixers if name not in cases.NO_MIXER else [])
+
+
+def _same(a: Answer, b: Answer, tolerance: float = 1e-4) -> None:
+    assert (a.tokens, a.finish, a.error, a.receipt) == (b.tokens, b.finish, b.error, b.receipt)
+    assert a.logprobs == pytest.approx(b.logprobs, abs=tolerance)
+    assert a.margins == pytest.approx(b.margins, abs=10 * tolerance)
+
+
+@cases.each(cases.ALL)
+def test_mixed_rows_equal_single_runs(name: str) -> None:
+    """Four prompts of three lengths, each under every intervention, in one call; every third of them by itself."""
+    subject = cases.subject(name)
+    rows = [(prompt, act) for prompt in PROMPTS for act in _some(name)]
+    together = subject.generate([p for p, _ in rows], interventions=[a for _, a in rows], max_new_tokens=4)
+    for (prompt, act), answer in list(zip(rows, together, strict=True))[::3]:
+        _same(answer, subject.generate([prompt], act, max_new_tokens=4)[0])
+
+
+@cases.each(cases.WITH_HEADS)
+def test_shared_keys_equal_copied_keys(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked rows that read the prompt's keys in place answer as rows that own a copy."""
+    subject = cases.subject(name)
+    if not subject.body.shareable:
+        pytest.skip("its keys are changed after the cache returns them: rows always own a copy")
+    acts = [nw.NONE, nw.KeepHeads(k=1, phase="decode"), nw.LimitContext(tokens=4, sinks=1, phase="decode")]
+    shared = subject.generate([cases.PROMPT] * 3, interventions=acts, max_new_tokens=5)
+    monkeypatch.setattr(subject.body, "shareable", False)
+    for a, b in zip(shared, subject.generate([cases.PROMPT] * 3, interventions=acts, max_new_tokens=5), strict=True):
+        _same(a, b)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "jamba", "recurrent_gemma", "zamba2"])
+def test_a_small_budget_changes_nothing(name: str) -> None:
+    """Whatever fits at once, and in whatever order rows come: the answers are the same."""
+    subject = cases.subject(name)
+    rows = [(prompt, act) for prompt in PROMPTS for act in _some(name)]
+
+    def ask(subject: nw.Subject, rows: list[tuple[tuple[int, ...], nw.Intervention]]) -> list[Answer]:
+        return subject.generate([p for p, _ in rows], interventions=[a for _, a in rows], max_new_tokens=3)
+
+    whole = ask(subject, rows)
+    small = nw.Subject(subject.body, memory_bytes=1)
+    for a, b in zip(whole, ask(small, rows), strict=True):
+        _same(a, b)
+    for a, b in zip(whole[::-1], ask(subject, rows[::-1]), strict=True):
+        _same(a, b)
+
+
+@cases.each(cases.ALL)
+def test_left_padding_changes_no_answer(name: str) -> None:
+    subject = cases.subject(name)
+    ids = torch.zeros(2, 12, dtype=torch.long)
+    ids[0], ids[1, 4:] = torch.tensor(cases.PROMPT), torch.tensor(cases.PROMPT[:8])
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    act = _some(name)[1]
+    for prompt_tokens in (None, 9):
+        padded = subject.logits(ids, act, attention_mask=mask, prompt_tokens=prompt_tokens)
+        short = None if prompt_tokens is None else prompt_tokens - 4
+        alone = subject.logits([cases.PROMPT[:8]], act, prompt_tokens=short)
+        assert cases.apart(padded[1:, 4:], alone) < 1e-4
+        assert cases.apart(padded[:1], subject.logits([cases.PROMPT], act, prompt_tokens=prompt_tokens)) < 1e-4
+        assert bool((padded[1, :4] == 0).all())
+
+
+@pytest.mark.parametrize("mask", [[[1, 1, 0]], [[0, 1, 0]], [[1, 0, 1]], [[1, 1]], [[0, 0, 0]]])
+def test_any_other_mask_is_refused(mask: list[list[int]]) -> None:
+    with pytest.raises(nw.NeedleworkError, match="left padding only"):
+        cases.subject("llama").logits([[5, 6, 7]], attention_mask=torch.tensor(mask))
+
+
+@cases.each(cases.ALL)
+def test_choices_are_plain_forwards(name: str) -> None:
+    """Options of different lengths, scored after one reading of the prompt: full forwards give the same."""
+    subject = cases.subject(name)
+    options = [(5,), (9, 33, 7), (64, 8), (70, 71, 72, 73)]
+    found = subject.choices([cases.PROMPT, cases.PROMPT[:6]], [options, options[:2]])
+    for prompt, some, scores in ((cases.PROMPT, options, found[0]), (cases.PROMPT[:6], options[:2], found[1])):
+        for option, logprobs in zip(some, scores.logprobs, strict=True):
+            logits = subject.logits([prompt + option])[0, len(prompt) - 1 : -1].log_softmax(-1)
+            expected = logits.gather(1, torch.tensor(option)[:, None])[:, 0].tolist()
+            assert logprobs == pytest.approx(expected, abs=cases.between_routes(name))
+        assert scores.totals == pytest.approx([sum(x) for x in scores.logprobs])
+        assert scores.best == max(range(len(some)), key=lambda i: scores.totals[i])
+
+
+@pytest.mark.parametrize("name", ["llama", "recurrent_gemma"])
+def test_choices_under_an_intervention_are_forwards_under_it(name: str) -> None:
+    subject, options = cases.subject(name), [(9, 33, 7), (64,)]
+    acts = [nw.KeepHeads(k=2), nw.LimitContext(tokens=3), nw.NONE]
+    for act, scores in zip(acts, subject.choices([cases.PROMPT] * 3, [options] * 3, interventions=acts), strict=True):
+        for option, logprobs in zip(options, scores.logprobs, strict=True):
+            logits = subject.logits([cases.PROMPT + option], act)[0, len(cases.PROMPT) - 1 : -1].log_softmax(-1)
+            expected = logits.gather(1, torch.tensor(option)[:, None])[:, 0].tolist()
+            assert logprobs == pytest.approx(expected, abs=1e-4)
