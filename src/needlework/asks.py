@@ -148,4 +148,4 @@ def chunks(work: Work, most_asks: int, most_flops: float) -> Iterator[Sequence[A
 
 def answer_tokens(ask: Ask) -> int:
     """How many tokens are read after the prompt, at most."""
-    return sum(map(len, ask.item.options)) if ask.settings.mode != "generate" else ask.settings.max_new_tokens
+    return sum(map(len, ask.options())) if ask.settings.mode != "generate" else ask.settings.max_new_tokens

@@ -123,7 +123,8 @@ class FakeActor:
             time.sleep(self.pause)
             seed = _number(request.prompt, str(request.intervention), batch if self.batchwise else "")
             tokens = (int(seed * 1000),)
-            yield i, Answer(tokens, (-seed,), (seed,), Receipt({(0, "decode"): {"positions": 1}}), "stop", text=str(tokens[0]))
+            receipt = Receipt({(0, "decode"): {"positions": 1}})
+            yield i, Answer(tokens, (-seed,), (seed,), receipt, "stop", text=str(tokens[0]))
 
     def scores(self, asked: Sequence[tuple[Request, Sequence[tuple[int, ...]]]]) -> Iterator[tuple[int, FakeScores]]:
         self.calls += 1

@@ -219,7 +219,7 @@ def test_a_store_of_another_model_is_refused(plan_file: Path, tmp_path: Path, ot
 
 def test_a_store_with_models_that_this_run_lacks_is_refused(plan_file: Path, tmp_path: Path) -> None:
     go(plan_file, tmp_path / "out")
-    with pytest.raises(NeedleworkError, match="holds trials of alpha .* which this run does not have"):
+    with pytest.raises(NeedleworkError, match=r"holds trials of alpha .* which this run does not have"):
         go(plan_file, tmp_path / "out", models=["beta"])
 
 

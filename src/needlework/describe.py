@@ -1,0 +1,149 @@
+"""What a plan would run: trials, prefills after sharing, and about how long and how much memory it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from needlework.asks import Ask, Work, answer_tokens
+from needlework.live import LiveModels, Models
+from needlework.plan import Plan
+from needlework.requests import prepare
+from needlework.trials import expand
+
+_EXACT = 20_000  # questions; of more than that, every n-th prompt is looked at
+# Seen on two CPU cores; a guess for anything else. A decode step moves few rows through the same weights, so it is slower.
+_FLOPS = {"prefill": 1.5e10, "decode": 6e9}
+_TRIAL_SECONDS = 0.002  # preparing, scoring and writing
+_ROWS = 256  # decode together
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One experiment on one model."""
+
+    experiment: str
+    model: str
+    trials: int
+    conditions: int
+    prefills: int  # readings of a prompt that this experiment needs; experiments share them too
+    prompt_tokens: int  # of the longest prompt
+
+
+@dataclass(frozen=True)
+class Total:
+    """All that one model is asked, each question once."""
+
+    model: str
+    trials: int
+    questions: int
+    prefills: int
+    seconds: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class Description:
+    plan: str
+    parts: tuple[Part, ...]
+    totals: tuple[Total, ...]
+    notes: tuple[str, ...] = field(default=())  # conditions left out, samples that repeat
+
+    @property
+    def trials(self) -> int:
+        return sum(total.trials for total in self.totals)
+
+    @property
+    def prefills(self) -> int:
+        return sum(total.prefills for total in self.totals)
+
+    @property
+    def seconds(self) -> float:
+        return sum(total.seconds for total in self.totals)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Models are loaded one after the other."""
+        return max(total.memory_bytes for total in self.totals)
+
+    def text(self) -> str:
+        """The table that `needlework plan` prints."""
+        rows = [("experiment", "model", "conditions", "trials", "prefills", "longest prompt")]
+        rows += [
+            (p.experiment, p.model, f"{p.conditions:,}", f"{p.trials:,}", f"{p.prefills:,}", f"{p.prompt_tokens:,}")
+            for p in self.parts
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(6)]
+        lines = ["  ".join([*map(str.ljust, row[:2], widths), *map(str.rjust, row[2:], widths[2:])]) for row in rows]
+        lines += [
+            f"{t.model}: {t.questions:,} questions for {t.trials:,} trials, {t.prefills:,} prefills,"
+            f" about {_time(t.seconds)}, about {t.memory_bytes / 2**20:,.0f} MiB"
+            for t in self.totals
+        ]
+        whole = f"in all {self.trials:,} trials, {self.prefills:,} prefills, about {_time(self.seconds)}"
+        return "\n".join([*lines, *self.notes, f"{whole}, about {self.memory_bytes / 2**20:,.0f} MiB"])
+
+
+def describe(plan: Plan, source: Models | None = None) -> Description:
+    """Look at every model and expand every trial; nothing is loaded, run or written."""
+    source = source or LiveModels()
+    works = [expand(plan, source.look(model)) for model in plan.models.values()]
+    notes = [note for work in works for note in work.skipped]
+    repeated = [(work.repeated, work.sketch.name) for work in works if work.repeated]
+    notes += [f"{count} samples of {name} are the same question twice and count once" for count, name in repeated]
+    parts = [part for work in works for part in _parts(plan, work)]
+    return Description(plan.name, tuple(parts), tuple(_total(work) for work in works), tuple(notes))
+
+
+def _parts(plan: Plan, work: Work) -> Iterable[Part]:
+    for experiment in plan.experiments:
+        asks = [ask for ask in work.asks if any(home.experiment == experiment.name for home in ask.homes)]
+        if asks:
+            yield Part(
+                experiment.name,
+                work.sketch.name,
+                sum(home.experiment == experiment.name for ask in asks for home in ask.homes),
+                len({(home.task.name, str(ask.intervention)) for ask in asks for home in ask.homes
+                     if home.experiment == experiment.name}),
+                _prefills(work, asks)[0],
+                max(len(ask.item.prompt) for ask in asks),
+            )  # fmt: skip
+
+
+def _prefills(work: Work, asks: list[Ask]) -> tuple[int, int]:
+    """How many readings of prompts the questions need after sharing, and their tokens."""
+    prompts: dict[str, list[Ask]] = {}
+    for ask in asks:
+        prompts.setdefault(ask.prompt_id, []).append(ask)
+    step = len(asks) // _EXACT + 1
+    seen = list(prompts.values())[::step]
+    readings: dict[tuple[object, ...], int] = {}
+    for ask in (ask for some in seen for ask in some):
+        prepared = prepare(ask.request(), work.sketch.anatomy)
+        size = prepared.prefill_tokens
+        for prompt in (prepared.request.prompt, *prepared.twins.values()):
+            readings[(prompt[:size], *prepared.group[1:])] = size
+    scale = len(prompts) / len(seen)
+    return round(len(readings) * scale), round(sum(readings.values()) * scale)
+
+
+def _total(work: Work) -> Total:
+    sketch = work.sketch
+    prefills, prompt_tokens = _prefills(work, work.asks)
+    steps = sum(answer_tokens(ask) for ask in work.asks)
+    trials = sum(len(ask.homes) for ask in work.asks)
+    per_token = 2 * sketch.anatomy.parameters
+    seconds = per_token * (prompt_tokens / _FLOPS["prefill"] + steps / _FLOPS["decode"]) + _TRIAL_SECONDS * trials
+    longest = max(len(ask.item.prompt) + answer_tokens(ask) for ask in work.asks)
+    rows = min(_ROWS, len(work.asks))
+    memory = rows * (2 * longest * sketch.anatomy.kv_bytes_per_token + 2 * sketch.anatomy.state_bytes)
+    memory += rows * 12 * sketch.anatomy.vocabulary  # logits of a step, in fp32, and what is sorted out of them
+    weights = sketch.anatomy.parameters * _BYTES[sketch.model.dtype]
+    return Total(sketch.name, trials, len(work.asks), prefills, seconds, weights + memory)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

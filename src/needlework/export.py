@@ -1,0 +1,120 @@
+"""A store as files that other tools read: csv, parquet, json, or result files of lm-evaluation-harness. Free of torch."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import IO, Any
+
+from needlework import lm_eval_export
+from needlework.errors import NeedleworkError
+from needlework.marked import nearest
+from needlework.store import SCHEMA_VERSION, Observation, Store, Trial
+
+_JSON = ("spans", "facts", "scores", "logprobs", "margins", "receipt")
+_BATCH = 10_000
+
+
+def export(directory: Path | str, to: str, out: Path | str | None = None) -> list[Path]:
+    """Write all tables of a run into `out` (by default DIR/export); the files that were written."""
+    writers: dict[str, Callable[[Store, Path], list[Path]]] = {
+        "csv": _csv, "parquet": _parquet, "json": _json, "lm-eval": lm_eval_export.write,
+    }  # fmt: skip
+    if to not in writers:
+        raise NeedleworkError(f"cannot export to {to!r}: {nearest(to, writers)}")
+    store = Store(directory)
+    try:
+        folder = Path(out) if out is not None else Path(directory) / "export"
+        folder.mkdir(parents=True, exist_ok=True)
+        return writers[to](store, folder)
+    except OSError as error:
+        raise NeedleworkError(f"cannot write the export: {error}") from None
+    finally:
+        store.close()
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[IO[str]]:
+    """A text file that is there whole or not at all."""
+    half = path.with_name(f"{path.name}.{os.getpid()}.half")
+    try:
+        with half.open("w", encoding="utf-8", newline="") as file:
+            yield file
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
+
+
+def score_column(name: str) -> str:
+    return "score_" + re.sub(r"\W", "_", name)
+
+
+def flat(trial: Trial, scores: list[str]) -> dict[str, Any]:
+    """One trial as a flat row: structured columns as JSON text, each score as a column of its own."""
+    row = {f.name: getattr(trial, f.name) for f in fields(Trial)}
+    row |= {name: json.dumps(row[name]) for name in _JSON}
+    return row | {score_column(name): trial.scores.get(name) for name in scores}
+
+
+def _trial_columns(store: Store) -> tuple[list[str], list[str]]:
+    scores = store.score_names()
+    return [f.name for f in fields(Trial)] + [score_column(name) for name in scores], scores
+
+
+def _csv(store: Store, folder: Path) -> list[Path]:
+    columns, scores = _trial_columns(store)
+    trials, seen = folder / "trials.csv", folder / "observations.csv"
+    with whole(trials) as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerows(flat(trial, scores) for trial in store.trials("1 ORDER BY experiment, model, task, id"))
+    with whole(seen) as file:
+        writer = csv.DictWriter(file, [f.name for f in fields(Observation)])
+        writer.writeheader()
+        writer.writerows(asdict(one) for one in store.observations())
+    return [trials, seen]
+
+
+def _json(store: Store, folder: Path) -> list[Path]:
+    path = folder / "run.json"
+    meta = {key: json.loads(value) for key, value in store.db.execute("SELECT key, value FROM meta ORDER BY key")}
+    with whole(path) as file:
+        file.write(f'{{"schema_version": {SCHEMA_VERSION}, "meta": {json.dumps(meta)},\n')
+        file.write(f'"versions": {json.dumps(store.versions())},\n"observations": ')
+        file.write(json.dumps([asdict(one) for one in store.observations()]) + ',\n"trials": [')
+        for i, trial in enumerate(store.trials("1 ORDER BY experiment, model, task, id")):
+            file.write((",\n" if i else "\n") + json.dumps(asdict(trial)))
+        file.write("\n]}\n")
+    return [path]
+
+
+def _parquet(store: Store, folder: Path) -> list[Path]:
+    try:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+    except ImportError:
+        raise NeedleworkError("parquet needs pyarrow: pip install 'needlework[parquet]', or export to csv") from None
+    columns, scores = _trial_columns(store)
+    kinds = {name: pa.string() for name in columns} | {"seed": pa.int64(), "prompt_tokens": pa.int64()}
+    kinds |= {name: pa.float64() for name in ("seconds", *map(score_column, scores))}
+    schema = pa.schema(list(kinds.items()), metadata={"needlework_schema_version": str(SCHEMA_VERSION)})
+    trials, seen = folder / "trials.parquet", folder / "observations.parquet"
+    half = trials.with_suffix(".half")
+    with pq.ParquetWriter(half, schema) as writer:
+        batch: list[dict[str, Any]] = []
+        for trial in store.trials("1 ORDER BY experiment, model, task, id"):
+            batch.append(flat(trial, scores))
+            if len(batch) >= _BATCH:
+                writer.write_table(pa.Table.from_pylist(batch, schema))
+                batch = []
+        writer.write_table(pa.Table.from_pylist(batch, schema))
+    half.replace(trials)
+    observed = {f.name: [getattr(one, f.name) for one in store.observations()] for f in fields(Observation)}
+    pq.write_table(pa.table(observed), seen)
+    return [trials, seen]

@@ -1,0 +1,104 @@
+"""The result files of lm-evaluation-harness: one directory per model and intervention, as `lm_eval --log_samples` leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+from needlework.store import Store, Trial
+
+Group = tuple[str, str]  # model, intervention
+
+
+def write(store: Store, folder: Path) -> list[Path]:
+    """results.json and samples_TASK.jsonl of every model under every intervention; a trial counts once."""
+    written = []
+    groups = store.db.execute("SELECT DISTINCT model, intervention FROM trials ORDER BY 1, 2").fetchall()
+    for number, (model, intervention) in enumerate(groups):
+        place = folder / "lm-eval" / _file_name(model) / f"{number:04d}-{_file_name(intervention)[:60]}"
+        place.mkdir(parents=True, exist_ok=True)
+        written += _group(store, place, (model, intervention))
+    return written
+
+
+def _group(store: Store, place: Path, group: Group) -> list[Path]:
+    tasks: dict[str, list[Trial]] = {}
+    where = "model = ? AND intervention = ? GROUP BY task, id ORDER BY task, sample, seed"
+    for trial in store.trials(where, group):
+        tasks.setdefault(trial.task, []).append(trial)
+    paths = []
+    for task, trials in tasks.items():
+        path = place / f"samples_{_file_name(task)}.jsonl"
+        path.write_text("".join(json.dumps(_sample(i, t)) + "\n" for i, t in enumerate(trials)), encoding="utf-8")
+        paths.append(path)
+    results = place / "results.json"
+    results.write_text(json.dumps(_results(store, group, tasks), indent=1), encoding="utf-8")
+    return [results, *paths]
+
+
+def _results(store: Store, group: Group, tasks: dict[str, list[Trial]]) -> dict[str, Any]:
+    model, intervention = group
+    identity = (store.meta("models") or {}).get(model, {})
+    figures = {task: {"alias": task, **_figures(trials)} for task, trials in tasks.items()}
+    return {
+        "results": figures,
+        "group_subtasks": {task: [] for task in tasks},
+        "configs": {task: {"task": task, "metadata": {"intervention": intervention}} for task in tasks},
+        "versions": {task: store.meta("semantics_version") for task in tasks},
+        "n-shot": dict.fromkeys(tasks, 0),
+        "higher_is_better": {task: {_metric(n): not n.startswith("nll") for n in _names(t)} for task, t in tasks.items()},
+        "n-samples": {task: {"original": len(t), "effective": len(_sound(t))} for task, t in tasks.items()},
+        "config": {
+            "model": "needlework",
+            "model_args": {"pretrained": model, "intervention": intervention},
+            **{f"{key}_sha": identity.get(key) for key in ("weights", "tokenizer")},
+        },
+        "failed": {task: len(t) - len(_sound(t)) for task, t in tasks.items()},
+    }
+
+
+def _figures(trials: list[Trial]) -> dict[str, float]:
+    """Means and standard errors, under lm-eval's names."""
+    figures: dict[str, float] = {}
+    for name in _names(trials):
+        values = [t.scores[name] for t in _sound(trials) if name in t.scores]
+        mean = sum(values) / len(values)
+        variance = math.fsum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
+        figures[f"{_metric(name)},none"] = mean
+        figures[f"{_metric(name)}_stderr,none"] = math.sqrt(variance / len(values))
+    return figures
+
+
+def _sound(trials: list[Trial]) -> list[Trial]:
+    return [t for t in trials if t.finish != "failed"]
+
+
+def _names(trials: list[Trial]) -> list[str]:
+    return sorted({name for t in _sound(trials) for name in t.scores})
+
+
+def _metric(name: str) -> str:
+    return "acc" if name == "correct" else name
+
+
+def _sample(number: int, trial: Trial) -> dict[str, Any]:
+    answer: Any = trial.output if trial.mode == "generate" else list(trial.logprobs)
+    return {
+        "doc_id": number,
+        "doc": {"id": trial.sample, "cluster": trial.cluster, "seed": trial.seed, **trial.facts},
+        "target": trial.target,
+        "arguments": [[trial.prompt]],
+        "resps": [[answer]],
+        "filtered_resps": [answer],
+        "doc_hash": trial.prompt_id,
+        "trial_id": trial.id,
+        "error": trial.error,
+        **{_metric(name): value for name, value in trial.scores.items()},
+    }
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text).strip("_") or "none"

@@ -1,0 +1,63 @@
+"""The plans that come with the project are good, name zoo models, and cover what they promise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from needlework import grid
+from needlework.asks import Work
+from needlework.plan import Model, Plan, load
+from needlework.sketch import Sketch
+from needlework.trials import expand
+from needlework.zoo import recipes, tokenizer
+
+PLANS = sorted((Path(__file__).parents[2] / "plans").glob("*.yaml"))
+LEAST = 75  # 0 of n needs n >= 73 for an upper bound of 5 %
+
+
+def works(plan: Plan) -> list[Work]:
+    """Every trial of a plan, with the shapes of the zoo's recipes and the zoo's tokenizer, without weights."""
+    import fakes
+
+    found = []
+    for name in plan.models:
+        config = recipes.find(name).config
+        pattern = {"tiny-griffin": (2, 4), "tiny-jamba": (2, 4), "tiny-transformer": (6, 0), "tiny-mamba": (0, 10)}[name]
+        shape = fakes.anatomy(*pattern, heads=config.get("num_attention_heads", 0))
+        shape = type(shape)(**{**vars(shape), "max_tokens": None, "vocabulary": tokenizer.size()})
+        found.append(expand(plan, Sketch(Model("zoo:1", name, name), name, "t", shape, tokenizer.build())))
+    return found
+
+
+def test_there_is_one_for_each_experiment() -> None:
+    assert [p.name[:2] for p in PLANS if p.name != "demo.yaml"] == [f"{i:02d}" for i in range(1, 12)]
+
+
+@pytest.mark.parametrize("path", PLANS, ids=lambda p: p.stem)
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_plan_is_good_and_names_zoo_models(path: Path, fast: bool) -> None:
+    plan = load(path, fast=fast)
+    assert set(plan.models) <= set(recipes.builtin())
+    assert plan.about
+    for experiment in plan.experiments:
+        for text in experiment.grids:
+            assert grid.expand(text.text, {"H": 16})
+
+
+def test_the_demo_has_enough_samples_in_every_condition() -> None:
+    for work in works(load(PLANS[-1])):
+        counts: dict[tuple[str, str, str], int] = {}
+        for ask in work.asks:
+            for home in ask.homes:
+                key = (home.experiment, home.task.name, str(ask.intervention))
+                counts[key] = counts.get(key, 0) + 1
+        short = {key: n for key, n in counts.items() if n < LEAST}
+        assert not short, (work.sketch.name, short)
+
+
+def test_the_demo_covers_all_experiments() -> None:
+    plan = load(PLANS[-1])
+    numbers = {int(e.about.split(":")[0]) for e in plan.experiments}
+    assert numbers == set(range(1, 12))
