@@ -55,6 +55,7 @@ class Evidence:
     omit_decode: Estimate = NOTHING
     omit_prefill: Estimate = NOTHING  # paired retained share
     context: Sequence[tuple[int, Estimate]] = ()  # tokens of context in prefill, retrieval
+    context_both: Sequence[tuple[int, Estimate]] = ()  # the same with decode limited, too
     interaction: Interaction | None = None
     dissociation: str = ""  # the four shares, in words
     follows_kv: Estimate = NOTHING
@@ -173,6 +174,8 @@ def _context(e: Evidence) -> tuple[Word, str, Estimate]:
         return "inconclusive", told, best
     told = f"{enough[0]} tokens in sight while reading are the fewest that suffice: it finds {_of(enough[1], 'the needles')}"
     told += f"; with {tokens} tokens {_of(least, 'them')}." if enough[0] != tokens else ". Fewer were not tried."
+    if few := next((n for n, found in e.context_both if found.value >= KEPT), None):
+        told += f" Limited while answering, too, {few} tokens are needed."
     word: Word = "not supported" if least.low >= KEPT else "supported" if least.high < KEPT else "inconclusive"
     return word, told, enough[1]
 
@@ -210,13 +213,13 @@ RULES: tuple[Rule, ...] = (
          "head-sparsification", True, _few),
     Rule("no_rescue", "Prompting does not rescue it", "Reading twice, or the question first, does not bring retrieval back.",
          "the rule of segregation under both layouts; inconclusive if reading twice helps no model that saw such documents",
-         "jrt", True, _no_rescue),
+         "prompting", True, _no_rescue),
     Rule("exposure", "The needle must be in sight", "Attention must see the needle while answering.",
          "needle omitted in decode: upper bound at most 5 %; omitted in prefill only: retained share is given beside it",
-         "exposure", True, _exposure),
+         "token-exposure", True, _exposure),
     Rule("context", "Enough context", "Retrieval needs enough context during prefill, even with the needle in sight.",
          "some limit reaches 95 %, and at the smallest limit tried the upper bound is below 95 %",
-         "context-limit", True, _context),
+         "context-limits", True, _context),
     Rule("double_dissociation", "Two systems", "Attention serves retrieval, the recurrent side serves knowledge.",
          "interaction of (attention off, recurrent off) x (retrieval, knowledge): the interval lies above 0",
          "double-dissociation", True, _dissociation),

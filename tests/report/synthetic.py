@@ -105,7 +105,9 @@ def exposures() -> list[str]:
 
 def limits() -> list[str]:
     sizes = (8, 16, 32, 64, 128, 256)
-    return [f"limit_context({phase}tokens={n})" for phase in ("phase='prefill', ", "phase='decode', ", "") for n in sizes]
+    alone = [f"limit_context({phase}tokens={n})" for phase in ("phase='prefill', ", "phase='decode', ", "") for n in sizes]
+    crossed = "limit_context(phase='decode', tokens={}) + limit_context(phase='prefill', tokens={})"
+    return [*alone, *(crossed.format(decode, prefill) for decode in sizes for prefill in sizes if decode != prefill)]
 
 
 def attention_share(model: str, text: str) -> float:
@@ -120,7 +122,7 @@ def attention_share(model: str, text: str) -> float:
             return (k / heads) ** 1.5
         return 0.0 if k == 0 else 1 / (1 + math.exp(-6 * (k - need + 0.7)))
     if "limit_context" in text:
-        n = int(text.split("tokens=")[1].rstrip(")"))
+        n = int(text.split("tokens=")[1].split(")")[0])
         return 1 / (1 + math.exp(-(math.log2(n) - (4 if "prefill" in text else 6.5)) * 2))
     return 0.9 if "mode='omit'" in text else 1.0
 

@@ -210,3 +210,37 @@ def test_browser_keeps_its_budget(frame: Frame) -> None:
     assert browser.cells
     assert sum(len(p[0]) for p in found["prompts"]) < 22_000
     assert all(not math.isnan(cell["n"]) for cell in found["cells"].values())
+
+
+def test_chance_is_that_of_the_options_that_count(tmp_path: Path, trials: list[Trial]) -> None:
+    some = [t for t in trials if t.task == "niah_choice"][:10]
+    store = Store(tmp_path, create=True)
+    store.add([replace(t, facts={**t.facts, "chance": 1 / 7, "chance_context": 0.5}) for t in some])
+    assert load([tmp_path]).groups[0].chance == pytest.approx(1 / 7)
+    store.set_meta("experiments", {"heads": {"tasks": {"niah_choice": {"options": {"against": "context"}}}}})
+    store.close()
+    assert load([tmp_path]).groups[0].chance == 0.5
+
+
+def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: list[Trial]) -> None:
+    base = next(t for t in trials if (t.model, t.task, t.intervention) == ("tiny-jamba", "niah", "none"))
+    right, wrong = {"correct": 1.0}, {"correct": 0.0}
+    rows = [
+        replace(base, id="1", prompt_id="a", scores=right), replace(base, id="2", prompt_id="b", scores=wrong),
+        replace(base, id="3", prompt_id="a", scores=right, intervention="keep_heads(k=1)"),
+    ]  # fmt: skip
+    store = Store(tmp_path, create=True)
+    store.add(rows)
+    store.close()
+    bench = Bench(load([tmp_path]), "tiny-jamba")
+    assert list(bench.retained("keep_heads(k=1)").before) == [1.0]
+
+
+def test_crossed_limits_are_a_map(frame: Frame) -> None:
+    panels = FIGURES["context"](frame, Browser(frame)).panels
+    grid = next(p for p in panels if isinstance(p, maps.Grid) and p.group == "tiny-jamba")
+    assert (grid.cols[0], grid.cols[-1], len(grid.rows)) == ("8", "all", 7)
+    corner = grid.cells[-1][-1]
+    bench = Bench(frame, "tiny-jamba")
+    assert corner is not None
+    assert corner.y == bench.accuracy(bench.retrieval("none"))

@@ -112,7 +112,7 @@ def test_parts_are_not_read_as_templates() -> None:
 def test_what_was_not_run_is_one_line_with_its_plan(tmp_path: Path, run: Path) -> None:
     synthetic.write(tmp_path / "m", ("tiny-mamba",), per_cell=1)
     text = build([tmp_path / "m"], pictures=False).read_text(encoding="utf-8")
-    assert "no trials here. The plan <code>exposure</code> gives them." in text
+    assert "no trials here. The plan <code>plans/04-token-exposure.yaml</code> gives them." in text
     assert '<section id="exposure">' not in text
     assert '<section id="layouts">' in text
 

@@ -13,57 +13,57 @@ WORDS: dict[str, tuple[str, str, str]] = {
         " unless said otherwise; the others are silenced. Retrieval counts needles inside the window. Grey: as many heads"
         " drawn at random. Knowledge is asked as cloze (nothing to look up) and as letter choice (the letter must be"
         " looked up in the prompt). Bands are 95 % intervals.",
-        "head-sparsification",
+        "plans/02-head-sparsification.yaml",
     ),
     "needles": (
         "Needles found, by length and depth",
         "Each cell is the share of needles that are repeated exactly, with heads silenced at every position where that was"
         " run, else in decode only. The drawn line is the edge of the attention window: beyond it the needle is out of"
         " sight. Choose a cell to read its trials.",
-        "head-sparsification",
+        "plans/02-head-sparsification.yaml",
     ),
     "exposure": (
         "What attention may see of the needle",
         "Retrieval under pairs of exposure modes, applied to attention after the softmax. keep: unchanged. omit: the"
         " needle's columns are zero. only: all others are zero. null: all are zero. balanced: every head gets the mean"
         " needle mass, and nothing else.",
-        "exposure",
+        "plans/04-token-exposure.yaml",
     ),
     "dissociation": (
         "Each side silenced in turn",
         "What is left of retrieval and of knowledge without attention, without the recurrent memory (each token is read"
         " alone), without the recurrent layers, and without both. Chance-corrected shares, paired 95 % intervals.",
-        "double-dissociation",
+        "plans/07-double-dissociation.yaml",
     ),
     "memory": (
         "Whose memory answers?",
         "After reading, one half of the memory is taken from a twin prompt of the same length with another value; no weight"
         " is touched. If answers follow the KV cache, swapping it gives the twin's value, and swapping the recurrent state"
         " changes nothing.",
-        "memory-swap",
+        "plans/11-memory-swap.yaml",
     ),
     "head-map": (
         "Which heads look at the needle",
         "Mean attention on the needle's tokens while the answer is produced, per layer and query head, nothing silenced.",
-        "attention-recording",
+        "plans/06-attention-recording.yaml",
     ),
     "context": (
         "How much context retrieval needs",
         "Attention sees only the last n tokens: while reading, while answering, or in both. Limited only while reading, the"
-        " needle stays in sight while answering.",
-        "context-limit",
+        " needle stays in sight while answering. The map crosses both limits.",
+        "plans/09-context-limits.yaml",
     ),
     "layouts": (
         "Other prompts: read twice, question first",
         "Retrieval when the prompt is read twice (JRT) and when the question comes before the context, with and without"
         " heads. A model without attention shows whether the prompt can help at all.",
-        "jrt",
+        "plans/03-prompting.yaml",
     ),
     "tasks": (
         "Every task under the main conditions",
         "Share of right answers, trials in and out of the window together. Tasks that choose among options have a chance"
         " above zero.",
-        "general-ability",
+        "plans/05-general-ability.yaml",
     ),
 }
 

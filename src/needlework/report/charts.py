@@ -16,7 +16,8 @@ HEAT = ("#f4efe3", "#6fb3b0", "#143d66")
 EDGE = "#b3541e"
 STYLE = {
     "font.size": 8, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "legend.frameon": False, "legend.fontsize": 6.5,
+    "axes.titleweight": "bold", "axes.titlelocation": "left", "legend.fontsize": 6.5, "legend.framealpha": 0.75,
+    "legend.edgecolor": "none",
     "xtick.major.width": 0.6, "ytick.major.width": 0.6, "svg.fonttype": "none", "svg.hashsalt": "needlework",
     "figure.facecolor": "white", "savefig.facecolor": "white",
 }  # fmt: skip
@@ -48,7 +49,8 @@ def _draw(figure: Figure, canvas_type: Any) -> Any:
     wide = min(4, max(len(line) for line in lines))
     lines = [line[i : i + wide] for line in lines for i in range(0, len(line), wide)]
     heights = [max(_height(panel) for panel in line) for line in lines]
-    canvas = canvas_type(figsize=(3.3 * wide, sum(heights)), layout="constrained")
+    each = 4.3 if any(isinstance(panel, Dots) for panel in figure.panels) else 3.3  # inches; names need their room
+    canvas = canvas_type(figsize=(each * wide, sum(heights)), layout="constrained")
     axes = canvas.subplots(len(lines), wide, squeeze=False, gridspec_kw={"height_ratios": heights})
     for line, row in zip(lines, axes, strict=True):
         for i, ax in enumerate(row):

@@ -12,7 +12,7 @@ from needlework.report.captions import figure
 from needlework.report.conditions import Condition
 from needlework.report.evidence import Bench
 from needlework.report.frame import Frame, Ints
-from needlework.report.spec import Figure, Lines, Point, Series
+from needlework.report.spec import Cell, Figure, Grid, Lines, Point, Series
 from needlework.stats import Estimate
 
 Rows = Callable[[str], Ints]
@@ -147,17 +147,37 @@ def heads(frame: Frame, browser: Browser) -> Figure:
 
 
 def context(frame: Frame, browser: Browser) -> Figure:
-    panels = []
+    panels: list[Lines | Grid] = []
     for model in frame.models:
         bench = Bench(frame, model)
         kinds = [("while reading", 1, "prefill"), ("while answering", 2, "decode"), ("in both", 3, "both")]
         series = [Series(label, color, _limit_points(bench, browser, phase)) for label, color, phase in kinds]
         if any(one.points for one in series):
             panels.append(Lines(
-                model, model, "tokens in sight of attention (log scale)", "needles found, exact",
+                model, "One limit at a time", "tokens in sight of attention (log scale)", "needles found, exact",
                 [one for one in series if one.points], share_x=False, level=(0.95, "95 %"),
             ))  # fmt: skip
+            panels += _crossed_limits(bench, browser)
     return figure("context", panels)
+
+
+def _crossed_limits(bench: Bench, browser: Browser) -> list[Grid]:
+    """Limits while reading x while answering, where they were crossed."""
+    texts = {(c.prefill, c.decode): c.text for c in bench.of_kind("limit")}
+    if sum(bool(prefill and decode and prefill != decode) for prefill, decode in texts) == 0:
+        return []
+    texts["", ""] = "none"
+    prefills, decodes = (sorted({pair[i] for pair in texts}, key=lambda n: int(n or 10**9)) for i in (0, 1))
+    cells: list[list[Cell | None]] = []
+    for decode in decodes:
+        line: list[Cell | None] = []
+        for prefill in prefills:
+            rows = bench.retrieval(texts.get((prefill, decode), "-"))
+            title = f"{bench.model} · {prefill or 'all'} tokens while reading, {decode or 'all'} while answering"
+            line.append(Cell(bench.accuracy(rows), browser.add(title, rows)) if len(rows) else None)
+        cells.append(line)
+    rows_, cols = [n or "all" for n in decodes], [n or "all" for n in prefills]
+    return [Grid(bench.model, "Both limits crossed", "while answering", "tokens in sight while reading", rows_, cols, cells)]
 
 
 def _limit_points(bench: Bench, browser: Browser, phase: str) -> list[Point]:

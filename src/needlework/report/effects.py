@@ -27,7 +27,7 @@ def dissociation(frame: Frame, browser: Browser) -> Figure:
             if condition is not None:
                 dots += _abilities(bench, browser, label, condition.text)
         if any("recurrent" in dot.label for dot in dots) and len(bench.retrieval("none")):
-            panels.append(Dots(model, model, "share of the baseline left, chance-corrected", dots, (1.0, "baseline")))
+            panels.append(Dots(model, model, "share of the baseline that is left", dots, (1.0, "baseline")))
     return figure("dissociation", panels)
 
 

@@ -147,9 +147,9 @@ class Bench:
         rows = self.frame.rows(model=self.model, text=texts) if texts else np.zeros(0, dtype=np.int64)
         return stats.accuracy(self.frame.values("correct" if half == "recurrent" else "follows_twin", rows))
 
-    def limits(self) -> list[tuple[int, Estimate]]:
-        """Retrieval against the context that prefill sees, the needle in sight of decode, fewest tokens first."""
-        found = [c for c in self.of_kind("limit") if c.prefill and not c.decode]
+    def limits(self, both: bool = False) -> list[tuple[int, Estimate]]:
+        """Retrieval against the context in sight of prefill (of decode, too, if `both`), fewest tokens first."""
+        found = [c for c in self.of_kind("limit") if c.prefill and c.decode == (c.prefill if both else "")]
         points = [(int(c.prefill), self.accuracy(self.retrieval(c.text))) for c in found]
         return sorted((point for point in points if point[1].n), key=lambda point: point[0])
 
@@ -179,13 +179,14 @@ def collect(frame: Frame, model: str, reading_twice_helps: str) -> Evidence:
         silenced=bench.silenced("plain"),
         few=bench.retained(some.text).raw if some and len(bench.retrieval(some.text)) else NOTHING,
         few_label=few_label(bench, some),
-        few_knowledge=[Kept(form, p.raw, p.corrected) for form in bench.forms() if some
+        few_knowledge=[Kept(form, p.raw, p.corrected) for form in ("cloze", "letter") if some
                        for p in [bench.retained_knowledge(some.text, form)] if len(p.after)],
         layouts={name: found for name, found in layouts.items() if found.exact.n},
         reading_twice_helps=reading_twice_helps,
         omit_decode=bench.accuracy(bench.retrieval(exposed.get(("keep", "omit"), "-"))),
         omit_prefill=_retained_if_any(bench, exposed.get(("omit", "keep"))),
         context=bench.limits(),
+        context_both=bench.limits(both=True),
         interaction=bench.interaction(),
         dissociation=_four_shares(bench),
         follows_kv=stats.wilson(hits, n),

@@ -19,7 +19,7 @@ from needlework.report.svg import WIDTH, draw
 from needlework.verdicts import RULES, Rule, Verdict
 
 FILE_NAME = "report.html"
-SMALL = 260
+SMALL, LARGE = 260, 420
 GRADED = "The graded mean (0 to 5) is no success rate. Out of window: the needle is beyond the reach of attention."
 FIGURES: dict[str, Callable[[Frame, Browser], Figure]] = {
     "heads": curves.heads,
@@ -191,7 +191,7 @@ def _figure(number: int, figure: Figure, extra: str = "") -> str:
 def _panels(panels: Sequence[Panel], apart: bool = False) -> str:
     """Curves of one model two by two, its heat maps small, everything else as it fits."""
     kind = "small" if apart and isinstance(panels[0], Grid) else "two" if apart else ""
-    width = SMALL if kind == "small" else WIDTH
+    width = {"small": SMALL, "two": LARGE, "": WIDTH}[kind]
     return f'<div class="panels {kind}">' + "".join(_panel(panel, width) for panel in panels) + "</div>"
 
 

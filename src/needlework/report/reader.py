@@ -23,7 +23,7 @@ FORMS = {
     "acceptability": "judgement", "entailment": "judgement", "paraphrase": "judgement",
 }  # fmt: skip
 _QUERY = (
-    "SELECT rowid, id, model, task, sample, cluster, seed, intervention, mode, finish, facts, scores,"
+    "SELECT rowid, id, experiment, model, task, prompt_id, sample, cluster, seed, intervention, mode, finish, facts, scores,"
     " CASE WHEN intervention LIKE '%swap_memory%' THEN output ELSE '' END FROM trials ORDER BY rowid"
 )
 
@@ -68,14 +68,14 @@ class _Reader:
         self.facts = lru_cache(maxsize=100_000)(lambda text: json.loads(text))
         self.group_of = lru_cache(maxsize=400_000)(self._group)
 
-    def _group(self, label: str, task: str, mode: str, text: str, facts_text: str) -> int:
+    def _group(self, label: str, task: str, mode: str, text: str, facts_text: str, against: str) -> int:
         facts = self.facts(facts_text)
         kind = family(task, mode, facts)
         group = Group(
             label, task, kind, mode, text, str(facts.get("layout") or "plain"),
-            FORMS.get(str(facts.get("form")), "letter") if kind == "knowledge" else "", facts.get("in_window") is not False,
+            _form(task, facts) if kind == "knowledge" else "", facts.get("in_window") is not False,
             _number(facts.get("length_tokens", facts.get("context_tokens"))), _number(facts.get("depth_percent")),
-            float(facts.get("chance") or 0.0) if mode == "choices" else 0.0,  # nobody guesses a generated answer
+            _chance(facts, against) if mode == "choices" else 0.0,  # nobody guesses a generated answer
         )  # fmt: skip
         return self.groups.setdefault(group, len(self.groups))
 
@@ -86,9 +86,9 @@ class _Reader:
         return {"follows_twin": float(same(output, twin))} if twin else {}
 
     def read(self, store: Store, source: int, labels: dict[str, str]) -> None:
-        c = self.columns
+        c, against = self.columns, _against(store)
         found = store.db.execute(_QUERY)
-        for row, id_, model, task, sample, cluster, seed, text, mode, finish, facts, scores, said in found:
+        for row, id_, where, model, task, prompt, sample, cluster, seed, text, mode, finish, facts, scores, said in found:
             self.trials += 1
             if finish == "failed":
                 self.failed += 1
@@ -97,8 +97,9 @@ class _Reader:
             c.source.append(source)
             c.row.append(row)
             c.key.append(hash((label, task, id_)))
-            c.group.append(self.group_of(label, task, mode, text, facts))
-            c.sample.append(self.samples.setdefault((task, sample, seed), len(self.samples)))
+            c.group.append(self.group_of(label, task, mode, text, facts, against.get((where, task), "all")))
+            same = (task, prompt, 0) if prompt else (task, sample, seed)  # what is paired with its baseline
+            c.sample.append(self.samples.setdefault(same, len(self.samples)))
             c.cluster.append(self.clusters.setdefault((task, f"{seed}/{cluster}"), len(self.clusters)))
             own = json.loads(scores)
             c.score(own if not said else {**self._whose(said, self.facts(facts)), **own})
@@ -159,3 +160,21 @@ def _number(value: Any) -> float:
 
 def _plan_name(plan: Any) -> str:
     return str(plan.get("name", "")) if isinstance(plan, dict) else str(plan or "")
+
+
+def _form(task: str, facts: dict[str, Any]) -> str:
+    return FORMS.get(str(facts.get("form")), "judgement" if "glue" in task else "letter")
+
+
+def _against(store: Store) -> dict[tuple[str, str], str]:
+    """Which options count, per experiment and task: a choice among fewer has another chance."""
+    experiments = store.meta("experiments") or {}
+    return {
+        (name, task): str(about.get("options", {}).get("against", "all"))
+        for name, experiment in experiments.items()
+        for task, about in experiment.get("tasks", {}).items()
+    }
+
+
+def _chance(facts: dict[str, Any], against: str) -> float:
+    return float(facts.get("chance" if against == "all" else f"chance_{against}") or facts.get("chance") or 0.0)

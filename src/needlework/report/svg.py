@@ -13,9 +13,9 @@ WIDTH = 360
 
 
 def draw(panel: Panel, width: int = WIDTH) -> str:
-    """`width` is that of grids: small ones keep their letters readable."""
+    """`width` in units of which a letter has 11: the same for every panel of its size on the page."""
     if isinstance(panel, Lines):
-        return _lines(panel)
+        return _lines(panel, width)
     return _grid(panel, width) if isinstance(panel, Grid) else _dots(panel)
 
 
@@ -58,29 +58,29 @@ class Scale:
         return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
 
 
-def _lines(panel: Lines) -> str:
+def _lines(panel: Lines, width: int) -> str:
     left, right, top, bottom, height = 44, 12, 12, 42, 252
-    x, y, x_ticks, y_ticks = _axes(panel, left, WIDTH - right, height - bottom, top)
+    x, y, x_ticks, y_ticks = _axes(panel, left, width - right, height - bottom, top)
     body = []
     base = height - bottom
     for value, label in y_ticks:
-        body.append(_line(left, y(value), WIDTH - right, y(value), "rule"))
+        body.append(_line(left, y(value), width - right, y(value), "rule"))
         body.append(_text(left - 6, y(value) + 3.5, label, anchor="end"))
     for value, label in x_ticks:
         body += [_line(x(value), base, x(value), base + 4, "axis"), _text(x(value), base + 16, label)]
-    body.append(_line(left, base, WIDTH - right, base, "axis"))
+    body.append(_line(left, base, width - right, base, "axis"))
     if panel.mark:
         body += [_line(x(panel.mark[0]), top, x(panel.mark[0]), base, "guide"),
                  _text(x(panel.mark[0]) + 3, base - 5, panel.mark[1], "note", "start")]  # fmt: skip
     if panel.level:
-        body += [_line(left, y(panel.level[0]), WIDTH - right, y(panel.level[0]), "guide"),
+        body += [_line(left, y(panel.level[0]), width - right, y(panel.level[0]), "guide"),
                  _text(left + 2, y(panel.level[0]) - 4, panel.level[1], "note", "start")]  # fmt: skip
-    body.append(_text((left + WIDTH - right) / 2, height - 8, panel.x_label, "label"))
+    body.append(_text((left + width - right) / 2, height - 8, panel.x_label, "label"))
     first = True
     for i, series in enumerate(sorted(panel.series, key=lambda s: s.color != 0)):  # controls lie below
         body.append(_curve(panel, series, x, y, i, first))
         first = False
-    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body)
+    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body, width)
 
 
 Ticks = list[tuple[float, str]]
