@@ -81,7 +81,8 @@ def test_nothing_is_left_after_a_call(name: str) -> None:
     before = _fingerprint(cases.build(name, "eager"))
     assert _fingerprint(model) == before
     subject.generate([cases.PROMPT, cases.TWIN], interventions=[_acts(name), nw.NONE], max_new_tokens=3)
-    subject.choices([cases.PROMPT], [[(5, 6), (7,)]], nw.AblateRecurrent() if name in cases.WITH_MIXER else nw.KeepHeads(k=1))
+    both = nw.AblateRecurrent() if name in cases.WITH_MIXER else nw.KeepHeads(k=1)
+    subject.choices([cases.PROMPT], [[(5, 6), (7,)]], both)
     subject.logits([cases.PROMPT])
     assert _fingerprint(model) == before
     assert get_current() is None

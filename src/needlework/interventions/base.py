@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -154,12 +155,18 @@ def register(cls: P) -> P:
 
 def registered() -> dict[str, type[Part]]:
     """All interventions by name, those of installed plug-ins (entry point `needlework.interventions`) included."""
-    from importlib.metadata import entry_points
-
-    for point in entry_points(group="needlework.interventions"):
+    for point in _plug_ins():
         if point.name not in _REGISTRY:
             register(point.load())
     return dict(_REGISTRY)
+
+
+@functools.cache
+def _plug_ins() -> tuple[Any, ...]:
+    """Entry points of installed plug-ins. Looked for once: that reads the metadata of every installed package."""
+    from importlib.metadata import entry_points
+
+    return tuple(entry_points(group="needlework.interventions"))
 
 
 def _literal(value: Any) -> str:

@@ -1,0 +1,186 @@
+"""Interventions are values: text and back, sums free of order, and errors that say what to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import cases
+import needlework as nw
+from needlework.errors import NeedleworkError
+from needlework.interventions import base
+from needlework.interventions.acts import Act, ChangeOutputs, Scene
+
+PHASES = st.sampled_from(["prefill", "decode", "both"])
+LAYERS = st.none() | st.lists(st.integers(0, 60), min_size=1, max_size=4)
+COMMON = {"phase": PHASES, "layers": LAYERS}
+HEADS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), min_size=1, max_size=5)
+POSITIONS = st.lists(st.integers(0, 5000), min_size=1, max_size=5).map(tuple)
+NAMES = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1, max_size=8)
+RANKINGS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30)), min_size=1, max_size=6, unique=True).map(
+    lambda pairs: nw.Ranking(order=pairs)
+)
+
+
+def _values(cls: type[nw.Part], **fields: st.SearchStrategy[Any]) -> st.SearchStrategy[nw.Part]:
+    return st.builds(lambda **given: cls(**given), **fields)
+
+
+HOW_MANY = st.one_of(
+    st.fixed_dictionaries({"k": st.integers(0, 64)}), st.fixed_dictionaries({"fraction": st.floats(0, 1, allow_nan=False)})
+)
+KEEP = st.builds(
+    lambda many, **rest: nw.KeepHeads(**many, **rest), HOW_MANY, seed=st.integers(0, 2**40),
+    by=st.sampled_from(["entropy", "l2", "norm", "random"]) | RANKINGS, draw=st.sampled_from(["token", "trial"]), **COMMON,
+)  # fmt: skip
+KEEP_MODEL = st.builds(lambda many, by: nw.KeepHeads(**many, by=by, scope="model"), HOW_MANY, RANKINGS)
+MEANS = st.builds(lambda heads: nw.AblateHeads(heads=heads, value="mean", means="0123abcd"), HEADS)
+PARTS: list[st.SearchStrategy[nw.Part]] = [
+    KEEP,
+    KEEP_MODEL,
+    MEANS,
+    _values(nw.AblateHeads, heads=HEADS, **COMMON),
+    _values(nw.OnlyHeads, heads=HEADS, **COMMON),
+    _values(nw.AblateAttention, site=st.sampled_from(["heads", "block"]), **COMMON),
+    _values(
+        nw.ExposeTokens, mode=st.sampled_from(["keep", "omit", "only", "null", "balanced"]), span=NAMES | POSITIONS,
+        renormalize=st.booleans(), compat=st.sampled_from(["right", "paper"]), **COMMON,
+    ),
+    _values(nw.LimitContext, tokens=st.integers(1, 10**6), sinks=st.integers(0, 100), **COMMON),
+    _values(nw.AblateRecurrent, site=st.sampled_from(["memory", "block"]), **COMMON),
+    _values(nw.ResetState, at=st.integers(1, 10**6) | NAMES, **COMMON),
+    _values(nw.SwapMemory, half=st.sampled_from(["kv", "recurrent"]), from_=NAMES | POSITIONS),
+]  # fmt: skip
+
+
+@given(st.one_of(*PARTS))
+def test_every_part_reads_back(part: nw.Part) -> None:
+    assert nw.parse(str(part)) == part
+    assert str(nw.parse(str(part))) == str(part)
+    assert hash(nw.parse(str(part))) == hash(part)
+    assert part + nw.NONE == part == nw.NONE + part
+
+
+@given(st.lists(st.one_of(*PARTS), min_size=2, max_size=4, unique_by=lambda part: part.name), st.randoms())
+def test_sums_read_back_and_know_no_order(parts: list[nw.Part], random: Any) -> None:
+    total: nw.Intervention = nw.NONE
+    for part in parts:
+        total = total + part
+    shuffled: nw.Intervention = nw.NONE
+    random.shuffle(parts)
+    for part in parts:
+        shuffled = part + shuffled
+    assert total == shuffled
+    assert nw.parse(str(total)) == total
+    assert nw.parse(" + ".join(str(part) for part in parts)) == total
+    assert sorted(map(str, total.parts)) == sorted(map(str, parts))
+
+
+@given(st.one_of(*PARTS))
+def test_two_of_a_kind_do_not_meet(part: nw.Part) -> None:
+    with pytest.raises(NeedleworkError, match=r"two \w+ meet in one phase and layer"):
+        part + part
+
+
+def test_two_of_a_kind_apart() -> None:
+    prefill, decode = nw.KeepHeads(k=1, phase="prefill"), nw.KeepHeads(k=2, phase="decode")
+    assert len((prefill + decode).parts) == 2
+    assert len((nw.KeepHeads(k=1, layers=[0]) + nw.KeepHeads(k=2, layers=[1])).parts) == 2
+    for other in (nw.KeepHeads(k=3), nw.KeepHeads(k=3, phase="prefill", layers=[4])):
+        with pytest.raises(NeedleworkError, match="merge them"):
+            prefill + other
+    assert len((nw.ResetState(at=3) + nw.ResetState(at=4)).parts) == 2
+    with pytest.raises(NeedleworkError):
+        nw.KeepHeads(k=1, layers=[0, 1]) + nw.KeepHeads(k=2, layers=[1, 2])
+
+
+def test_golden_texts() -> None:
+    """Texts are keys of stored results: they must not change."""
+    assert str(nw.NONE) == "none" == str(nw.parse("none")) == str(nw.parse(" "))
+    assert str(nw.KeepHeads(k=2, phase="decode")) == "keep_heads(phase='decode', k=2)"
+    assert str(nw.AblateHeads(heads=[(3, 1), (2, 0), (3, 1)])) == "ablate_heads(heads=[[2, 0], [3, 1]])"
+    assert str(nw.SwapMemory(half="kv")) == "swap_memory(half='kv')"
+    assert str(nw.SwapMemory(half="kv", from_="b")) == "swap_memory(half='kv', from='b')"
+    both = nw.AblateRecurrent(layers=[1, 0]) + nw.AblateAttention()
+    assert str(both) == "ablate_attention() + ablate_recurrent(layers=[0, 1])"
+    ranked = nw.KeepHeads(k=1, by=nw.Ranking(order=[(5, 1), (2, 0)]))
+    assert str(ranked) == "keep_heads(k=1, by=ranking('5.1 2.0'))"
+    assert nw.parse("expose_tokens('omit')") == nw.ExposeTokens(mode="omit")
+
+
+@pytest.mark.parametrize("text, says", [
+    ("keep_head(k=2)", "did you mean 'keep_heads'"),
+    ("keep_heads(kk=2)", "has no 'kk'"),
+    ("keep_heads(k=2", "cannot read"),
+    ("keep_heads(k=2) - none", "expected name"),
+    ("keep_heads(k=open('x'))", "no plain value"),
+    ("keep_heads(1)", "named values only"),
+    ("keep_heads(k=1, by=ranking('x'))", "layer.head"),
+    ("__import__('os').system('true')", "expected name"),
+    ("limit_context(tokens=0)", "greater than or equal to 1"),
+    ("keep_heads(k=1, by='magic')", "by"),
+    ("keep_heads(k=1, phase='always')", "phase"),
+    ("keep_heads()", "either k or fraction"),
+    ("keep_heads(k=1, fraction=0.5)", "either k or fraction"),
+    ("keep_heads(k=1, scope='model')", "scope='model' needs a Ranking"),
+    ("ablate_heads(heads=[[0, 0]], value='mean')", "means=HASH"),
+    ("keep_heads(k=1) + keep_heads(k=2)", "merge them"),
+])  # fmt: skip
+def test_bad_texts_say_what_is_wrong(text: str, says: str) -> None:
+    with pytest.raises(NeedleworkError) as error:
+        nw.parse(text)
+    assert says in str(error.value)
+
+
+def test_values_are_frozen_and_take_no_unknown_field() -> None:
+    with pytest.raises(Exception, match="frozen"):
+        nw.KeepHeads(k=1).k = 2  # type: ignore[misc]
+    with pytest.raises(NeedleworkError, match="Extra inputs"):
+        nw.KeepHeads(k=1, color="red")  # type: ignore[call-arg]
+
+
+def _double(cls_name: str) -> type[nw.Part]:
+    class Part(nw.Part):
+        """All heads say everything twice as loud."""
+
+        side = "attention"
+
+        def stands_for(self, scene: Scene) -> Iterable[Act]:
+            for index in self.where(scene.anatomy):
+                yield ChangeOutputs(index, lambda out: out * 2)
+
+    Part.__name__ = cls_name
+    return Part
+
+
+def test_an_intervention_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Registered by decorator, it parses, acts and is counted like any other."""
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    cls = nw.register(_double("DoubleHeads"))
+    act = nw.parse("double_heads(layers=[0])")
+    assert act == cls(layers=[0])
+    subject = cases.subject("llama")
+    answer = subject.generate([cases.PROMPT], act, max_new_tokens=2)[0]
+    assert answer.error == ""
+    assert answer.receipt.total("heads_changed", layer=0) == len(cases.PROMPT) + 1
+    projection = subject.model.model.layers[0].self_attn.o_proj
+    handle = projection.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    expected = subject.logits([cases.PROMPT])
+    handle.remove()
+    assert cases.apart(subject.logits([cases.PROMPT], act), expected) < 1e-4
+
+
+def test_an_intervention_from_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Point:
+        name = "triple_heads"
+
+        def load(self) -> type[nw.Part]:
+            return _double("TripleHeads")
+
+    monkeypatch.setattr(base, "_REGISTRY", dict(base._REGISTRY))
+    monkeypatch.setattr(base, "_plug_ins", lambda: [Point()])
+    assert str(nw.parse("triple_heads()")) == "triple_heads()"
