@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import islice
 
 from needlework.errors import NeedleworkError
 from needlework.interventions import Intervention, parse
@@ -19,10 +20,11 @@ _CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 def expand(text: str, sizes: Mapping[str, int]) -> list[Intervention]:
     """Every intervention that the text stands for, each once, in the order written."""
+    texts = list(islice(_alternatives(text, sizes), MOST + 1))
+    if len(texts) > MOST:
+        raise NeedleworkError(f"{text!r} stands for more than {MOST} interventions; narrow its ranges")
     found: dict[str, Intervention] = {}
-    for number, one in enumerate(_alternatives(text, sizes)):
-        if number >= MOST:
-            raise NeedleworkError(f"{text!r} stands for more than {MOST} interventions; narrow its ranges")
+    for one in texts:
         intervention = parse(one)
         found.setdefault(str(intervention), intervention)
     return list(found.values())

@@ -83,7 +83,7 @@ BAD = {
     "a limit with a comma": ("    limit: 2", "    limit: 2.5", 13, "integer"),
     "an unknown boundary": ("    limit: 2", "    boundary: middle", 13, "boundary"),
     "max_new_tokens of nothing": ("    limit: 2", "    max_new_tokens: 0", 13, "max_new_tokens"),
-    "an observation of scores": ("    tasks: [fake]", "    tasks: fake_choice\n    observe: true", 17, "observe: true needs"),
+    "an observation of scores": ("    tasks: [fake]", "    tasks: fake_choice\n    observe: true", 17, "observe: true"),
     "optional as a word": ("        samples: 3", "        optional: perhaps", 9, "optional is true or false"),
     "an unknown intervention": ("keep_heads(k=0..2)", "keep_head(k=0..2)", 12, "did you mean 'keep_heads'?"),
     "an unknown field": ("keep_heads(k=0..2)", "keep_heads(kk=0..2)", 12, "no 'kk'"),
