@@ -87,9 +87,9 @@ class Engine:
             raise MemoryError(
                 f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory"
             ) from error
-        logger.warning("out of memory with %d rows: going on with %d", len(batch), (len(batch) + 1) // 2)
-        middle = (len(batch) + 1) // 2
-        pending.extendleft([batch[middle:], batch[:middle]])
+        fewer = (len(batch) + 1) // 2
+        logger.warning("out of memory with %d rows: going on with %d", len(batch), fewer)
+        pending.extendleft(reversed(list(self.budget.batches(batch, fewer))))
 
     def _start(self, batch: Batch) -> tuple[Decoder | None, list[Track]]:
         """Read what the batch shares, fork it, and take the first token where prefill produces it."""
