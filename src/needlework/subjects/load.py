@@ -31,6 +31,7 @@ def load_body(
     """A body and its tokenizer (None if there is none)."""
     if dtype not in DTYPES:
         raise NeedleworkError(f"dtype {dtype!r} is not known; choose from {', '.join(DTYPES)}")
+    place = _device(device)
     origin = _origin(source)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, **origin.options}
     options = {key: value for key, value in options.items() if value is not None}
@@ -40,7 +41,7 @@ def load_body(
         _refuse_pickles(Path(origin.name), origin.gguf)
     model = _weights(origin, config, DTYPES[dtype], device_map, options)
     if device_map is None:
-        model = model.to(_device(device))
+        model = model.to(place)
     return make_body(model, window, kernels), _tokenizer(origin, options)
 
 
@@ -142,7 +143,7 @@ def _weights(origin: _Origin, config: Any, dtype: torch.dtype, device_map: Any, 
     try:
         return loader.from_pretrained(
             origin.name, config=config, dtype=dtype, device_map=device_map, use_safetensors=True if not origin.gguf else None,
-            attn_implementation="sdpa", **options,
+            **options,
         )  # fmt: skip
     except NeedleworkError:
         raise

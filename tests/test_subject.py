@@ -1,0 +1,131 @@
+"""The public face: bad input gets a clear error that says how to fix it, before any compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import cases
+import needlework as nw
+
+
+class Letters:
+    """The smallest tokenizer: one token a letter."""
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [ord(c) - 90 for c in text]}
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(chr(t + 90) for t in tokens)
+
+
+@pytest.fixture(autouse=True)
+def _no_compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests named `test_refused_*` fail if the model runs at all."""
+    if request.node.name.startswith("test_refused"):
+
+        def forward(*_: Any, **__: Any) -> None:
+            raise AssertionError("the model was run")
+
+        monkeypatch.setattr("needlework.subjects.body.run_model", forward)
+
+
+def _refused(name: str, act: nw.Intervention, says: str, **options: Any) -> None:
+    subject = cases.subject(name)
+    for call in (
+        lambda: subject.generate([cases.PROMPT], act, **options),
+        lambda: subject.logits([cases.PROMPT], act, prompt_tokens=9),
+        lambda: subject.choices([cases.PROMPT], [[(5,)]], act),
+    ):
+        with pytest.raises(nw.NeedleworkError) as error:
+            call()
+        assert says in str(error.value)
+
+
+def test_refused_more_heads_than_there_are() -> None:
+    _refused("llama", nw.KeepHeads(k=5), "k=5 is more than the 4 heads there are; choose k from 0 to 4")
+    ranking = nw.Ranking(order=cases.subject("llama").anatomy.heads)
+    _refused("llama", nw.KeepHeads(k=17, by=ranking, scope="model"), "more than the 16 heads")
+    _refused("llama", nw.KeepHeads(k=2, by=nw.Ranking(order=[(0, 0)])), "does not cover heads")
+
+
+def test_refused_layers_and_heads_that_are_not_there() -> None:
+    _refused("jamba", nw.KeepHeads(k=1, layers=[2, 3]), "layers [3] are no attention layers")
+    _refused("jamba", nw.AblateRecurrent(layers=[2]), "layers [2] are no recurrent layers")
+    _refused("jamba", nw.AblateHeads(heads=[(2, 4)]), "no such heads [(2, 4)]")
+    _refused("jamba", nw.AblateHeads(heads=[(0, 0)]), "choose from [2, 5]")
+    _refused("jamba", nw.AblateHeads(heads=[(99, 0)]), "choose from [2, 5]")
+    _refused("jamba", nw.OnlyHeads(heads=[(5, 9)]), "no such heads [(5, 9)]")
+    _refused("jamba", nw.OnlyHeads(heads=[]), "no such heads")
+
+
+def test_refused_sides_that_are_not_there() -> None:
+    _refused("mamba", nw.KeepHeads(k=1), "MambaForCausalLM has no separate attention layers")
+    _refused("llama", nw.AblateRecurrent(), "LlamaForCausalLM has no separate recurrent layers")
+    _refused("hrm_text", nw.AblateRecurrent(), "it recurs over depth, not over tokens")
+
+
+def test_refused_spans_that_are_not_in_the_prompt() -> None:
+    _refused("llama", nw.ExposeTokens(mode="omit"), "the prompt has no span 'needle' (it has: none); pass spans=")
+    _refused("llama", nw.ExposeTokens(mode="omit", span=(3, 12)), "covers positions [12] outside the prompt of")
+    _refused("jamba", nw.ResetState(at="needle"), "no span 'needle'")
+    _refused("jamba", nw.ResetState(at=0), "choose at >= 1")
+    _refused("jamba", nw.ResetState(at=500), "no token is read there")
+    with pytest.raises(nw.NeedleworkError, match="outside the prompt"):
+        cases.subject("llama").generate([cases.PROMPT], nw.ExposeTokens(mode="omit"), spans=[{"needle": ((10, 14),)}])
+
+
+def test_refused_prompts() -> None:
+    subject = cases.subject("llama")
+    most = subject.anatomy.max_tokens
+    assert most is not None
+    with pytest.raises(nw.NeedleworkError, match=f"more than the {most}"):
+        subject.generate([[5] * (most - 3)], max_new_tokens=4)
+    with pytest.raises(nw.NeedleworkError, match=f"more than the {most}"):
+        subject.logits(torch.full((1, most + 1), 5))
+    with pytest.raises(nw.NeedleworkError, match=f"more than the {most}"):
+        subject.choices([[5] * most], [[(5,)]])
+    with pytest.raises(nw.NeedleworkError, match="token id 128 is outside the vocabulary of 128"):
+        subject.generate([[5, 128]])
+    with pytest.raises(nw.NeedleworkError, match="the prompt is empty"):
+        subject.generate([[]])
+    with pytest.raises(nw.NeedleworkError, match="give a list of prompts"):
+        subject.generate("hello")  # type: ignore[arg-type]
+    with pytest.raises(nw.NeedleworkError, match="at least 1"):
+        subject.generate([[5]], max_new_tokens=0)
+    with pytest.raises(nw.NeedleworkError, match="2 interventions for 1 prompts"):
+        subject.generate([[5]], interventions=[nw.NONE, nw.NONE])
+    with pytest.raises(nw.NeedleworkError, match="must be \\[rows, tokens\\]"):
+        subject.logits(torch.tensor([5, 6]))
+    with pytest.raises(nw.NeedleworkError, match="prompt_tokens=4 must lie between 1 and the 3"):
+        subject.logits([[5, 6, 7]], prompt_tokens=4)
+    with pytest.raises(nw.NeedleworkError, match="at least one option"):
+        subject.choices([[5]], [[]])
+
+
+def test_refused_in_a_batch_before_any_row_runs() -> None:
+    """One bad request among good ones: nothing is computed."""
+    with pytest.raises(nw.NeedleworkError, match="more than the 4 heads"):
+        cases.subject("llama").generate([cases.PROMPT] * 3, interventions=[nw.NONE, nw.NONE, nw.KeepHeads(k=9)])
+
+
+def test_texts_go_through_the_tokenizer() -> None:
+    subject = nw.wrap(cases.build("llama"), Letters())
+    text, ids = (subject.generate([prompt], max_new_tokens=3)[0] for prompt in ("abcab", (1, 7, 8, 9, 7, 8)))
+    assert text == ids
+    assert text.text == Letters().decode(text.tokens)
+    assert subject.choices(["abc"], [["de", "f"]]) == subject.choices([(1, 7, 8, 9)], [[(10, 11), (12,)]])
+    stop = chr(text.tokens[0] + 90)
+    assert subject.generate(["abcab"], max_new_tokens=3, stop=[stop])[0].finish == "stop"
+    with pytest.raises(nw.NeedleworkError, match="a stop must be one token"):
+        subject.generate(["abc"], stop=["ab"])
+
+
+def test_the_parts_stay_within_reach() -> None:
+    model = cases.build("llama")
+    subject = nw.wrap(model, "tokenizer")
+    assert subject.model is model
+    assert subject.tokenizer == "tokenizer"
+    assert len(subject.anatomy.layers[0].heads) == 4
