@@ -134,6 +134,7 @@ class Block:
     """Some queries against the keys that any of them may see."""
 
     queries: slice
+    keys: slice
     visible: Tensor | None  # [rows or 1, 1, queries, keys]
     q_positions: Tensor  # [rows, queries]
     k_positions: Tensor  # [rows, keys]; equals the index of the token in its own sequence
@@ -153,24 +154,18 @@ def _attention(
     if not forward.own_maths:
         out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return (out if plan is None else plan.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
-    return _blockwise(forward, layer, plan, module, query, key, value, attention_mask, kwargs), None
+    return _blockwise(forward, layer, query, key, value, attention_mask, kwargs), None
 
 
 def _blockwise(
-    forward: Forward,
-    layer: int,
-    plan: LayerPlan | None,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    kwargs: dict[str, Any],
+    forward: Forward, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor:
+    """Attention outputs [rows, queries, heads, dim], a block of queries at a time."""
+    unknown = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if unknown:
+        raise TrialError(f"this model's attention uses {unknown[0]}, which needlework's own maths does not have")
     rows, heads, queries, _ = query.shape
-    scaling = kwargs.get("scaling")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys: Keys = _keys(forward, key, value)
+    plan, keys = forward.plans.get(layer), _keys(forward, key, value)
     positions = keys.positions(forward.positions)
     out = query.new_empty(rows, queries, heads, keys.value_dim)
     budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
@@ -184,32 +179,38 @@ def _blockwise(
         else:
             visible = _visible(forward, mask, rows, part, keys.count, query.device)
         first, last = _key_range(visible, keys)
-        if visible is not None:
-            visible = visible[..., first:last]
-        q_positions = forward.positions[:, part]
-        block = Block(part, visible, q_positions, positions[:, first:last])
-        if plan is not None and plan.limit is not None:
-            block.visible = plan.limit_keys(forward, layer, block)
-        scores = keys.scores(query[:, :, part], first, last).float().mul_(scaling)  # [rows, heads, queries, keys]
-        if (bias := kwargs.get("position_bias")) is not None:
-            if bias.shape[-1] != keys.count:
-                raise TrialError(f"the position bias is for {bias.shape[-1]} keys, attention has {keys.count}")
-            scores = scores + bias[:, :, part, first:last].float()
-        if block.visible is not None:
-            some = _partly_hidden(block.visible)
-            scores[..., some].masked_fill_(~block.visible[..., some], -1e30)
-        log_p = scores.log_softmax(-1)
-        p = log_p.exp()  # exactly 0 where hidden
-        if block.visible is not None and not bool((seeing := block.visible.any(-1, keepdim=True)).all()):
-            p = p.masked_fill_(~seeing, 0.0)  # a query that sees nothing gets nothing, not uniform attention
-        if forward.observer is not None:
-            forward.observer.see(forward, layer, block, p)
-        head_scores = plan.head_scores(p, log_p) if plan is not None else {}
-        if plan is not None and plan.expose is not None:
-            p = plan.expose_columns(forward, layer, block, p)
-        mixed = keys.mix(p.to(query.dtype), first, last).transpose(1, 2)  # [rows, queries, heads, dim]
-        out[:, part] = mixed if plan is None else plan.edit_outputs(forward, layer, mixed, part, head_scores)
+        seen = None if visible is None else visible[..., first:last]
+        block = Block(part, slice(first, last), seen, forward.positions[:, part], positions[:, first:last])
+        out[:, part] = _one_block(forward, layer, block, query[:, :, part], keys, kwargs)
     return out
+
+
+def _one_block(
+    forward: Forward, layer: int, block: Block, query: Tensor, keys: Keys, kwargs: dict[str, Any]
+) -> Tensor:
+    plan, scaling = forward.plans.get(layer), kwargs.get("scaling")
+    if plan is not None and plan.limit is not None:
+        block.visible = plan.limit_keys(forward, layer, block)
+    scores = keys.scores(query, block.keys.start, block.keys.stop).float()  # [rows, heads, queries, keys]
+    scores = scores.mul_(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if (bias := kwargs.get("position_bias")) is not None:
+        if bias.shape[-1] != keys.count:
+            raise TrialError(f"the position bias is for {bias.shape[-1]} keys, attention has {keys.count}")
+        scores = scores + bias[:, :, block.queries, block.keys].float()
+    if block.visible is not None:
+        some = _partly_hidden(block.visible)
+        scores[..., some].masked_fill_(~block.visible[..., some], -1e30)
+    log_p = scores.log_softmax(-1)
+    p = log_p.exp()  # exactly 0 where hidden
+    if block.visible is not None and not bool((seeing := block.visible.any(-1, keepdim=True)).all()):
+        p = p.masked_fill_(~seeing, 0.0)  # a query that sees nothing gets nothing, not uniform attention
+    if forward.observer is not None:
+        forward.observer.see(forward, layer, block, p)
+    head_scores = plan.head_scores(p, log_p) if plan is not None else {}
+    if plan is not None and plan.expose is not None:
+        p = plan.expose_columns(forward, layer, block, p)
+    mixed = keys.mix(p.to(query.dtype), block.keys.start, block.keys.stop).transpose(1, 2)  # [rows, queries, heads, dim]
+    return mixed if plan is None else plan.edit_outputs(forward, layer, mixed, block.queries, head_scores)
 
 
 def _keys(forward: Forward, key: Tensor, value: Tensor) -> Keys:

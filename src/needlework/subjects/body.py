@@ -14,7 +14,7 @@ from needlework.anatomy import Anatomy
 from needlework.attention import NAME, Forward, Observer, current
 from needlework.attention_plan import LayerPlan, compile_layer
 from needlework.errors import NeedleworkError
-from needlework.interventions.acts import Act, ClearState, Phase
+from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
 from needlework.receipts import Tally
 from needlework.recurrence import Mixer, MixerPlan, compile_mixer, hooked
 from needlework.subjects.families import Family
@@ -23,6 +23,7 @@ from needlework.subjects.seams import continues_prefill, fast_kernels
 from needlework.subjects.state import Memory
 
 Kernels = Literal["fast", "stock"]
+_CHECKED_TOKENS = 12
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Body:
         self._memory: Memory | None = None  # the one that is being fed; hooks clear its rows
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
         self._depth = 0
+        self._trusted = False  # our own attention maths was seen to agree with the model's
 
     @property
     def continues(self) -> bool:
@@ -197,12 +199,36 @@ class Body:
             phase, positions, rows.slots, tally, self.attention, rows.attention, rows.mixers, self.observer,
             shared, self._windows, self.family.dense_masks,
         )  # fmt: skip
+        if not self._trusted and forward.own_maths:
+            self._check_own_maths()
         self._memory = memory
         with memory.mounted(), current(forward), self._hooked(rows):
             out = run_model(self.model, ids, positions, memory, logits_to_keep=0 if all_logits else 1)
         memory.length += ids.shape[1]
         logits: Tensor = out.logits if all_logits else out.logits[:, -1:]
         return logits.float()
+
+    def _check_own_maths(self) -> None:
+        """Once per model, before our maths first replaces stock attention: on a short prompt both must give one answer."""
+        self._trusted = True  # asked again while it checks
+        observer, self.observer = self.observer, None
+        try:
+            slots = torch.zeros(1, dtype=torch.int64, device=self.device)
+            ids = (torch.arange(_CHECKED_TOKENS, device=self.device) * 7 % self.anatomy.vocabulary)[None]
+            no_limit: list[Act] = [LimitKeys(layer, 1 << 30, 0) for layer in self._windows]
+            answers = []
+            for acts in ([], no_limit):
+                rows = self.compile([acts], [0], "prefill", slots)
+                answers.append(self.feed(ids, self.new_memory(1), "prefill", rows, Tally(1), keep="all"))
+        finally:
+            self.observer = observer
+        apart = float((answers[0] - answers[1]).abs().max() / answers[0].abs().max().clamp_min(1e-6))
+        if not apart <= (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            self._trusted = False
+            raise NeedleworkError(
+                f"needlework's attention differs from {self.anatomy.architecture}'s own by {apart:.1e} of its largest logit on a"
+                " short prompt: this model's attention does something that needlework does not know. Nothing was run"
+            )
 
     def check_length(self, tokens: int) -> None:
         most = self.anatomy.max_tokens
