@@ -1,0 +1,99 @@
+"""The RG-LRU with its gates: the reference, and the laws of a recurrence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scans import BATCHES, LENGTHS, SEEDS, WIDTHS, Threads, assert_close, resets, run
+from torch import Tensor
+
+from needlework.kernels import gated_rglru, reference
+
+TIMED = ("x", "gate_in", "gate_keep")
+
+
+def inputs(batch: int, length: int, width: int, with_state: bool = True) -> dict[str, Tensor]:
+    tensors = {name: torch.randn(batch, length, width) for name in TIMED} | {"rate": 0.01 + torch.rand(width)}
+    return tensors | ({"state": torch.randn(batch, width)} if with_state else {})
+
+
+@settings(max_examples=40, deadline=None)
+@given(SEEDS, BATCHES, LENGTHS, WIDTHS, *[st.booleans()] * 2)
+def test_equals_the_reference_with_all_gradients(
+    seed: int, batch: int, length: int, width: int, with_state: bool, with_reset: bool
+) -> None:
+    torch.manual_seed(seed)
+    tensors = inputs(batch, length, width, with_state)
+    reset = resets(batch, length) if with_reset else None
+    assert_close(run(gated_rglru, tensors, reset), run(reference.gated_rglru, tensors, reset), tolerance=1e-5)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
+def test_either_result_alone_has_its_gradients(weights: tuple[float, float]) -> None:
+    tensors = inputs(2, 40, 70)
+    assert_close(run(gated_rglru, tensors, None, weights), run(reference.gated_rglru, tensors, None, weights), 1e-5)
+
+
+def test_almost_nothing_forgotten_keeps_a_bounded_gradient() -> None:
+    """Where the decay is almost 1, the root has an almost infinite slope; it counts as 1000 at most."""
+    tensors = inputs(1, 8, 64)
+    tensors["gate_keep"] = torch.linspace(-25, -8, 64).expand(1, 8, 64).clone()
+    ours, theirs = run(gated_rglru, tensors, None), run(reference.gated_rglru, tensors, None)
+    assert_close(ours, theirs, tolerance=1e-5)
+    assert ours["grad of gate_keep"].isfinite().all()
+    out, _ = gated_rglru(**tensors)
+    exact, _ = reference.gated_rglru(**{name: tensor.double() for name, tensor in tensors.items()})
+    assert torch.allclose(out.double(), exact.double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("split", [1, 31, 32, 50])
+def test_continuing_from_the_final_state_is_one_scan(split: int) -> None:
+    tensors = inputs(2, 70, 96)
+    whole, last = gated_rglru(**tensors)
+    first, state = gated_rglru(**{n: t[:, :split] if n in TIMED else t for n, t in tensors.items()})
+    rest = {n: t[:, split:] if n in TIMED else t for n, t in tensors.items()}
+    second, final = gated_rglru(**rest | {"state": state})
+    assert torch.equal(torch.cat([first, second], 1), whole)
+    assert torch.equal(final, last)
+
+
+def test_a_reset_lets_the_token_in_whole() -> None:
+    tensors = inputs(1, 3, 4)
+    out, _ = gated_rglru(**tensors, reset=torch.tensor([[False, True, False]]))
+    assert torch.allclose(out[:, 1], tensors["x"][:, 1] * torch.sigmoid(tensors["gate_in"][:, 1]), atol=1e-6)
+
+
+def test_a_row_does_not_depend_on_its_batch_nor_on_threads(threads: Threads) -> None:
+    tensors = inputs(4, 40, 130)
+    threads(1)
+    rows = [{n: t if n == "rate" else t[i : i + 1] for n, t in tensors.items()} for i in range(4)]
+    alone = torch.cat([gated_rglru(**row)[0] for row in rows])
+    for count in (1, 2, 3):
+        threads(count)
+        assert torch.equal(gated_rglru(**tensors)[0], alone)
+
+
+def test_bf16_in_bf16_out_and_an_fp32_state() -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in inputs(2, 100, 40, with_state=False).items()}
+    out, final = gated_rglru(**tensors)
+    exact, last = reference.gated_rglru(**{name: tensor.float() for name, tensor in tensors.items()})
+    assert (out.dtype, final.dtype) == (torch.bfloat16, torch.float32)
+    assert float((out.float() - exact).abs().max() / exact.abs().max()) < 4e-3
+    assert float((final - last).abs().max() / last.abs().max()) < 2e-6
+
+
+def test_no_tokens_leave_the_state_as_it_is() -> None:
+    tensors = inputs(2, 0, 8)
+    out, final = gated_rglru(**tensors)
+    assert out.shape == (2, 0, 8)
+    assert torch.equal(final, tensors["state"])
+
+
+@pytest.mark.parametrize("name", ["gate_in", "gate_keep", "rate", "state"])
+def test_wrong_shapes_are_refused_before_the_kernel(name: str) -> None:
+    tensors = inputs(2, 5, 8)
+    tensors[name] = tensors[name][..., :-1]
+    with pytest.raises(ValueError, match=f"{name} has shape"):
+        gated_rglru(**tensors)

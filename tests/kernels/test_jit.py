@@ -1,0 +1,91 @@
+"""Blocks over threads: each once, on no more threads than torch may use, from anywhere."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from scans import Threads
+
+from needlework.kernels import rglru_scan
+from needlework.kernels.jit import columns, run_blocks, token_rows
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("blocks", [0, 1, 2, 7])
+def test_every_block_once_on_at_most_as_many_threads_as_torch(threads: Threads, count: int, blocks: int) -> None:
+    threads(count)
+    seen: Counter[int] = Counter()
+    workers: set[int] = set()
+
+    def kernel(first: int, stop: int) -> None:
+        workers.add(threading.get_ident())
+        seen.update(range(first, stop))
+
+    run_blocks(kernel, blocks)
+    assert seen == Counter(range(blocks))
+    assert len(workers) <= max(1, min(count, blocks))
+
+
+def test_a_failing_part_is_not_swallowed_and_the_others_are_waited_for(threads: Threads) -> None:
+    threads(2)
+    done = threading.Event()
+
+    def kernel(first: int, stop: int) -> None:
+        if first > 0:
+            done.set()
+            raise RuntimeError("second half")
+
+    with pytest.raises(RuntimeError, match="second half"):
+        run_blocks(kernel, 4)
+    assert done.is_set()
+
+
+def test_many_callers_at_once(threads: Threads) -> None:
+    threads(2)
+    x, decay = torch.randn(8, 200, 130), torch.rand(8, 200, 130)
+    expected = rglru_scan(x, decay)[0]
+    with ThreadPoolExecutor(6) as callers:
+        found = list(callers.map(lambda _: rglru_scan(x, decay)[0], range(30)))
+    assert all(torch.equal(out, expected) for out in found)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
+@pytest.mark.filterwarnings("ignore:This process")
+def test_a_forked_child_has_threads_of_its_own(threads: Threads) -> None:
+    threads(2)
+    x, decay = torch.randn(4, 50, 130), torch.rand(4, 50, 130)
+    expected = rglru_scan(x, decay)[0]  # the parent's threads are running now
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(rglru_scan(x, decay)[0], expected) else 1)
+    for _ in range(300):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        threading.Event().wait(0.1)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the child hangs")
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_columns_join_the_blocks_of_a_row() -> None:
+    assert columns(0, 6, 130) == (0, 0, 130, 3)
+    assert columns(4, 6, 130) == (1, 64, 130, 6)
+    assert columns(1, 2, 130) == (0, 64, 128, 2)
+
+
+def test_token_rows_of_a_slice_point_into_the_wide_tensor() -> None:
+    wide = torch.arange(2 * 3 * 10, dtype=torch.float32).view(2, 3, 10)
+    flat, row, token = token_rows(wide[..., 4:7])
+    assert (row, token) == (30, 10)
+    assert flat[1 * row + 2 * token : 1 * row + 2 * token + 3].tolist() == wide[1, 2, 4:7].tolist()
+    assert flat.size == 53
+    wide[0, 0, 4] = -1.0
+    assert flat[0] == -1.0
