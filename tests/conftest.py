@@ -36,8 +36,10 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         write(f"brute-force reference: {compared} tokens compared, {offered - compared} skipped because of near ties")
     if not cells:
         return
-    names = list(dict.fromkeys(name for name, _ in cells))
-    columns = list(dict.fromkeys(which for _, which in cells))
+    import cases
+
+    names = [name for name in cases.ALL if any(name == cell[0] for cell in cells)]
+    columns = [which for which in cases.INTERVENTIONS if any(which == cell[1] for cell in cells)]
     reasons = [x for x in dict.fromkeys(cells.values()) if x not in ("holds", "failed")]
     sign = {"holds": ".", "failed": "!"} | {reason: "abcdefghijk"[i] for i, reason in enumerate(reasons)}
     write("")
