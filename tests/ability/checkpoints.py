@@ -1,0 +1,24 @@
+"""Tiny random checkpoints with the toy language's tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CHAT = (
+    "{% for m in messages %}{{ 'ask : ' if m['role'] == 'user' else 'answer : ' }}{{ m['content'] }}"
+    "{{ ' . ' if not loop.last or add_generation_prompt else '' }}{% endfor %}"
+    "{{ 'answer :' if add_generation_prompt else '' }}"
+)
+
+
+def save(name: str, folder: Path, chat: bool = False) -> Path:
+    from tiny import build
+
+    from needlework.zoo import tokenizer
+
+    model = build(name, vocab_size=tokenizer.size(), bos_token_id=1, eos_token_id=2)
+    model.save_pretrained(folder)
+    words = tokenizer.build()
+    words.chat_template = CHAT if chat else None
+    words.save_pretrained(folder)
+    return folder
