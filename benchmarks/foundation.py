@@ -27,7 +27,7 @@ from typing import Any
 IDLE_TARGET, MEMORY_TARGET = 1.05, 1.3
 PROMPT = NEW = 64
 LONG = 8192
-ROUNDS = 11
+ROUNDS = 7
 FAMILIES = {"llama": "Llama", "jamba": "Jamba", "recurrent_gemma": "RecurrentGemma"}
 SIZES: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2,
@@ -177,26 +177,36 @@ def peak(family: str, way: str) -> int:
 
 
 def memory(family: str) -> list[Line]:
-    """Each reading in a process of its own: what one leaves in the allocator cannot serve another."""
+    """Each reading in a process of its own: what one leaves in the allocator cannot serve another.
+
+    Measured twice. "in use": freed blocks above 64 KiB go back to the system at once, so that resident memory is what
+    tensors need. "resident": the C library's default, which keeps freed blocks, so that a process may hold far more than it
+    uses; this is what a user's machine sees. The two can differ by a lot, so neither stands for the other.
+    """
+    settings = {"in use": {"MALLOC_MMAP_THRESHOLD_": str(1 << 16)}, "resident": {}}
     ways = ["stock SDPA", "stock"] + (["fast"] if family != "llama" else [])
-    # Blocks above 64 KiB go back to the kernel when they are freed, so that resident memory is what is in use.
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 16), "OMP_NUM_THREADS": "1"}
-    peaks = {}
-    for way in ways:
-        command = [sys.executable, __file__, "--peak", family, way]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise SystemExit(f"{' '.join(command[1:])} failed:\n{done.stderr[-2000:]}")
-        peaks[way] = int(json.loads(done.stdout.splitlines()[-1])["bytes"])
-    return [
-        Line(
-            f"memory at {LONG:,} tokens, {FAMILIES[family]}, {way} kernels",
-            peaks[way] / peaks["stock SDPA"],
-            MEMORY_TARGET,
-            f"{peaks[way] / 1e6:.0f} against {peaks['stock SDPA'] / 1e6:.0f} MB above the loaded model",
-        )
-        for way in ways[1:]
-    ]
+    lines = []
+    for setting, variables in settings.items():
+        peaks = {way: _peak_elsewhere(family, way, variables) for way in ways}
+        lines += [
+            Line(
+                f"memory {setting}, {LONG:,} tokens, {FAMILIES[family]}, {way} kernels",
+                peaks[way] / peaks["stock SDPA"],
+                MEMORY_TARGET,
+                f"{peaks[way] / 1e6:.0f} against {peaks['stock SDPA'] / 1e6:.0f} MB above the loaded model",
+            )
+            for way in ways[1:]
+        ]
+    return lines
+
+
+def _peak_elsewhere(family: str, way: str, variables: dict[str, str]) -> int:
+    command = [sys.executable, __file__, "--peak", family, way]
+    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[1:])} failed:\n{done.stderr[-2000:]}")
+    return int(json.loads(done.stdout.splitlines()[-1])["bytes"])
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
