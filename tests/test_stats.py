@@ -172,6 +172,9 @@ def test_the_same_seed_gives_the_same_numbers() -> None:
     assert stats.retained(a, b, c) != stats.retained(a, b, c, seed=2)
 
 
-@pytest.mark.parametrize("share,text", [(0.0, "0 %"), (0.0487, "4.9 %"), (0.97, "97 %"), (0.951, "95.1 %"), (-0.0001, "0 %"), (-0.02, "-2 %"), (1.0, "100 %")])
+SHARES = [(0.0, "0 %"), (0.0487, "4.9 %"), (0.97, "97 %"), (0.951, "95.1 %"), (-0.0001, "0 %"), (-0.02, "-2 %"), (1.0, "100 %")]
+
+
+@pytest.mark.parametrize("share,text", SHARES)
 def test_percents_keep_the_digit_that_a_bound_needs(share: float, text: str) -> None:
     assert stats.percent(share) == text
