@@ -165,9 +165,9 @@ def _count(out: Path) -> int:
     return int(count)
 
 
-def _wait_for_rows(out: Path, process: subprocess.Popen[bytes], before: int) -> None:
+def _wait_for_rows(out: Path, process: subprocess.Popen[bytes], before: int, seconds: float = 30) -> None:
     """Until the run is at work (it takes a while to start), so that the kill hits it and not its imports."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + seconds
     while process.poll() is None and time.monotonic() < deadline and _count(out) <= before:
         time.sleep(0.01)
 
@@ -249,7 +249,10 @@ def test_a_file_that_is_no_store_is_refused(plan_file: Path, tmp_path: Path) -> 
         go(plan_file, tmp_path / "file")
 
 
-def test_what_breaks_one_trial_fails_that_trial_alone(plan_file: Path, tmp_path: Path) -> None:
+def test_what_breaks_one_trial_fails_that_trial_alone(
+    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "CHUNK_ASKS", 64)  # several prompts in one call
     clean = go(plan_file, tmp_path / "clean", fakes.FakeModels(fakes.FakeActor(batchwise=False)))
     victim = clean.actor.asked[5]
     go(plan_file, tmp_path / "out", fakes.FakeModels(fakes.FakeActor(batchwise=False, poison=frozenset({victim}))))

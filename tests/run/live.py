@@ -1,0 +1,16 @@
+"""`live.py PLAN OUT`: a run of a real model in a process of its own, in small chunks, to be killed."""
+
+from __future__ import annotations
+
+import sys
+
+from needlework import run
+from needlework.errors import NeedleworkError
+
+if __name__ == "__main__":
+    run.CHUNK_ASKS = 12
+    try:
+        sys.exit(run.run_plan(sys.argv[1], sys.argv[2], progress=False))
+    except NeedleworkError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
