@@ -7,7 +7,7 @@ import torch
 
 import cases
 import needlework as nw
-from needlework.requests import Answer
+from needlework.requests import Answer, Request
 
 PROMPTS = [cases.PROMPT, cases.TWIN, cases.PROMPT[:7], cases.PROMPT + cases.MORE]
 
@@ -46,6 +46,24 @@ def test_shared_keys_equal_copied_keys(name: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(subject.body, "shareable", False)
     for a, b in zip(shared, subject.generate([cases.PROMPT] * 3, interventions=acts, max_new_tokens=5), strict=True):
         _same(a, b)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba", "recurrent_gemma"])
+def test_rows_that_finish_early_leave_the_others_alone(name: str) -> None:
+    """Rows of one batch end at different steps, each under something else: those that stay keep their own."""
+    subject = cases.subject(name)
+    layer = subject.anatomy.attention_layers[0].index
+    some: list[nw.Intervention] = [nw.AblateHeads(heads=[(layer, i)]) for i in range(3)]
+    some += [nw.KeepHeads(k=k, by=by) for k, by in ((1, "entropy"), (2, "l2"), (3, "norm"), (2, "random"))]  # type: ignore[arg-type]
+    some += [nw.LimitContext(tokens=n, sinks=n % 2) for n in (2, 3, 5)]
+    some += [nw.ExposeTokens(mode=x, span=(3, 4)) for x in ("omit", "only", "balanced")]  # type: ignore[arg-type]
+    some += [nw.AblateAttention(site="block"), nw.NONE]
+    if name != "llama":
+        some += [nw.AblateRecurrent(), nw.AblateRecurrent(site="block"), nw.ResetState(at=13), nw.ResetState(at=14)]
+    steps = [5 if isinstance(act, nw.ResetState) else 1 + i % 4 for i, act in enumerate(some)]
+    requests = [Request(cases.PROMPT, act, forced=(*cases.MORE, 3)[:n]) for act, n in zip(some, steps, strict=True)]
+    for request, answer in zip(requests, subject.answer(requests), strict=True):
+        _same(answer, subject.answer([request])[0])
 
 
 @pytest.mark.slow
