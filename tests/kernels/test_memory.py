@@ -1,0 +1,77 @@
+"""Memory of large results: used again when free, never while someone looks, and not hoarded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from needlework.kernels import memory, rglru_scan
+
+
+@pytest.fixture(autouse=True)
+def _nothing_held() -> Iterator[None]:
+    memory._buffers.clear()
+    yield
+    memory._buffers.clear()
+
+
+def large(megabytes: int = 8) -> Tensor:
+    return torch.empty(1, 1024, 256 * megabytes, device="meta")
+
+
+def test_a_freed_result_is_used_again() -> None:
+    first = memory.empty_like(large())
+    where = first.data_ptr()
+    del first
+    assert memory.empty_like(large()).data_ptr() == where
+
+
+@pytest.mark.parametrize("hold", ["tensor", "view", "numpy", "graph"])
+def test_memory_in_use_is_never_given_away(hold: str) -> None:
+    first = memory.empty_like(large()).fill_(7.0)
+    kept = {
+        "tensor": lambda: first,
+        "view": lambda: first[0, 3:5],
+        "numpy": lambda: first.numpy(),
+        "graph": lambda: (first * torch.ones(1, requires_grad=True)).grad_fn,
+    }[hold]()
+    where = first.data_ptr()
+    del first
+    second = memory.empty_like(large())
+    assert second.data_ptr() != where
+    second.fill_(0.0)
+    if hold in ("view", "numpy"):
+        assert float(torch.as_tensor(kept).min()) == 7.0
+
+
+def test_scans_do_not_write_over_each_other() -> None:
+    x, decay = torch.randn(1, 1200, 1000), torch.rand(1, 1200, 1000)
+    first, _ = rglru_scan(x, decay)
+    copy = first.clone()
+    rglru_scan(2 * x, decay)
+    second, _ = rglru_scan(3 * x, decay)
+    assert torch.equal(first, copy)
+    assert not torch.equal(first, second)
+
+
+def test_little_is_held() -> None:
+    several = [memory.empty_like(large(40)) for _ in range(6)]
+    assert sum(buffer.nbytes for buffer in memory._buffers) <= memory.KEPT
+    assert len({tensor.data_ptr() for tensor in several}) == 6
+    memory.empty_like(large(200))
+    assert max(buffer.nbytes for buffer in memory._buffers) <= memory.KEPT
+
+
+def test_small_results_are_left_to_the_system() -> None:
+    memory.empty_like(torch.empty(1, 10, 10))
+    assert memory._buffers == []
+
+
+def test_dense_fp32_whatever_the_template() -> None:
+    for template in (torch.empty(2, 30, 40, dtype=torch.bfloat16).transpose(1, 2), large()):
+        fresh = memory.empty_like(template)
+        assert (fresh.shape, fresh.dtype) == (template.shape, torch.float32)
+        assert fresh.is_contiguous()
