@@ -68,9 +68,10 @@ class NeedleworkLM(HFLM):
         check_phases(self.intervention)
         source = Path(str(resolve(pretrained)))
         folder, gguf = (source.parent, source.name) if source.is_file() else (source, None)
-        self._loading = {"device": device or ("cuda" if torch.cuda.is_available() else "cpu"), "window": window,
+        self._loading: dict[str, Any] = {"device": device or ("cuda" if torch.cuda.is_available() else "cpu"), "window": window,
                          "kernels": kernels, "memory_bytes": memory_bytes}  # fmt: skip
-        self._source, self._subject = source, None
+        self._source = source
+        self._subject: Subject | None = None
         options = {"revision": "main", **options, "device": self._loading["device"], "dtype": dtype, "gguf_file": gguf}
         super().__init__(str(folder), batch_size=batch_size if isinstance(batch_size, int) else ROWS, **options)
 
@@ -112,7 +113,8 @@ class NeedleworkLM(HFLM):
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
         )
-        return [fit(*make_disjoint_window(window), self.max_length) for window in windows]
+        pairs = map(make_disjoint_window, windows)
+        return [fit(context, continuation, self.max_length) for context, continuation in pairs]
 
     def score(self, pairs: Sequence[Pair]) -> list[Scored]:
         found = score(self.subject.engine, [(pair, self.intervention) for pair in pairs])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 CHAT = (
     "{% for m in messages %}{{ 'ask : ' if m['role'] == 'user' else 'answer : ' }}{{ m['content'] }}"
@@ -11,12 +12,11 @@ CHAT = (
 )
 
 
-def save(name: str, folder: Path, chat: bool = False) -> Path:
+def save(name: str, folder: Path, chat: bool = False, **changes: Any) -> Path:
+    from needlework.zoo import tokenizer
     from tiny import build
 
-    from needlework.zoo import tokenizer
-
-    model = build(name, vocab_size=tokenizer.size(), bos_token_id=1, eos_token_id=2)
+    model = build(name, vocab_size=tokenizer.size(), bos_token_id=1, eos_token_id=2, **changes)
     model.save_pretrained(folder)
     words = tokenizer.build()
     words.chat_template = CHAT if chat else None

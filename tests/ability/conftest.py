@@ -13,6 +13,7 @@ sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]  
 
 from checkpoints import save  # noqa: E402
 
+
 @pytest.fixture(scope="session")
 def griffin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save("recurrent_gemma", tmp_path_factory.mktemp("models") / "griffin", chat=True)

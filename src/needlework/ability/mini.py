@@ -15,7 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from needlework.tasks.knowledge import Cloze, Facts, Judgements, Letter, LetterLookup
+from needlework.tasks.knowledge import Questions
+from needlework.tasks.registry import make_task
 from needlework.zoo import world
 from needlework.zoo.sample import Sample
 
@@ -32,7 +33,7 @@ AREAS = {  # like the four areas of MMLU
 LIKE = {"acceptability": "cola", "entailment": "rte", "paraphrase": "mrpc"}
 METRICS = {"acceptability": ("acc", "mcc"), "entailment": ("acc",), "paraphrase": ("acc", "f1")}
 LOOKUP = "lookup"  # the letter alone: what letter choice needs beside knowledge
-FORMS: dict[str, type[Facts]] = {"letter": Letter, "cloze": Cloze}
+FORMS = ("letter", "cloze")  # of the same facts
 
 
 def doc(name: str, sample: Sample) -> dict[str, Any]:
@@ -51,17 +52,23 @@ def doc(name: str, sample: Sample) -> dict[str, Any]:
 def docs(form: str) -> dict[str, list[dict[str, Any]]]:
     """Questions of one form by split: "dev" holds the examples."""
     if form in FORMS:
-        named = list(FORMS[form]().named_samples(SEED))
+        named = list(_questions(kind=form).named_samples(SEED))
         shown = {name for subject in world.SUBJECT_NAMES for name in _first(named, subject)}
     else:
-        count = JUDGED + SHOTS
-        task = LetterLookup(samples=count) if form == LOOKUP else Judgements(judgements=(form,), samples=count)  # type: ignore[arg-type]
+        judged = {"kind": "judgements", "judgements": (form,)} if form in LIKE else {"kind": "letter_lookup"}
+        task = _questions(**judged, samples=JUDGED + SHOTS)
         named = list(task.named_samples(SEED))
         shown = {name for name, _ in named[-SHOTS:]}  # the last ones: the first are those of tasks/knowledge
     return {
         "dev": [doc(name, sample) for name, sample in named if name in shown],
         "test": [doc(name, sample) for name, sample in named if name not in shown],
     }
+
+
+def _questions(**spec: Any) -> Questions:
+    task = make_task(spec)
+    assert isinstance(task, Questions)
+    return task
 
 
 def _first(named: list[tuple[str, Sample]], subject: str) -> list[str]:

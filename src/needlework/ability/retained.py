@@ -1,0 +1,103 @@
+"""What is left of an ability: accuracies, retained shares, and what part of a loss is the letter look-up. Free of torch.
+
+Letter choice needs the letter to be retrieved from the prompt on top of the knowledge; the cloze does not.
+With R the chance-corrected retained share, (R_cloze - R_letter) / (1 - R_letter) is the part of the letter's loss that
+the knowledge itself did not lose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from needlework import stats
+from needlework.stats import NOTHING, Estimate
+from needlework.store import Trial
+
+BASELINE = "none"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One ability under one intervention."""
+
+    name: str  # of the task or group that was asked for
+    intervention: str
+    accuracy: Estimate
+    raw: Estimate  # retained share of the baseline
+    corrected: Estimate  # the same above chance
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The part of a letter choice's loss that is the look-up of the letter."""
+
+    intervention: str
+    part: Estimate
+
+
+def lines(trials: Sequence[Trial], home: dict[str, str]) -> list[Line]:
+    """A line for every (asked name, intervention); `home` says which asked name a task belongs to."""
+    found: dict[tuple[str, str], dict[str, Trial]] = {}
+    for trial in trials:
+        if trial.finish != "failed" and "correct" in trial.scores:
+            found.setdefault((home[trial.task], trial.intervention), {})[f"{trial.task}/{trial.prompt_id}"] = trial
+    made = []
+    for (name, text), after in found.items():
+        before = found.get((name, BASELINE), {})
+        both = [key for key in after if key in before]
+        right = [after[key].scores["correct"] for key in both]
+        base = [before[key].scores["correct"] for key in both]
+        clusters = [after[key].cluster for key in both]
+        chance = float(np.mean([after[key].facts.get("chance", 0.0) for key in both])) if both else 0.0
+        shares = [stats.retained(right, base, clusters, c) if both else NOTHING for c in (0.0, chance)]
+        made.append(Line(name, text, stats.accuracy([t.scores["correct"] for t in after.values()]), *shares))
+    return made
+
+
+def lookups(trials: Sequence[Trial]) -> list[Lookup]:
+    """For every intervention under which both forms of the same facts were asked."""
+    forms: dict[str, dict[str, dict[str, Trial]]] = {"letter": {}, "cloze": {}}
+    for trial in trials:
+        form = {"statement": "cloze", "question": "cloze"}.get(str(trial.facts.get("form")), str(trial.facts.get("form")))
+        if form in forms and trial.finish != "failed":
+            forms[form].setdefault(trial.intervention, {})[trial.cluster] = trial
+    letter, cloze = forms["letter"], forms["cloze"]
+    if BASELINE not in letter or BASELINE not in cloze:
+        return []
+    made = []
+    for text in letter:
+        if text != BASELINE and text in cloze:
+            columns = [letter[text], letter[BASELINE], cloze[text], cloze[BASELINE]]
+            made.append(Lookup(text, _part(columns)))
+    return made
+
+
+def _part(columns: Sequence[dict[str, Trial]]) -> Estimate:
+    facts = sorted(set.intersection(*(set(column) for column in columns)))
+    if not facts:
+        return NOTHING
+    values = [np.asarray([column[fact].scores["correct"] for fact in facts]) for column in columns]
+    chance = [float(np.mean([column[fact].facts.get("chance", 0.0) for fact in facts])) for column in columns]
+    above = np.asarray([v.mean() - c for v, c in zip(values, chance, strict=True)])
+    totals = stats.resample(stats.cluster_sums(facts, values))
+    drawn = totals[:, :4] / totals[:, 4:] - np.asarray(chance)
+    value = float(_share(above[None])[0])
+    shares = _share(drawn)
+    shares = shares[np.isfinite(shares)]
+    if not math.isfinite(value) or not len(shares):
+        return Estimate(math.nan, math.nan, math.nan, len(facts))
+    low, high = stats.interval(shares)
+    return Estimate(value, low, high, len(facts))
+
+
+def _share(above: Any) -> Any:
+    """Columns: letter after and before, cloze after and before, each above chance. NaN where the letter lost nothing."""
+    letter = above[:, 0] / np.where(above[:, 1] > 0, above[:, 1], np.nan)
+    cloze = above[:, 2] / np.where(above[:, 3] > 0, above[:, 3], np.nan)
+    lost = 1 - letter
+    return np.where(lost > 0, (cloze - letter) / np.where(lost > 0, lost, 1), np.nan)
