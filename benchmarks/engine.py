@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import reference
 import torch
 from rich.console import Console
 from rich.table import Table
 
 import needlework as nw
+import reference
 from needlework import zoo
 from needlework.requests import Request
 
@@ -173,7 +173,9 @@ def fork() -> tuple[float, float]:
         subject.body.feed(ids, memory, "prefill", Rows(torch.zeros(1, dtype=torch.int64)), Tally(1))
         rows = torch.zeros(16, dtype=torch.int64)
         shared, copied = memory.share(rows).nbytes(), memory.select(rows).nbytes()
-    console.print(f"16 forked rows of 2,048 tokens: {shared / copied:.3f} of 16 copies ({shared:,} of {copied:,} bytes; goal 0.25)\n")
+    console.print(
+        f"16 forked rows of 2,048 tokens: {shared / copied:.3f} of 16 copies ({shared:,} of {copied:,} bytes; goal 0.25)\n"
+    )
     return copied / shared, 4
 
 

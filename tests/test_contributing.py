@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import cases
 import pytest
 
+import cases
 import needlework as nw
 from needlework.interventions.base import _REGISTRY
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import cases
 
+import cases
 import needlework as nw
 from needlework import engine as engine_module
 from needlework.errors import NeedleworkError
@@ -20,7 +20,7 @@ LENGTHS = (5, 9, 9, 14, 23, 23)
 def sweep(subject: nw.Subject, steps: int = 6) -> list[Request]:
     """Prompts of several lengths, some with a shared beginning, under decode and prefill interventions."""
     hay = cases.tokens(1, 40)[0].tolist()
-    prompts = [tuple(hay[:n]) for n in LENGTHS[:2]] + [tuple(hay[: n - 3] + [99, 98, 97 - n]) for n in LENGTHS[2:]]
+    prompts = [tuple(hay[:n]) for n in LENGTHS[:2]] + [(*hay[: n - 3], 99, 98, 97 - n) for n in LENGTHS[2:]]
     acts: list[nw.Intervention] = [nw.NONE]
     if subject.anatomy.heads:
         acts += [nw.KeepHeads(k=1, phase="decode"), nw.KeepHeads(k=2), nw.LimitContext(tokens=3, phase="prefill")]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import cases
 import pytest
-import tiny
 import torch
 
+import cases
 import needlework as nw
+import tiny
 from needlework import attention
 from needlework.errors import NeedleworkError, TrialError
 

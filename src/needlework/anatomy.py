@@ -13,7 +13,7 @@ class Head(NamedTuple):
     """A query head, at the model's own layer index."""
 
     layer: int
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not missed here
 
 
 @dataclass(frozen=True)

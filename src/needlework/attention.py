@@ -114,9 +114,11 @@ def _mask(
     forward = _CURRENT.get()
     args = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
     if forward is None or not forward.own_maths:
-        return sdpa_mask(*args, **kwargs)
+        stock: Tensor | None = sdpa_mask(*args, **kwargs)
+        return stock
     if forward.dense_masks or kwargs.get("use_vmap"):
-        return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+        dense: Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+        return dense
     function = mask_function
     if attention_mask is not None:
         missing = kv_length + kv_offset - attention_mask.shape[-1]
@@ -145,7 +147,8 @@ def _attention(
 ) -> tuple[Tensor, Tensor | None]:
     forward = _CURRENT.get()
     if forward is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        idle: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return idle
     layer = forward.layer_of.get(module)
     if layer is None:
         raise TrialError(f"attention module {type(module).__name__} was not seen when the model was probed")

@@ -30,6 +30,9 @@ class Keep:
     sample: Tensor  # [rows]
     kinds: frozenset[str]  # the scores that any row needs
 
+    def select(self, rows: Tensor) -> Keep:
+        return Keep(self.k[rows], self.by[rows], self.seed[rows], self.sample[rows], self.kinds)
+
 
 @dataclass
 class Expose:
@@ -74,7 +77,7 @@ class LayerPlan:
         return LayerPlan(
             silenced=_pick(self.silenced, rows),
             means=_pick(self.means, rows),
-            keep=self.keep and Keep(*(_pick(x, rows) if isinstance(x, Tensor) else x for x in vars(self.keep).values())),
+            keep=self.keep and self.keep.select(rows),
             limit=self.limit and (self.limit[0][rows], self.limit[1][rows]),
             expose=self.expose and Expose(*(x[rows] for x in vars(self.expose).values())),
             dropped=_pick(self.dropped, rows),
@@ -162,7 +165,8 @@ class LayerPlan:
         if self.keep is not None:
             score = self._score(forward, layer, out, queries, scores)
             order = score.argsort(dim=-1, descending=True, stable=True)  # ties go to the lower head index
-            rank = torch.empty_like(order).scatter_(-1, order, torch.arange(order.shape[-1], device=order.device).expand_as(order))
+            places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+            rank = torch.empty_like(order).scatter_(-1, order, places)
             off = rank >= self.keep.k[:, None, None]
         if self.silenced is not None:
             silenced = self.silenced[:, None].expand(out.shape[:3])

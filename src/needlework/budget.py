@@ -25,7 +25,7 @@ class Budget:
         self.limit = limit or _available(body.device) // 2
         self.body = body
         config = body.model.config.get_text_config(decoder=True)
-        self.bytes = next(body.model.parameters()).element_size()
+        self.bytes = int(next(body.model.parameters()).element_size())
         self.hidden = int(config.hidden_size)
 
     def prompt_bytes(self, tokens: int) -> int:

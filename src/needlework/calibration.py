@@ -45,7 +45,9 @@ class Means:
         try:
             stored = load_file(str(path))
         except Exception as error:
-            raise NeedleworkError(f"{path}: no calibrated means can be read ({error}); nw.calibrate(...).save makes them") from None
+            raise NeedleworkError(
+                f"{path}: no calibrated means can be read ({error}); nw.calibrate(...).save makes them"
+            ) from None
         return cls({(int(key.split(".")[0]), key.split(".")[1]): tensor for key, tensor in stored.items()})
 
 
@@ -70,12 +72,13 @@ def calibrate(subject: Subject, texts: Sequence[Prompt]) -> Means:
             body.check_length(ids.shape[1])
             split = max(1, ids.shape[1] - _DECODED)
             memory, slot = body.new_memory(1), torch.zeros(1, dtype=torch.int64, device=body.device)
-            for phase, parts in (("prefill", [ids[:, :split]]), ("decode", list(ids[:, split:].split(1, 1)))):
-                acts = [ChangeOutputs(layer.index, recorder(layer.index, phase)) for layer in body.anatomy.attention_layers]  # type: ignore[arg-type]
-                rows = body.compile([acts], [0], phase, slot)  # type: ignore[arg-type]
+            singles = [ids[:, t : t + 1] for t in range(split, ids.shape[1])]
+            fed: dict[Phase, list[Tensor]] = {"prefill": [ids[:, :split]], "decode": singles}
+            for phase, parts in fed.items():
+                acts = [ChangeOutputs(layer.index, recorder(layer.index, phase)) for layer in body.anatomy.attention_layers]
+                rows = body.compile([acts], [0], phase, slot)
                 for part in parts:
-                    if part.shape[1]:
-                        body.feed(part, memory, phase, rows, Tally(1))  # type: ignore[arg-type]
+                    body.feed(part, memory, phase, rows, Tally(1))
     if not sums:
         raise NeedleworkError("calibrate needs at least one text, and a model with attention layers")
     means = Means({key: (total / counts[key]).float().cpu() for key, total in sums.items()})

@@ -140,13 +140,13 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
-    from needlework.forecast import forecast, forecast_table
+    from dataclasses import asdict
 
-    found = forecast(file, fast=fast, models=model)
-    if as_json:
-        typer.echo(json.dumps(found, indent=1, default=str))
-    else:
-        Console().print(forecast_table(found))
+    from needlework.describe import describe
+    from needlework.plan import load
+
+    found = describe(load(file, fast=fast, models=model))
+    typer.echo(json.dumps(asdict(found), indent=1) if as_json else found.text())
 
 
 @command("needlework run plans/02-head-sweep.yaml --out runs/sweep")
@@ -172,7 +172,8 @@ def export(
     """Write a run's trials in another format. docs/store.md describes every column."""
     from needlework.export import export as write
 
-    Console().print(f"wrote {write(directory, to, out)}")
+    for path in write(directory, to, out):
+        Console(soft_wrap=True).print(f"wrote {path}")
 
 
 @command("needlework report runs/sweep")
@@ -183,7 +184,15 @@ def report(
     """Build one self-contained report.html, and PNG and SVG of every figure."""
     from needlework.report import build
 
-    Console().print(f"report: {build(directories, out)}")
+    Console(soft_wrap=True).print(f"report: {build(directories, out)}")
+
+
+@command("needlework demo")
+def demo(out: Out = Path("runs/demo")) -> None:
+    """Run all experiments on the zoo in a reduced grid, print the main numbers and build the report."""
+    from needlework.demo import demo as run
+
+    raise typer.Exit(run(out))
 
 
 def main() -> None:

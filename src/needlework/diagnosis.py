@@ -45,6 +45,5 @@ def _replay(body: Body, track: Track) -> None:
             rows = body.compile([item.acts["prefill"]], [item.sample], "prefill", slot)
             body.feed(ids[:, :split], memory, "prefill", rows, tally)
         rows = body.compile([item.acts["decode"]], [item.sample], "decode", slot)
-        for token in ids[:, split:].split(1, 1):
-            if token.shape[1]:
-                body.feed(token, memory, "decode", rows, tally)
+        for t in range(split, ids.shape[1]):
+            body.feed(ids[:, t : t + 1], memory, "decode", rows, tally)

@@ -58,9 +58,9 @@ def table(anatomy: Anatomy) -> Group:
         ("recurrent", len(anatomy.recurrent_layers), "", anatomy.recurrent_parameters,
          f"{_count(anatomy.state_bytes)}"),
     )  # fmt: skip
-    for side, layers, heads, parameters, memory in sides:
+    for side, layers, heads, parameters, size in sides:
         share = f"{100 * parameters / anatomy.parameters:.1f} %"
-        totals.add_row(side, str(layers), heads, _count(parameters), share, memory, _count(anatomy.flops_per_token(side, 2048)))
+        totals.add_row(side, str(layers), heads, _count(parameters), share, size, _count(anatomy.flops_per_token(side, 2048)))
     totals.add_row("whole model", str(len(anatomy.layers)), "", _count(anatomy.parameters), "100 %", "", "")
     window = f"window rule: {anatomy.window_rule}" if anatomy.window else "no window: attention sees all keys before it"
     reason = f"\nno recurrent side to switch off: {anatomy.no_mixer_reason}" if anatomy.no_mixer_reason else ""

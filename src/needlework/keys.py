@@ -89,7 +89,7 @@ class Prefix:
     def select(self, rows: Tensor) -> Prefix:
         """For some of the rows; prompts that nobody reads any more are let go once they are the majority."""
         prompt, start = self.prompt[rows], self.start[rows]
-        used = prompt.unique()
+        used: Tensor = torch.unique(prompt)
         if 2 * len(used) > self.key.shape[0]:
             return Prefix.of(self.key, self.value, self.positions, prompt, start, self.complete)
         return Prefix.of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -172,7 +173,7 @@ class Body:
         if start and n > 1 and not self.continues:
             return [slice(i, i + 1) for i in range(n)]
         cuts = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n)})
-        parts = [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        parts = [slice(a, b) for a, b in pairwise(cuts)]
         if len(parts) > 1 and not self.continues:
             return [parts[0], *(slice(i, i + 1) for i in range(parts[0].stop, n))]
         return parts
@@ -234,7 +235,8 @@ class Body:
         most = self.anatomy.max_tokens
         if most is not None and tokens > most:
             raise NeedleworkError(
-                f"{tokens} tokens are more than the {most} that {self.anatomy.architecture} allows; shorten the prompt or the answer"
+                f"{tokens} tokens are more than the {most} that {self.anatomy.architecture} allows;"
+                " shorten the prompt or the answer"
             )
 
 

@@ -98,11 +98,10 @@ def zoo_names() -> list[str]:
 
 
 def _config(origin: _Origin, options: dict[str, Any]) -> Any:
+    from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoConfig
 
-    from huggingface_hub.utils import logging as hub_logging
-
-    hub_logging.set_verbosity_error()  # its retries would drown the one line that says what to do
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # its retries would drown the one line that says what to do
     try:
         return AutoConfig.from_pretrained(origin.name, **options)
     except (OSError, ValueError, KeyError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -98,16 +98,18 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
     def entered(module: nn.Module, args: Any) -> None:
         log.stack.append(module)
         call = log.calls[-1] if log.calls else None
-        inside = call is not None and not call.projected and call.module in log.stack[:-1]
-        if call is not None and inside and isinstance(module, nn.Linear) and args:
-            if module.in_features == call.heads * call.value_dim:
-                flat = call.output.flatten(2)
-                call.gate = _has_gate(call, args[0], flat)
-                call.bias, call.projected = module.bias is not None, True
+        if call is None or call.projected or call.module not in log.stack[:-1]:
+            return
+        if isinstance(module, nn.Linear) and args and module.in_features == call.heads * call.value_dim:
+            call.gate = _has_gate(call, args[0], call.output.flatten(2))
+            call.bias, call.projected = module.bias is not None, True
+
+    def left(module: nn.Module, args: Any, output: Any) -> None:
+        log.stack.pop()
 
     hooks = [
         module_hooks.register_module_forward_pre_hook(entered),
-        module_hooks.register_module_forward_hook(lambda m, a, o: log.stack.pop() and None, always_call=True),
+        module_hooks.register_module_forward_hook(left, always_call=True),
     ]
     for name in ("update_conv_state", "update_recurrent_state", "set_linear_cache", "update"):
         if hasattr(memory.cache, name):
@@ -191,7 +193,7 @@ def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None,
 
 
 @functools.cache
-def _parameter_names(cls: type) -> frozenset[str]:
+def _parameter_names(cls: Hashable) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -62,5 +62,6 @@ class SharedKV:
 
 
 @functools.cache
-def _shared_class(layer_class: type) -> Any:
+def _shared_class(layer_class: Hashable) -> Any:
+    assert isinstance(layer_class, type)
     return type(f"Shared{layer_class.__name__}", (SharedKV, layer_class), {})

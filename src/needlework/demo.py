@@ -1,0 +1,77 @@
+"""`needlework demo`: every experiment on the models that come with needlework, in a grid small enough for a laptop."""
+
+from __future__ import annotations
+
+import time
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+
+from needlework import zoo
+
+PLAN = "demo.yaml"
+
+
+def demo(out: Path) -> int:
+    """Run, report, print. The exit code is the run's."""
+    console = Console()
+    plan = yaml.safe_load((resources.files("needlework") / PLAN).read_text(encoding="utf-8"))
+    missing = _leave_out(plan, set(zoo.catalog()))
+    if missing:
+        console.print(f"not in this zoo, so left out: {', '.join(sorted(missing))}", style="yellow")
+    if not plan["experiments"]:
+        return random_demo(console)
+    from needlework.report import build, summary
+    from needlework.run import run_plan
+
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "plan.yaml"
+    path.write_text(yaml.safe_dump(plan, sort_keys=False, width=120), encoding="utf-8")
+    start = time.perf_counter()
+    code = run_plan(path, out)
+    if code == 0:
+        report = build([out])
+        console.print(summary([out]))
+        console.print(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", soft_wrap=True)
+    return code
+
+
+def _leave_out(plan: dict[str, Any], known: set[str]) -> set[str]:
+    """Take models that are not there out of a plan, and experiments that no model is left for; the names taken out."""
+    missing = {name for name in plan["models"] if name not in known}
+    plan["models"] = [name for name in plan["models"] if name in known]
+    for name, experiment in list(plan["experiments"].items()):
+        if "models" in experiment:
+            missing |= {model for model in experiment["models"] if model not in known}
+            experiment["models"] = [model for model in experiment["models"] if model in known]
+        if not experiment.get("models", plan["models"]):
+            del plan["experiments"][name]
+    return missing
+
+
+def random_demo(console: Console) -> int:
+    """With no trained model at hand: what the interventions do to a tiny random one. It retrieves nothing."""
+    import torch
+    from transformers import JambaConfig, JambaForCausalLM
+
+    import needlework as nw
+    from needlework.inspection import answers_table, table
+
+    console.print("No trained model is at hand. This is a tiny model with random weights: it shows the tool, not a finding.")
+    torch.manual_seed(0)
+    config = JambaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, attn_layer_period=3, attn_layer_offset=2, num_experts=1, num_experts_per_tok=1,
+        mamba_d_state=8, initializer_range=0.2, pad_token_id=0,
+    )  # fmt: skip
+    subject = nw.wrap(JambaForCausalLM(config))
+    console.print(table(subject.anatomy))
+    texts = ["none", "keep_heads(k=1, phase='decode')", "ablate_attention()", "ablate_recurrent()"]
+    acts = [nw.parse(text) for text in texts]
+    answers = subject.generate([list(range(3, 40))] * len(acts), interventions=acts, max_new_tokens=8)
+    shown = [answer.with_text(" ".join(map(str, answer.tokens))) for answer in answers]
+    console.print(answers_table(acts, shown))
+    return 0
