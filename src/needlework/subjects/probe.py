@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -181,7 +181,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
 
 def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None, **kwargs: Any) -> Any:
     """Call a model with its memory under whatever names its forward has for them."""
-    known = _parameter_names(type(model))
+    known = _parameter_names(type(model))  # type: ignore[arg-type]
     name = "cache_params" if "cache_params" in known else "past_key_values"
     if memory is not None:
         kwargs[name] = memory.cache
@@ -193,7 +193,7 @@ def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None,
 
 
 @functools.cache
-def _parameter_names(cls: Hashable) -> frozenset[str]:
+def _parameter_names(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ class SharedKV:
     @staticmethod
     def adopt(filled: Any, rows: Tensor, length: int) -> Any:
         """A filled layer of P prompts as a shared one with a row for each entry of `rows`."""
-        layer = object.__new__(_shared_class(type(filled)))
+        layer = object.__new__(_shared_class(type(filled)))  # type: ignore[arg-type]
         vars(layer).update(vars(filled))
         key, value = layer.keys, layer.values
         positions = torch.arange(length - key.shape[2], length, device=key.device).expand(key.shape[0], -1)
@@ -62,6 +62,5 @@ class SharedKV:
 
 
 @functools.cache
-def _shared_class(layer_class: Hashable) -> Any:
-    assert isinstance(layer_class, type)
+def _shared_class(layer_class: type) -> Any:
     return type(f"Shared{layer_class.__name__}", (SharedKV, layer_class), {})
