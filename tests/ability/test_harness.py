@@ -108,7 +108,8 @@ def test_chat_template_and_encoding_are_inherited(griffin: Path) -> None:
 
 
 def test_the_arguments_of_a_string_split_outside_brackets_and_quotes_only() -> None:
-    text = "pretrained=a/b,intervention=keep_heads(k=5, by='entropy') + ablate_recurrent(layers=[0, 1]),max_length=7,truncation=True"
+    text = "pretrained=a/b,intervention=keep_heads(k=5, by='entropy') + ablate_recurrent(layers=[0, 1]),"
+    text += "max_length=7,truncation=True"
     assert split_arguments(text) == {
         "pretrained": "a/b", "intervention": "keep_heads(k=5, by='entropy') + ablate_recurrent(layers=[0, 1])",
         "max_length": 7, "truncation": True,

@@ -70,7 +70,7 @@ def mmlu_csv(folder: Path, subject: str) -> dict[str, Any]:
     """The splits of one subject from the original archive; empty if it is not there."""
     from datasets import Dataset
 
-    found = {}
+    found: dict[str, Any] = {}
     for root in (folder, folder / "data", folder / "mmlu", folder / "mmlu" / "data"):
         for split, short in _CSV_SPLITS.items():
             file = root / short / f"{subject}_{short}.csv"
