@@ -35,6 +35,8 @@ ITEM_SHARES = {
 SHORTEST_ITEM = 8
 DENSE_NEEDLE_WORDS = 24  # one needle sentence and one question with its answer, on average, and some haystack
 MOST_PAIRS = 40
+LIST_FRAME = 6  # words of a key-value list that are not keys or values
+SHORTEST_LIST = LIST_FRAME + 8
 QUOTE_SHARE = 0.15
 ONE_RELATION_SHARE = 0.7
 
@@ -77,8 +79,9 @@ class _Row:
 
     def add_series(self, samples: list[Sample]) -> None:
         """Samples that each continue the one before it."""
+        start = len(self.words)
         for sample in samples:
-            self.add(sample.prompt[len(self.words) - 1 :])
+            self.add(sample.prompt[len(self.words) - start :])
             self.add_answer(sample.target, sample.stop)
 
 
@@ -126,10 +129,15 @@ def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]
 def _recall_row(stream: Stream, row: _Row, kind: str, items: dict[str, float]) -> None:
     """A key-value list, a phone book or a text to copy; what room is left is filled with small texts."""
     if kind == "pairs":
-        pairs = min(MOST_PAIRS, stream.between(4, max(4, (row.room - 6) // 4)))
-        row.add_series(recall.key_values(stream, pairs, min(pairs, (row.room - 6 - 2 * pairs) // 2)))
-        row.add((".",))
-    elif kind == "phone":
+        while row.room >= SHORTEST_LIST:
+            # Short lists are the common ones: with two or three keys the right one is found by chance often enough
+            # for look-up by key to be learnt at all; long lists alone taught nothing.
+            longest = min(MOST_PAIRS, (row.room - LIST_FRAME) // 4)
+            pairs = stream.between(2, stream.between(2, longest))
+            row.add_series(recall.key_values(stream, pairs, pairs))
+            row.add((".",))
+        return
+    if kind == "phone":
         entries = max(1, stream.between(1, (row.room - 4) // 22))
         row.add_series(recall.phone_book(stream, entries, max(1, min(entries, (row.room - 4 - 6 * entries) // 17))))
     else:

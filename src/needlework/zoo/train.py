@@ -16,7 +16,7 @@ from needlework.zoo.recipes import Recipe
 from needlework.zoo.sample import Stream
 
 CHECKPOINT_STEPS = 50
-PROBE_STEPS = 100
+PROBE_STEPS = 200
 PROBE_SAMPLES = 64
 CARD_SAMPLES = 1000
 
