@@ -14,13 +14,13 @@ ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: `make browser` installs it and Playwright"),
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine: `make test` installs it where it can"),
 ]
 
 
 @pytest.fixture(scope="module")
 def chromium() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: `make browser` installs it")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright here: `make test` installs it")
     with sync_api.sync_playwright() as play:
         browser = play.chromium.launch(executable_path=CHROMIUM, args=ARGS)
         yield browser

@@ -14,10 +14,11 @@ BUILD = """
 import json, resource, sys, time
 from pathlib import Path
 from needlework.report import build
-start = time.process_time()
+start, clock = time.process_time(), time.monotonic()
 path = build([Path(sys.argv[1])])
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-print(json.dumps({"seconds": time.process_time() - start, "peak": peak, "size": path.stat().st_size}))
+found = {"seconds": time.process_time() - start, "wall": time.monotonic() - clock, "peak": peak}
+print(json.dumps({**found, "size": path.stat().st_size}))
 """
 
 
@@ -28,7 +29,10 @@ def test_a_million_trials_in_a_minute_and_two_gigabytes(tmp_path: Path) -> None:
     (tmp_path / "run" / "run.sqlite-wal").unlink(missing_ok=True)
     done = subprocess.run([sys.executable, "-c", BUILD, str(tmp_path / "run")], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout.splitlines()[-1])
-    print(f"\n1,000,000 trials: {found['seconds']:.1f} s, {found['peak'] / 1e9:.2f} GB, page {found['size'] / 1e6:.1f} MB")
-    assert found["seconds"] <= 60
+    print(
+        f"\n1,000,000 trials: {found['seconds']:.1f} s of computing, {found['wall']:.1f} s by the clock,"
+        f" {found['peak'] / 1e9:.2f} GB, page {found['size'] / 1e6:.1f} MB"
+    )
+    assert found["seconds"] <= 60  # computing, not the clock: other work on the machine is not ours
     assert found["peak"] <= 2e9
     assert found["size"] <= 8e6
