@@ -55,15 +55,16 @@ class Memory:
     @contextmanager
     def mounted(self) -> Iterator[None]:
         """Put module-held state where the model looks for it; take it off again, also after an exception."""
+        # Straight into the module's dict: at every token, torch's own setattr costs more than the rest of this.
         for path, (_, module, name) in self._on_modules.items():
-            setattr(module, name, self._held[path])
+            vars(module)[name] = self._held[path]
         try:
             yield
             for path, (_, module, name) in self._on_modules.items():
-                self._held[path] = getattr(module, name)
+                self._held[path] = vars(module)[name]
         finally:
             for _, module, name in self._on_modules.values():
-                setattr(module, name, None)
+                vars(module)[name] = None
 
     def slots(self, half: Half | None = None) -> Iterator[Slot]:
         """Every tensor in use, of one half or of both."""
