@@ -59,7 +59,7 @@ def patched(k: int | None) -> Any:
         out = weights @ repeat_kv(value, groups)  # [rows, heads, queries, dim]
         if k is not None and k < query.shape[1]:
             score = weights.clamp_min(1e-30).log().mul(weights).sum(-1)  # negative entropy, [rows, heads, queries]
-            order = score.sort(1, descending=True, stable=True).indices  # ties go to the lower head, as ours do
+            order = score.sort(dim=1, descending=True, stable=True).indices  # ties go to the lower head, as ours do
             keep = torch.zeros_like(score, dtype=torch.bool).scatter_(1, order[:, :k], True)
             out = out * keep[..., None]
         return out.transpose(1, 2).contiguous(), weights
