@@ -12,7 +12,7 @@ from rich.console import Console
 
 from needlework import zoo
 
-PLAN = "demo.yaml"
+PLAN = "plans/demo.yaml"
 
 
 def demo(out: Path) -> int:

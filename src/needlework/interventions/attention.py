@@ -14,6 +14,7 @@ from needlework.interventions.acts import Act, Scene
 from needlework.interventions.base import Part, register
 from needlework.ranking import Ranking
 
+
 def _sorted_heads(value: Any) -> Any:
     return tuple(sorted({Head(*pair) for pair in value}))
 

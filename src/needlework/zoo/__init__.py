@@ -4,7 +4,7 @@
 this package imports neither torch nor transformers.
 """
 
-from needlework.zoo.shelf import Entry, catalog, path
 from needlework.zoo.errors import ZooError
+from needlework.zoo.shelf import Entry, catalog, path
 
 __all__ = ["Entry", "ZooError", "catalog", "path"]
