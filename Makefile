@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 export TRANSFORMERS_VERBOSITY := error
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo check test test-fast test-browser bench clean
+.PHONY: setup demo check test test-fast bench clean
 
 setup: $(STAMP)
 
