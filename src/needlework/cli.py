@@ -30,7 +30,7 @@ Memory = Annotated[str | None, typer.Option(help="Most memory to use, e.g. 8GiB.
 Out = Annotated[Path, typer.Option(help="Directory to write into.")]
 
 
-def command(example: str) -> Callable[[F], F]:
+def command(example: str, name: str | None = None) -> Callable[[F], F]:
     """Register a command; its help ends with an example."""
 
     def decorate(function: F) -> F:
@@ -47,7 +47,7 @@ def command(example: str) -> Callable[[F], F]:
                 Console(stderr=True).print("stopped")
                 raise typer.Exit(STOPPED) from None
 
-        app.command()(run)
+        app.command(name)(run)
         return function
 
     return decorate
@@ -193,6 +193,37 @@ def demo(out: Out = Path("runs/demo")) -> None:
     from needlework.demo import demo as run
 
     raise typer.Exit(run(out))
+
+
+@command("needlework eval tiny-griffin --tasks mini-mmlu --intervene none --intervene 'keep_heads(k=2)' --out runs/mmlu", "eval")
+def evaluate(
+    model: Model,
+    out: Out,
+    tasks: Annotated[str, typer.Option(help="lm-eval tasks or groups, separated by commas.")] = "",
+    intervene: Annotated[list[str], typer.Option(help="An intervention in text form; may be repeated.")] = [],  # noqa: B006
+    data: Annotated[Path | None, typer.Option(help="Directory with the tasks' data, where there is no hub.")] = None,
+    paper: Annotated[bool, typer.Option(help="The paper's preset: MMLU and GLUE at its numbers of heads.")] = False,
+    limit: Annotated[float | None, typer.Option(help="Questions per task, for a trial run.")] = None,
+    memory: Memory = None,
+) -> None:
+    """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop."""
+    from needlework.ability.evaluate import evaluate as run
+    from needlework.ability.evaluate import table
+
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    found = run(model, names, intervene, out, data=data, paper=paper, limit=limit, memory_bytes=read_bytes(memory))
+    Console().print(table(found))
+
+
+@app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def lm_eval(context: typer.Context) -> None:
+    """Hand over to lm-eval's own command line, with the model type `needlework` registered.
+
+    Example: `needlework lm-eval --model needlework --model_args pretrained=DIR --tasks mini-mmlu`
+    """
+    from needlework.harness import main as run
+
+    run(context.args)
 
 
 def main() -> None:

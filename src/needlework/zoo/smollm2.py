@@ -47,14 +47,15 @@ def _convert(source: Path, into: Path) -> None:
     """Read the GGUF with transformers and write plain fp32 safetensors, configuration and tokenizer."""
     if find_spec("gguf") is None:
         raise ZooError(f"{NAME} needs the package gguf: run `pip install 'needlework[smollm2]'`")
+    import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     tokenizer: Any = AutoTokenizer.from_pretrained(**where)
-    model: Any = AutoModelForCausalLM.from_pretrained(**where).float()
+    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
-    tensors = {name: t.detach().contiguous() for name, t in model.state_dict().items() if name not in tied}
+    tensors = {name: t.detach().float().contiguous() for name, t in model.state_dict().items() if name not in tied}
     save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})
     # What points back to the GGUF file would make transformers look for it again.
     for key in ("quantization_config", "_pre_quantization_dtype"):
