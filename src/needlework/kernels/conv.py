@@ -9,15 +9,20 @@ from torch.nn import functional
 
 from needlework.kernels import conv_cpu
 from needlework.kernels.checks import check_shape
-from needlework.kernels.jit import dense_channels
+from needlework.kernels.jit import dense_channels, differentiated
 from needlework.kernels.memory import empty_like
+
+
+def _forward(silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    out = empty_like(x)
+    conv_cpu.forward(x, context, weight, bias, silu, out)
+    return out
 
 
 class _CpuConv(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out = empty_like(x)
-        conv_cpu.forward(x, context, weight, bias, silu, out)
+        out = _forward(silu, x, context, weight, bias)
         ctx.save_for_backward(x, context, weight, bias)
         ctx.silu = silu
         return out
@@ -50,7 +55,9 @@ def causal_conv(
     if x.device.type != "cpu":
         return _on_device(x, weight, bias, context, silu)
     dense = (tensor.float().contiguous() for tensor in (context, weight.t(), bias[None]))
-    out: Tensor = _CpuConv.apply(silu, dense_channels(x.float()), *dense)  # type: ignore[no-untyped-call]
+    inputs = (dense_channels(x.float()), *dense)
+    run = _CpuConv.apply if differentiated(*inputs) else _forward
+    out: Tensor = run(silu, *inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype)
 
 

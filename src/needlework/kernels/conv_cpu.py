@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import TOKENS, column_blocks, columns, compiled, run_blocks, token_rows
+from needlework.kernels.jit import TOKENS, arrays, column_blocks, columns, compiled, run_blocks, token_rows
 from needlework.kernels.vector_math import ONE, ZERO, sigmoid
 
 _MATRIX = "float32[:,::1]"  # weight, bias and their gradients: [taps or 1, channels]
@@ -103,7 +103,7 @@ def _backward(
 
 def forward(x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, silu: bool, out: Tensor) -> None:
     """Fill out. context is [batch, taps - 1, channels], weight [taps, channels], bias [1, channels]."""
-    dense = (tensor.numpy() for tensor in (context, weight, bias))
+    dense = arrays(context, weight, bias)
     run_blocks(_forward, column_blocks(out), *token_rows(x), *dense, silu, out.numpy())
 
 
@@ -111,6 +111,5 @@ def backward(
     x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, silu: bool, grad_out: Tensor, *grads: Tensor
 ) -> None:
     """Fill the gradients of x, context, weight and bias; the last two come per batch row."""
-    dense = (tensor.numpy() for tensor in (context, weight, bias))
-    filled = (tensor.numpy() for tensor in grads)
-    run_blocks(_backward, column_blocks(grads[0]), *token_rows(x), *dense, silu, *token_rows(grad_out), *filled)
+    dense = arrays(context, weight, bias)
+    run_blocks(_backward, column_blocks(grads[0]), *token_rows(x), *dense, silu, *token_rows(grad_out), *arrays(*grads))

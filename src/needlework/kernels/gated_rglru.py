@@ -8,21 +8,26 @@ from torch.autograd.function import once_differentiable
 
 from needlework.kernels import gated_rglru_cpu as cpu
 from needlework.kernels.checks import check_reset, check_shape
-from needlework.kernels.jit import dense_channels
+from needlework.kernels.jit import dense_channels, differentiated
 from needlework.kernels.memory import empty_like
 from needlework.kernels.reference import rglru_gates
 from needlework.kernels.rglru import rglru_scan
 
 
+def _forward(reset: Tensor, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+    x, gate_in, gate_keep, rate = inputs
+    out = empty_like(x)
+    cpu.forward(x, gate_in, gate_keep, rate, reset, state, out)
+    return out, (out[:, -1] if x.shape[1] else state).clone()
+
+
 class _Cpu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, reset: Tensor, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        x, gate_in, gate_keep, rate = inputs
-        out = empty_like(x)
-        cpu.forward(x, gate_in, gate_keep, rate, reset, state, out)
+        out, final = _forward(reset, state, *inputs)
         ctx.save_for_backward(*inputs, reset, state, out)
         ctx.set_materialize_grads(False)
-        return out, (out[:, -1].clone() if x.shape[1] else state.clone())
+        return out, final
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -63,6 +68,8 @@ def gated_rglru(
     state = torch.zeros(batch, width) if state is None else state.float().contiguous()
     check_shape("state", state, batch, width)
     mask = torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset.contiguous()
-    inputs = (dense_channels(tensor.float()) for tensor in (x, gate_in, gate_keep))
-    out, final = _Cpu.apply(mask, state, *inputs, rate.float().contiguous())  # type: ignore[no-untyped-call]
+    rows = (dense_channels(tensor.float()) for tensor in (x, gate_in, gate_keep))
+    inputs = (mask, state, *rows, rate.float().contiguous())
+    run = _Cpu.apply if differentiated(*inputs) else _forward
+    out, final = run(*inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype), final

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import TOKENS, compiled, run_blocks, token_rows
+from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, token_rows
 from needlework.kernels.tiles import LANES, MASK, MATRIX, TILE, VECTOR, groups, helper, lanes_of, load, store
 from needlework.kernels.vector_math import LOG2E, ONE, TWO, ZERO, exp2, one_minus_exp2, sigmoid
 
@@ -177,7 +177,7 @@ def forward(
         _forward,
         x.shape[0] * groups(x.shape[2]),
         *(*token_rows(x), *token_rows(gate_in), *token_rows(gate_keep)),
-        *(tensor.numpy() for tensor in (rate, reset, state, out.view(-1))),
+        *arrays(rate, reset, state, out.view(-1)),
         x.shape[1],
     )
 
@@ -191,8 +191,7 @@ def backward(
         _backward,
         x.shape[0] * groups(x.shape[2]),
         *(*token_rows(x), *token_rows(gate_in), *token_rows(gate_keep)),
-        *(tensor.numpy() for tensor in (rate, reset, state, out.view(-1))),
+        *arrays(rate, reset, state, out.view(-1)),
         *(*token_rows(grad_out), grad_final.numpy(), x.shape[1]),
-        *(tensor.view(-1).numpy() for tensor in grads[:3]),
-        *(tensor.numpy() for tensor in grads[3:]),
+        *arrays(*(tensor.view(-1) for tensor in grads[:3]), *grads[3:]),
     )

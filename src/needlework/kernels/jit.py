@@ -19,6 +19,16 @@ from torch import Tensor
 
 Kernel = Callable[..., None]
 
+
+def differentiated(*tensors: Tensor) -> bool:
+    """Whether a gradient may be asked for. If not, autograd is left out: for one token it costs as much as a kernel."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def arrays(*tensors: Tensor) -> list[np.ndarray[Any, Any]]:
+    return [tensor.detach().numpy() for tensor in tensors]
+
+
 # What `token_rows` makes of a [batch, time, channels] tensor: a flat array, and the distances of rows and tokens in it.
 TOKENS = ("float32[::1]", "int64", "int64")
 
@@ -40,7 +50,7 @@ def token_rows(tensor: Tensor) -> tuple[np.ndarray[Any, Any], int, int]:
     batch, length, channels = tensor.shape
     rows, tokens = tensor.stride(0), tensor.stride(1)
     size = (batch - 1) * rows + (length - 1) * tokens + channels
-    return tensor.as_strided((size,), (1,)).numpy(), rows, tokens
+    return tensor.detach().as_strided((size,), (1,)).numpy(), rows, tokens
 
 
 GROUP = 64  # channels per block where blocks of a row are walked together: whole vectors, whole cache lines

@@ -8,17 +8,23 @@ from torch.autograd.function import once_differentiable
 
 from needlework.kernels import libraries, rglru_cpu
 from needlework.kernels.checks import check_reset, check_shape
+from needlework.kernels.jit import differentiated
 from needlework.kernels.memory import empty_like
+
+
+def _forward(x: Tensor, decay: Tensor, state: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
+    out = empty_like(x)
+    rglru_cpu.forward(x, decay, reset, state, out)
+    return out, (out[:, -1] if x.shape[1] else state).clone()
 
 
 class _CpuScan(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, decay: Tensor, state: Tensor, reset: Tensor) -> tuple[Tensor, Tensor]:
-        out = empty_like(x)
-        rglru_cpu.forward(x, decay, reset, state, out)
+        out, final = _forward(x, decay, state, reset)
         ctx.save_for_backward(decay, state, reset, out)
         ctx.set_materialize_grads(False)
-        return out, (out[:, -1].clone() if x.shape[1] else state.clone())
+        return out, final
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
@@ -48,6 +54,7 @@ def rglru_scan(
     if x.device.type != "cpu":
         return libraries.rglru_scan(x, decay, state, reset)
     mask = torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset
-    rows = (tensor.float().contiguous() for tensor in (x, decay, state))
-    out, final = _CpuScan.apply(*rows, mask.contiguous())  # type: ignore[no-untyped-call]
+    inputs = (x.float().contiguous(), decay.float().contiguous(), state.contiguous(), mask.contiguous())
+    run = _CpuScan.apply if differentiated(*inputs) else _forward
+    out, final = run(*inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype), final

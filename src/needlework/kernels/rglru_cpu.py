@@ -6,7 +6,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import column_blocks, columns, compiled, run_blocks
+from needlework.kernels.jit import arrays, column_blocks, columns, compiled, run_blocks
 
 _ROWS = "float32[:,:,::1]"  # [batch, time, width]
 _MASK = "boolean[:,::1]"  # [batch, time], or [1, 0] for no reset
@@ -82,9 +82,9 @@ def _backward(
 
 def forward(x: Tensor, decay: Tensor, reset: Tensor, state: Tensor, out: Tensor) -> None:
     """Fill `out`. All fp32 and contiguous; `reset` is [batch, time] bool or [1, 0]."""
-    run_blocks(_forward, column_blocks(x), *(tensor.numpy() for tensor in (x, decay, reset, state, out)))
+    run_blocks(_forward, column_blocks(x), *arrays(x, decay, reset, state, out))
 
 
 def backward(*tensors: Tensor) -> None:
     """Fill the gradients: decay, reset, state, out, grad_out, grad_final -> grad_x, grad_decay, grad_state."""
-    run_blocks(_backward, column_blocks(tensors[3]), *(tensor.numpy() for tensor in tensors))
+    run_blocks(_backward, column_blocks(tensors[3]), *arrays(*tensors))

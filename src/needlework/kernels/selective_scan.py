@@ -11,22 +11,26 @@ from needlework.kernels import libraries
 from needlework.kernels import selective_scan_cpu as cpu
 from needlework.kernels import selective_scan_grad_cpu as grad_cpu
 from needlework.kernels.checks import check_reset, check_shape
-from needlework.kernels.jit import dense_channels
+from needlework.kernels.jit import dense_channels, differentiated
 from needlework.kernels.memory import empty_like
 from needlework.kernels.tiles import LANES, TILE, groups
 
 
+def _forward(keep: bool, reset: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """y, the last state, and the state at the start of each tile (nothing unless they are to be kept)."""
+    x, dt, A, B, C, state, bias, skip, z = inputs
+    tiles = (x.shape[1] + TILE - 1) // TILE
+    saved = x.new_empty(x.shape[0] if keep else 0, tiles, groups(x.shape[2]), A.shape[1], LANES)
+    out, final = empty_like(x), torch.empty_like(state)
+    cpu.forward(x, dt, A, B, C, reset, state, bias, skip, z, out, final, saved)
+    return out, final, saved
+
+
 class _CpuScan(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, keep: bool, reset: Tensor, x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *rest: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        state, bias, skip, z = rest
-        batch, length, inner = x.shape
-        tiles = (length + TILE - 1) // TILE
-        saved = x.new_empty(batch if keep else 0, tiles, groups(inner), A.shape[1], LANES)
-        out, final = empty_like(x), torch.empty_like(state)
-        cpu.forward(x, dt, A, B, C, reset, state, bias, skip, z, out, final, saved)
+    def forward(ctx: Any, reset: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        out, final, saved = _forward(True, reset, *inputs)
+        x, dt, A, B, C, _, bias, skip, z = inputs
         ctx.save_for_backward(x, dt, A, B, C, reset, saved, bias, skip, z)
         ctx.set_materialize_grads(False)
         return out, final
@@ -49,7 +53,7 @@ class _CpuScan(torch.autograd.Function):
         )
         scan = (grad_x, grad_dt, grad_A.sum(0), grad_B.sum(1), grad_C.sum(1), grad_state)
         vectors = (grad.sum(0) if used.numel() else None for grad, used in ((grad_bias, bias), (grad_skip, skip)))
-        return None, None, *scan, *vectors, grad_z
+        return None, *scan, *vectors, grad_z
 
 
 def selective_scan(
@@ -84,8 +88,10 @@ def selective_scan(
     gate = none.view(0, 0, 0) if z is None else z
     x_rows, dt_rows, z_rows = (dense_channels(tensor.float()) for tensor in (x, dt, gate))
     inputs = (x_rows, dt_rows, *(tensor.float().contiguous() for tensor in (A, B, C, state, *vectors)), z_rows)
-    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-    y, final = _CpuScan.apply(keep, mask, *inputs)  # type: ignore[no-untyped-call]
+    if differentiated(*inputs):
+        y, final = _CpuScan.apply(mask, *inputs)  # type: ignore[no-untyped-call]
+    else:
+        y, final, _ = _forward(False, mask, *inputs)
     return y.to(x.dtype), final
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import TOKENS, compiled, run_blocks, token_rows
+from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, token_rows
 from needlework.kernels.tiles import DENSE, LANES, MASK, MATRIX, TILE, VECTOR, groups, helper, lanes_of, load, store
 from needlework.kernels.vector_math import LOG2E, ZERO, exp2, sigmoid, softplus
 
@@ -98,8 +98,8 @@ def forward(
     z: Tensor, out: Tensor, final: Tensor, saved: Tensor,
 ) -> None:  # fmt: skip
     """Fill out, final and saved. Empty bias: dt is ready. Empty skip, z: neither. Empty saved: keep nothing."""
-    dense = (tensor.numpy() for tensor in (A, B, C, reset, state, bias, skip))
-    results = (tensor.numpy() for tensor in (out.view(-1), final, saved))
+    dense = arrays(A, B, C, reset, state, bias, skip)
+    results = arrays(out.view(-1), final, saved)
     run_blocks(
         _forward,
         x.shape[0] * groups(A.shape[0]),

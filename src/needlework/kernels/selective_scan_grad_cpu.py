@@ -6,7 +6,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import TOKENS, compiled, run_blocks, token_rows
+from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, token_rows
 from needlework.kernels.selective_scan_cpu import SAVED, activate, enter
 from needlework.kernels.tiles import DENSE, LANES, MASK, MATRIX, TILE, VECTOR, groups, helper, lanes_of, load, store
 from needlework.kernels.vector_math import LN2, LOG2E, ONE, ZERO, exp2, sigmoid
@@ -179,11 +179,11 @@ def backward(
     Those of A, bias and skip come per batch row and those of B and C per block of channels: the caller adds them up,
     always in the same order.
     """
-    dense = (tensor.numpy() for tensor in (A, B, C, reset, saved, bias, skip))
-    flat = (tensor.view(-1).numpy() for tensor in grads[:3])
+    dense = arrays(A, B, C, reset, saved, bias, skip)
+    filled = arrays(*(tensor.view(-1) for tensor in grads[:3]), *grads[3:])
     run_blocks(
         _backward,
         x.shape[0] * groups(A.shape[0]),
         *(*token_rows(x), *token_rows(dt), *dense, *token_rows(z), *token_rows(grad_out), grad_final.numpy()),
-        *(*flat, *(tensor.numpy() for tensor in grads[3:])),
+        *filled,
     )

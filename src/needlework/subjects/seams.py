@@ -61,27 +61,34 @@ def _recurrent_block(
     """
     gate = self.act_fn(self.linear_y(input_states))
     x = self.linear_x(input_states)  # [batch, time, width]
-    context = _conv_context(self, x, position_ids) if use_cache else None
+    weight, bias = self.conv_1d.weight[:, 0], self.conv_1d.bias
     if not use_cache:
         self.conv1d_state = self.rg_lru.recurrent_states = None
-    hidden = self.rg_lru(causal_conv(x, self.conv_1d.weight[:, 0], self.conv_1d.bias, context), position_ids)
-    if context is None:
+        hidden = self.rg_lru(causal_conv(x, weight, bias), position_ids)
         self.rg_lru.recurrent_states = None
+        return self.linear_out(hidden * gate), None
+    before = _conv_state(self, x, position_ids)
+    if x.shape[1] == 1:  # a decode step, where every call counts
+        window = torch.cat([before, x.transpose(1, 2)], dim=-1)  # [batch, width, taps]
+        convolved = ((window * weight).sum(-1) + bias)[:, None]
+        self.conv1d_state = window[..., 1:]
     else:
-        seen = x if x.shape[1] >= context.shape[1] else torch.cat([context, x], dim=1)
-        self.conv1d_state = seen[:, seen.shape[1] - context.shape[1] :].transpose(1, 2).contiguous()
-    return self.linear_out(hidden * gate), None
+        convolved = causal_conv(x, weight, bias, before.transpose(1, 2))
+        taps = before.shape[-1]
+        seen = x if x.shape[1] >= taps else torch.cat([before.transpose(1, 2), x], dim=1)
+        self.conv1d_state = seen[:, seen.shape[1] - taps :].transpose(1, 2).contiguous()
+    return self.linear_out(self.rg_lru(convolved, position_ids) * gate), None
 
 
-def _conv_context(block: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """The inputs before this chunk, [batch, taps - 1, width]; zeros for rows that start a sequence."""
+def _conv_state(block: Any, x: Tensor, position_ids: Tensor) -> Tensor:
+    """The inputs before this chunk, [batch, width, taps - 1]; zeros for rows that start a sequence."""
     batch, _, width = x.shape
     if block.conv1d_state is None or block.conv1d_state.shape[0] != batch:
         block.rg_lru.recurrent_states = torch.zeros(batch, width, device=x.device)
-        return x.new_zeros(batch, block.conv1d_width - 1, width)
+        return x.new_zeros(batch, width, block.conv1d_width - 1)
     starts = position_ids[:, :1, None] == 0  # [batch or 1, 1, 1]
-    context: Tensor = block.conv1d_state.transpose(1, 2).masked_fill(starts, 0.0)
-    return context
+    state: Tensor = block.conv1d_state.masked_fill(starts, 0.0)
+    return state
 
 
 def _rglru(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
@@ -95,7 +102,7 @@ def _rglru(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
             (self.recurrent_gate_weight, self.recurrent_gate_bias),
         )
     )
-    rate = 8.0 * functional.softplus(self.recurrent_param)
+    rate = 8.0 * functional.softplus(self.recurrent_param.float())
     reset = (position_ids == 0).expand(batch, length)
     hidden, self.recurrent_states = gated_rglru(activations, gate_in, gate_keep, rate, self.recurrent_states, reset)
     return hidden
