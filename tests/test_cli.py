@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import cases
 import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+import cases
 from needlework.cli import app, read_bytes
 from needlework.errors import NeedleworkError
 

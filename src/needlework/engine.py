@@ -32,7 +32,7 @@ class Engine:
     def __init__(self, body: Body, memory_bytes: int | None = None) -> None:
         self.body = body
         self.budget = Budget(body, memory_bytes)
-        self._alone = False
+        self._alone, self._most = False, ROWS_AT_ONCE
         self.reader = Reader(body)  # of the newest run; its counts say how much was shared
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
@@ -43,14 +43,14 @@ class Engine:
         reader = self.reader = Reader(self.body)
         reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
         pending = deque(self.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE))
-        self._alone = len(pending) == 1
+        self._alone, self._most = len(pending) == 1, ROWS_AT_ONCE
         with self.body.session():
             yield from self._loop(pending)
 
     def _loop(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
         decoder: Decoder | None = None
         while pending or decoder:
-            room = decoder is None or (decoder.memory.ragged and 2 * len(decoder) <= ROWS_AT_ONCE)
+            room = decoder is None or (decoder.memory.ragged and 2 * len(decoder) <= self._most)
             try:
                 if pending and room and (decoder is None or self.budget.fits(pending[0], decoder.alive())):
                     decoder, finished = self._admit(pending.popleft(), decoder, pending)
@@ -87,7 +87,7 @@ class Engine:
             raise MemoryError(
                 f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory"
             ) from error
-        fewer = (len(batch) + 1) // 2
+        fewer = self._most = (len(batch) + 1) // 2  # also for what joins later: it would run out again
         logger.warning("out of memory with %d rows: going on with %d", len(batch), fewer)
         pending.extendleft(reversed(list(self.budget.batches(batch, fewer))))
 

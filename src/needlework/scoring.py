@@ -48,7 +48,7 @@ def choices(
         if not options or not all(options):
             raise NeedleworkError("every question needs at least one option, and every option at least one token")
         longest = max(len(option) for option in options)
-        engine.body.check_length(len(request.prompt) + longest)
+        engine.body.check_length(len(request.prompt) + longest - 1)  # an option's last token is never read
         scored = Request(**{**vars(request), "scoring": True, "max_new_tokens": longest})
         prepared.append(prepare(scored, engine.body.anatomy))
     reader = Reader(engine.body)

@@ -48,7 +48,6 @@ def test_log_likelihoods_are_those_of_lm_evals_own_model(
     assert mine == pytest.approx(its, abs=1e-4)
 
 
-@pytest.mark.xfail(strict=True, raises=NeedleworkError, reason="scoring.choices counts the last token, which is never read")
 def test_a_model_with_a_limit_is_filled_to_the_last_token_as_lm_eval_does(tmp_path: Path) -> None:
     from checkpoints import save
 

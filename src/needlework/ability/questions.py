@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import json
@@ -134,10 +135,15 @@ def _near(name: str, known: Sequence[str]) -> str:
 
 def _manager(names: Sequence[str]) -> Any:
     """Reading all of lm-eval's own tasks takes seconds: only if one of them is asked for."""
+    ours = _index(False)
+    return ours if all(ours.match_tasks([name]) for name in names) else _index(True)
+
+
+@functools.cache
+def _index(with_defaults: bool) -> Any:
     from lm_eval.tasks import TaskManager
 
-    ours = TaskManager(include_path=str(FOLDER), include_defaults=False)
-    return ours if all(ours.match_tasks([name]) for name in names) else TaskManager(include_path=str(FOLDER))
+    return TaskManager(include_path=str(FOLDER), include_defaults=with_defaults)
 
 
 def build(loaded: Any, lm: NeedleworkLM, shown: Shown) -> list[Question]:
