@@ -86,7 +86,7 @@ def test_refused_prompts() -> None:
     with pytest.raises(nw.NeedleworkError, match=f"more than the {most}"):
         subject.logits(torch.full((1, most + 1), 5))
     with pytest.raises(nw.NeedleworkError, match=f"more than the {most}"):
-        subject.choices([[5] * most], [[(5,)]])
+        subject.choices([[5] * most], [[(5, 5)]])
     with pytest.raises(nw.NeedleworkError, match="token id 128 is outside the vocabulary of 128"):
         subject.generate([[5, 128]])
     with pytest.raises(nw.NeedleworkError, match="the prompt is empty"):
