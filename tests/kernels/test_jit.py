@@ -12,7 +12,7 @@ import torch
 from scans import Threads
 
 from needlework.kernels import rglru_scan
-from needlework.kernels.jit import columns, run_blocks, token_rows
+from needlework.kernels.jit import columns, run_blocks, tokens_of
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -81,11 +81,16 @@ def test_columns_join_the_blocks_of_a_row() -> None:
     assert columns(1, 2, 130) == (0, 64, 128, 2)
 
 
-def test_token_rows_of_a_slice_point_into_the_wide_tensor() -> None:
+@pytest.mark.parametrize("view", ["slice", "channels first", "expanded"])
+def test_tokens_point_into_the_tensor_whatever_its_layout(view: str) -> None:
     wide = torch.arange(2 * 3 * 10, dtype=torch.float32).view(2, 3, 10)
-    flat, row, token = token_rows(wide[..., 4:7])
-    assert (row, token) == (30, 10)
-    assert flat[1 * row + 2 * token : 1 * row + 2 * token + 3].tolist() == wide[1, 2, 4:7].tolist()
-    assert flat.size == 53
+    tensor = {
+        "slice": wide[..., 4:7],
+        "channels first": wide.transpose(1, 2),
+        "expanded": wide[:, :1].expand(2, 5, 10),
+    }[view]
+    flat, strides = tokens_of(tensor)
+    for place in torch.cartesian_prod(*(torch.arange(n) for n in tensor.shape)).tolist():
+        assert flat[sum(i * stride for i, stride in zip(place, strides, strict=True))] == tensor[tuple(place)]
     wide[0, 0, 4] = -1.0
-    assert flat[0] == -1.0
+    assert -1.0 in flat

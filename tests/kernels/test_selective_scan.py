@@ -99,11 +99,12 @@ def test_layout_does_not_matter() -> None:
     assert torch.equal(found, expected["out"])
 
 
-def test_a_slice_of_a_wider_tensor_is_not_copied() -> None:
+@pytest.mark.parametrize("layout", ["slice", "channels first"])
+def test_no_layout_is_copied(layout: str) -> None:
     tensors = selective_inputs(1, 8, 64)
-    wide = torch.randn(1, 8, 200)
+    x = torch.randn(1, 8, 200)[..., 10:74] if layout == "slice" else torch.randn(1, 64, 8).transpose(1, 2)
     with torch.profiler.profile() as profile:
-        selective_scan(**tensors | {"x": wide[..., 10:74]})
+        selective_scan(**tensors | {"x": x})
     assert not [event.name for event in profile.events() if "copy" in event.name or "clone" in event.name]
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from needlework.kernels import conv_cpu
 from needlework.kernels.checks import check_shape
-from needlework.kernels.jit import dense_channels, differentiated
+from needlework.kernels.jit import differentiated
 from needlework.kernels.memory import empty_like
 
 
@@ -55,7 +55,7 @@ def causal_conv(
     if x.device.type != "cpu":
         return _on_device(x, weight, bias, context, silu)
     dense = (tensor.float().contiguous() for tensor in (context, weight.t(), bias[None]))
-    inputs = (dense_channels(x.float()), *dense)
+    inputs = (conv_cpu.dense_channels(x.float()), *dense)
     run = _CpuConv.apply if differentiated(*inputs) else _forward
     out: Tensor = run(silu, *inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype)

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import TOKENS, arrays, column_blocks, columns, compiled, run_blocks, token_rows
+from needlework.kernels.jit import TOKENS, arrays, column_blocks, columns, compiled, run_blocks, tokens_of
 from needlework.kernels.vector_math import ONE, ZERO, sigmoid
 
 _MATRIX = "float32[:,::1]"  # weight, bias and their gradients: [taps or 1, channels]
@@ -25,22 +25,21 @@ def _add_product(left: Any, right: Any, total: Any) -> None:
 
 
 @_helper  # type: ignore[untyped-decorator]
-def _token(x: Any, at: int, pitch: int, context: Any, t: int, low: int, high: int) -> Any:
-    """The channels of token t; tokens before the first come from the context, [taps - 1, channels]."""
+def _token(x: Any, context: Any, row: int, t: int, low: int, high: int) -> Any:
+    """The channels of token t; tokens before the first come from the context, [batch, taps - 1, channels]."""
     if t < 0:
-        return context[t + context.shape[0], low:high]
-    start = at + t * pitch
-    return x[start + low : start + high]
+        return context[row, t + context.shape[1], low:high]
+    values, strides = x
+    start = row * strides[0] + t * strides[1]
+    return values[start + low : start + high]
 
 
 @_helper  # type: ignore[untyped-decorator]
-def _convolve(
-    x: Any, at: int, pitch: int, context: Any, weight: Any, bias: Any, t: int, low: int, high: int, out: Any
-) -> None:
+def _convolve(x: Any, context: Any, weight: Any, bias: Any, row: int, t: int, low: int, high: int, out: Any) -> None:
     taps = weight.shape[0]
     out[:] = bias[0, low:high]
     for tap in range(taps):
-        _add_product(weight[tap, low:high], _token(x, at, pitch, context, t - taps + 1 + tap, low, high), out)
+        _add_product(weight[tap, low:high], _token(x, context, row, t - taps + 1 + tap, low, high), out)
 
 
 @_helper  # type: ignore[untyped-decorator]
@@ -49,16 +48,14 @@ def _silu(values: Any) -> None:
         values[c] *= sigmoid(values[c])
 
 
-@compiled(*TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", _DENSE)
-def _forward(
-    first: int, stop: int, x: Any, x_row: int, x_pitch: int, context: Any, weight: Any, bias: Any, silu: bool, out: Any
-) -> None:
+@compiled(TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", _DENSE)
+def _forward(first: int, stop: int, x: Any, context: Any, weight: Any, bias: Any, silu: bool, out: Any) -> None:
     at = first
     while at < stop:
         row, low, high, at = columns(at, stop, out.shape[2])
         for t in range(out.shape[1]):
             here = out[row, t, low:high]
-            _convolve(x, row * x_row, x_pitch, context[row], weight, bias, t, low, high, here)
+            _convolve(x, context, weight, bias, row, t, low, high, here)
             if silu:
                 _silu(here)
 
@@ -71,10 +68,10 @@ def _silu_grad(before: Any, grad: Any) -> None:
         before[c] = grad[c] * s * (ONE + before[c] * (ONE - s))
 
 
-@compiled(*TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", *TOKENS, _DENSE, _DENSE, _DENSE, _DENSE)
+@compiled(TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", TOKENS, _DENSE, _DENSE, _DENSE, _DENSE)
 def _backward(
-    first: int, stop: int, x: Any, x_row: int, x_pitch: int, context: Any, weight: Any, bias: Any, silu: bool,
-    grad_out: Any, grad_row: int, grad_pitch: int, grad_x: Any, grad_context: Any, grad_weight: Any, grad_bias: Any,
+    first: int, stop: int, x: Any, context: Any, weight: Any, bias: Any, silu: bool,
+    grad_out: Any, grad_x: Any, grad_context: Any, grad_weight: Any, grad_bias: Any,
 ) -> None:  # fmt: skip
     taps = weight.shape[0]
     at = first
@@ -83,17 +80,17 @@ def _backward(
         grad = np.empty(high - low, np.float32)  # of the convolution's result at one token
         grad_context[row, :, low:high], grad_weight[row, :, low:high], grad_bias[row, 0, low:high] = ZERO, ZERO, ZERO
         for t in range(grad_x.shape[1]):
-            start = row * grad_row + t * grad_pitch
+            coming = _token(grad_out, context, row, t, low, high)
             if silu:
-                _convolve(x, row * x_row, x_pitch, context[row], weight, bias, t, low, high, grad)
-                _silu_grad(grad, grad_out[start + low : start + high])
+                _convolve(x, context, weight, bias, row, t, low, high, grad)
+                _silu_grad(grad, coming)
             else:
-                grad[:] = grad_out[start + low : start + high]
+                grad[:] = coming
             grad_bias[row, 0, low:high] += grad
             grad_x[row, t, low:high] = ZERO
             for tap in range(taps):
                 source = t - taps + 1 + tap
-                seen = _token(x, row * x_row, x_pitch, context[row], source, low, high)
+                seen = _token(x, context, row, source, low, high)
                 _add_product(grad, seen, grad_weight[row, tap, low:high])
                 if source < 0:
                     _add_product(grad, weight[tap, low:high], grad_context[row, source + taps - 1, low:high])
@@ -101,10 +98,15 @@ def _backward(
                     _add_product(grad, weight[tap, low:high], grad_x[row, source, low:high])
 
 
+def dense_channels(tensor: Tensor) -> Tensor:
+    """The tensor with its last axis side by side in memory: itself, also as a slice of a wider one, or else a copy."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def forward(x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, silu: bool, out: Tensor) -> None:
     """Fill out. context is [batch, taps - 1, channels], weight [taps, channels], bias [1, channels]."""
     dense = arrays(context, weight, bias)
-    run_blocks(_forward, column_blocks(out), *token_rows(x), *dense, silu, out.numpy())
+    run_blocks(_forward, column_blocks(out), tokens_of(dense_channels(x)), *dense, silu, out.numpy())
 
 
 def backward(
@@ -112,4 +114,12 @@ def backward(
 ) -> None:
     """Fill the gradients of x, context, weight and bias; the last two come per batch row."""
     dense = arrays(context, weight, bias)
-    run_blocks(_backward, column_blocks(grads[0]), *token_rows(x), *dense, silu, *token_rows(grad_out), *arrays(*grads))
+    run_blocks(
+        _backward,
+        column_blocks(grads[0]),
+        tokens_of(dense_channels(x)),
+        *dense,
+        silu,
+        tokens_of(dense_channels(grad_out)),
+        *arrays(*grads),
+    )

@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 from needlework.kernels import gated_rglru_cpu as cpu
 from needlework.kernels.checks import check_reset, check_shape
-from needlework.kernels.jit import dense_channels, differentiated
+from needlework.kernels.jit import differentiated
 from needlework.kernels.memory import empty_like
 from needlework.kernels.reference import rglru_gates
 from needlework.kernels.rglru import rglru_scan
@@ -68,8 +68,7 @@ def gated_rglru(
     state = torch.zeros(batch, width) if state is None else state.float().contiguous()
     check_shape("state", state, batch, width)
     mask = torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset.contiguous()
-    rows = (dense_channels(tensor.float()) for tensor in (x, gate_in, gate_keep))
-    inputs = (mask, state, *rows, rate.float().contiguous())
+    inputs = (mask, state, x.float(), gate_in.float(), gate_keep.float(), rate.float().contiguous())
     run = _Cpu.apply if differentiated(*inputs) else _forward
     out, final = run(*inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype), final

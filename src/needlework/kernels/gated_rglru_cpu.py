@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, token_rows
+from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, tokens_of
 from needlework.kernels.tiles import LANES, MASK, MATRIX, TILE, VECTOR, groups, helper, lanes_of, load, store
 from needlework.kernels.vector_math import LOG2E, ONE, TWO, ZERO, exp2, one_minus_exp2, sigmoid
 
@@ -46,10 +46,10 @@ def _scan(x: Any, gates: Any, decay: Any, scale: Any, tokens: int, h: Any) -> No
             scale[t, j] = h[j]
 
 
-@compiled(*TOKENS, *TOKENS, *TOKENS, VECTOR, MASK, MATRIX, VECTOR, "int64")
+@compiled(TOKENS, TOKENS, TOKENS, VECTOR, MASK, MATRIX, VECTOR, "int64")
 def _forward(
-    first: int, stop: int, x: Any, x_row: int, x_token: int, gate_in: Any, in_row: int, in_token: int,
-    gate_keep: Any, keep_row: int, keep_token: int, rate: Any, reset: Any, state: Any, out: Any, length: int,
+    first: int, stop: int, x: Any, gate_in: Any, gate_keep: Any, rate: Any, reset: Any, state: Any,
+    out: Any, length: int,
 ) -> None:  # fmt: skip
     width = rate.size
     blocks = (width + LANES - 1) // LANES
@@ -63,11 +63,11 @@ def _forward(
         lanes_of(state[row], low, lanes, h)
         for start in range(0, length, TILE):
             tokens = min(TILE, length - start)
-            load(gate_keep, row * keep_row + start * keep_token + low, keep_token, lanes, tokens, gates)
+            load(gate_keep, row, start, low, lanes, tokens, gates)
             _decays(gates, rates, tokens, decay, scale)
             _cut(reset, row, start, tokens, decay, scale)
-            load(x, row * x_row + start * x_token + low, x_token, lanes, tokens, inputs)
-            load(gate_in, row * in_row + start * in_token + low, in_token, lanes, tokens, gates)
+            load(x, row, start, low, lanes, tokens, inputs)
+            load(gate_in, row, start, low, lanes, tokens, gates)
             _scan(inputs, gates, decay, scale, tokens, h)
             store(scale, out, (row * length + start) * width + low, width, lanes, tokens)
 
@@ -120,13 +120,12 @@ def _times(factor: Any, tokens: int, values: Any) -> None:
 
 
 @compiled(
-    *(*TOKENS, *TOKENS, *TOKENS, VECTOR, MASK, MATRIX, VECTOR, *TOKENS, MATRIX, "int64"),
+    *(TOKENS, TOKENS, TOKENS, VECTOR, MASK, MATRIX, TOKENS, TOKENS, MATRIX, "int64"),
     *(VECTOR, VECTOR, VECTOR, MATRIX, MATRIX),
 )
 def _backward(
-    first: int, stop: int, x: Any, x_row: int, x_token: int, gate_in: Any, in_row: int, in_token: int,
-    gate_keep: Any, keep_row: int, keep_token: int, rate: Any, reset: Any, state: Any, out: Any,
-    grad_out: Any, out_row: int, out_token: int, grad_final: Any, length: int,
+    first: int, stop: int, x: Any, gate_in: Any, gate_keep: Any, rate: Any, reset: Any, state: Any, states: Any,
+    grad_out: Any, grad_final: Any, length: int,
     grad_x: Any, grad_in: Any, grad_keep: Any, grad_rate: Any, grad_state: Any,
 ) -> None:  # fmt: skip
     width = rate.size
@@ -146,23 +145,23 @@ def _backward(
             start = tile * TILE
             tokens = min(TILE, length - start)
             dense = (row * length + start) * width + low
-            load(grad_out, row * out_row + start * out_token + low, out_token, lanes, tokens, g)
-            load(gate_keep, row * keep_row + start * keep_token + low, keep_token, lanes, tokens, gates)
+            load(grad_out, row, start, low, lanes, tokens, g)
+            load(gate_keep, row, start, low, lanes, tokens, gates)
             _decays(gates, rates, tokens, decay, scale)
             _cut(reset, row, start, tokens, decay, scale)
             _carry(decay, tokens, carried, g)
-            load(x, row * x_row + start * x_token + low, x_token, lanes, tokens, inputs)
-            load(gate_in, row * in_row + start * in_token + low, in_token, lanes, tokens, gates)
+            load(x, row, start, low, lanes, tokens, inputs)
+            load(gate_in, row, start, low, lanes, tokens, gates)
             _input_grads(inputs, gates, scale, g, tokens, g_x)
             store(g_x, grad_x, dense, width, lanes, tokens)
             store(gates, grad_in, dense, width, lanes, tokens)
             if tile > 0:
-                load(out, dense - width, width, lanes, tokens, before)
+                load(states, row, start - 1, low, lanes, tokens, before)
             else:
-                load(out, dense, width, lanes, tokens - 1, before[1:])
+                load(states, row, 0, low, lanes, tokens - 1, before[1:])
                 lanes_of(state[row], low, lanes, before[0])
             _times(before, tokens, g)
-            load(gate_keep, row * keep_row + start * keep_token + low, keep_token, lanes, tokens, gates)
+            load(gate_keep, row, start, low, lanes, tokens, gates)
             _keep_grads(gates, rates, decay, scale, inputs, g, tokens, g_rate)
             store(gates, grad_keep, dense, width, lanes, tokens)
         for j in range(lanes):
@@ -176,7 +175,7 @@ def forward(
     run_blocks(
         _forward,
         x.shape[0] * groups(x.shape[2]),
-        *(*token_rows(x), *token_rows(gate_in), *token_rows(gate_keep)),
+        *(tokens_of(x), tokens_of(gate_in), tokens_of(gate_keep)),
         *arrays(rate, reset, state, out.view(-1)),
         x.shape[1],
     )
@@ -190,8 +189,7 @@ def backward(
     run_blocks(
         _backward,
         x.shape[0] * groups(x.shape[2]),
-        *(*token_rows(x), *token_rows(gate_in), *token_rows(gate_keep)),
-        *arrays(rate, reset, state, out.view(-1)),
-        *(*token_rows(grad_out), grad_final.numpy(), x.shape[1]),
+        *(tokens_of(x), tokens_of(gate_in), tokens_of(gate_keep)),
+        *(*arrays(rate, reset, state), tokens_of(out), tokens_of(grad_out), *arrays(grad_final), x.shape[1]),
         *arrays(*(tensor.view(-1) for tensor in grads[:3]), *grads[3:]),
     )

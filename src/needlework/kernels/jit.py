@@ -29,28 +29,21 @@ def arrays(*tensors: Tensor) -> list[np.ndarray[Any, Any]]:
     return [tensor.detach().numpy() for tensor in tensors]
 
 
-# What `token_rows` makes of a [batch, time, channels] tensor: a flat array, and the distances of rows and tokens in it.
-TOKENS = ("float32[::1]", "int64", "int64")
+# What `tokens_of` makes of a [batch, time, channels] tensor: a flat array, and how far apart rows, tokens and channels
+# are in it.
+TOKENS = "Tuple((float32[::1], UniTuple(int64, 3)))"
 
 
-def dense_channels(tensor: Tensor) -> Tensor:
-    """The tensor with its last axis side by side in memory: itself, also as a slice of a wider one, or else a copy."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+def tokens_of(tensor: Tensor) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
+    """A [batch, time, channels] tensor of any layout as TOKENS, without a copy.
 
-
-def token_rows(tensor: Tensor) -> tuple[np.ndarray[Any, Any], int, int]:
-    """A [batch, time, channels] tensor as TOKENS.
-
-    A flat array lets the kernel take the channels of a token as a dense vector, which a strided array would not be to
-    the compiler.
+    A flat array lets the compiler see a dense vector where channels lie side by side; a strided one would not.
     """
     if tensor.numel() == 0:
-        return np.empty(0, np.float32), 0, 0
-    tensor = dense_channels(tensor)
-    batch, length, channels = tensor.shape
-    rows, tokens = tensor.stride(0), tensor.stride(1)
-    size = (batch - 1) * rows + (length - 1) * tokens + channels
-    return tensor.detach().as_strided((size,), (1,)).numpy(), rows, tokens
+        return np.empty(0, np.float32), (0, 0, 0)
+    strides = tensor.stride()
+    size = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, strides, strict=True))
+    return tensor.detach().as_strided((size,), (1,)).numpy(), strides
 
 
 GROUP = 64  # channels per block where blocks of a row are walked together: whole vectors, whole cache lines

@@ -11,7 +11,7 @@ from needlework.kernels import libraries
 from needlework.kernels import selective_scan_cpu as cpu
 from needlework.kernels import selective_scan_grad_cpu as grad_cpu
 from needlework.kernels.checks import check_reset, check_shape
-from needlework.kernels.jit import dense_channels, differentiated
+from needlework.kernels.jit import differentiated
 from needlework.kernels.memory import empty_like
 from needlework.kernels.tiles import LANES, TILE, groups
 
@@ -75,7 +75,7 @@ def selective_scan(
     first token (zeros when None). reset: bool [batch, time]; where True the state is cut before that token.
     Three neighbours of the scan can be computed along with it: with dt_bias [inner], dt is first replaced by
     softplus(dt + dt_bias); skip [inner] adds skip * x to y; z [batch, time, inner] multiplies y by silu(z).
-    Channels should lie side by side in memory (x, dt, z may be slices of a wider tensor); others are copied once.
+    x, dt and z may have any strides, also those of [batch, inner, time] or of a slice; nothing is copied.
     Differentiable in every floating-point argument, through both results.
     """
     _check(x, dt, A, B, C, state, reset, dt_bias, skip, z)
@@ -86,8 +86,8 @@ def selective_scan(
     none = torch.empty(0)
     vectors = [none if tensor is None else tensor for tensor in (dt_bias, skip)]
     gate = none.view(0, 0, 0) if z is None else z
-    x_rows, dt_rows, z_rows = (dense_channels(tensor.float()) for tensor in (x, dt, gate))
-    inputs = (x_rows, dt_rows, *(tensor.float().contiguous() for tensor in (A, B, C, state, *vectors)), z_rows)
+    dense = (tensor.float().contiguous() for tensor in (A, B, C, state, *vectors))
+    inputs = (x.float(), dt.float(), *dense, gate.float())
     if differentiated(*inputs):
         y, final = _CpuScan.apply(mask, *inputs)  # type: ignore[no-untyped-call]
     else:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, token_rows
+from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, tokens_of
 from needlework.kernels.tiles import DENSE, LANES, MASK, MATRIX, TILE, VECTOR, groups, helper, lanes_of, load, store
 from needlework.kernels.vector_math import LOG2E, ZERO, exp2, sigmoid, softplus
 
@@ -50,11 +50,10 @@ def _gate(gates: Any, tokens: int, result: Any) -> None:
             result[t, j] *= gates[t, j] * sigmoid(gates[t, j])
 
 
-@compiled(*TOKENS, *TOKENS, MATRIX, DENSE, DENSE, MASK, DENSE, VECTOR, VECTOR, *TOKENS, VECTOR, DENSE, SAVED)
+@compiled(TOKENS, TOKENS, MATRIX, DENSE, DENSE, MASK, DENSE, VECTOR, VECTOR, TOKENS, VECTOR, DENSE, SAVED)
 def _forward(
-    first: int, stop: int, x: Any, x_row: int, x_token: int, dt: Any, dt_row: int, dt_token: int,
-    A: Any, B: Any, C: Any, reset: Any, state: Any, bias: Any, skip: Any, z: Any, z_row: int, z_token: int,
-    out: Any, final: Any, saved: Any,
+    first: int, stop: int, x: Any, dt: Any, A: Any, B: Any, C: Any, reset: Any, state: Any, bias: Any, skip: Any,
+    z: Any, out: Any, final: Any, saved: Any,
 ) -> None:  # fmt: skip
     inner, n_state, length = A.shape[0], A.shape[1], B.shape[1]
     blocks = (inner + LANES - 1) // LANES
@@ -65,6 +64,8 @@ def _forward(
     for block in range(first, stop):
         row, low = block // blocks, (block % blocks) * LANES
         lanes = min(LANES, inner - low)
+        if lanes < LANES:  # the lanes without a channel must not keep what an earlier block left there
+            rate[:], h[:], inputs[:], steps[:], drive[:] = ZERO, ZERO, ZERO, ZERO, ZERO
         lanes_of(bias, low, lanes, biases)
         lanes_of(skip, low, lanes, skips)
         for j in range(lanes):
@@ -75,8 +76,8 @@ def _forward(
             tokens = min(TILE, length - start)
             if saved.shape[0] > 0:
                 saved[row, start // TILE, block % blocks] = h
-            load(x, row * x_row + start * x_token + low, x_token, lanes, tokens, inputs)
-            load(dt, row * dt_row + start * dt_token + low, dt_token, lanes, tokens, drive if bias.size > 0 else steps)
+            load(x, row, start, low, lanes, tokens, inputs)
+            load(dt, row, start, low, lanes, tokens, drive if bias.size > 0 else steps)
             if bias.size > 0:  # from another tile: a loop that writes where it reads is no vector code
                 activate(drive, biases, tokens, steps)
             enter(inputs, steps, skips, tokens, drive, result)
@@ -84,8 +85,8 @@ def _forward(
                 if reset.shape[1] > 0 and reset[row, start + t]:
                     h[:] = ZERO
                 _scan(steps, drive, rate, B, C, row, start, t, h, result)
-            if z.size > 0:
-                load(z, row * z_row + start * z_token + low, z_token, lanes, tokens, inputs)
+            if z[0].size > 0:
+                load(z, row, start, low, lanes, tokens, inputs)
                 _gate(inputs, tokens, result)
             store(result, out, (row * length + start) * inner + low, inner, lanes, tokens)
         for j in range(lanes):
@@ -103,5 +104,5 @@ def forward(
     run_blocks(
         _forward,
         x.shape[0] * groups(A.shape[0]),
-        *(*token_rows(x), *token_rows(dt), *dense, *token_rows(z), *results),
+        *(tokens_of(x), tokens_of(dt), *dense, tokens_of(z), *results),
     )

@@ -6,7 +6,7 @@ import numba
 import numpy as np
 from torch import Tensor
 
-from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, token_rows
+from needlework.kernels.jit import TOKENS, arrays, compiled, run_blocks, tokens_of
 from needlework.kernels.selective_scan_cpu import SAVED, activate, enter
 from needlework.kernels.tiles import DENSE, LANES, MASK, MATRIX, TILE, VECTOR, groups, helper, lanes_of, load, store
 from needlework.kernels.vector_math import LN2, LOG2E, ONE, ZERO, exp2, sigmoid
@@ -98,13 +98,12 @@ def _deactivate(raw: Any, bias: Any, tokens: int, g_steps: Any, g_bias: Any) -> 
 
 
 @compiled(
-    *(*TOKENS, *TOKENS, MATRIX, DENSE, DENSE, MASK, SAVED, VECTOR, VECTOR, *TOKENS, *TOKENS, DENSE),
+    *(TOKENS, TOKENS, MATRIX, DENSE, DENSE, MASK, SAVED, VECTOR, VECTOR, TOKENS, TOKENS, DENSE),
     *(VECTOR, VECTOR, VECTOR, DENSE, _PARTIAL, _PARTIAL, DENSE, MATRIX, MATRIX),
 )
 def _backward(
-    first: int, stop: int, x: Any, x_row: int, x_token: int, dt: Any, dt_row: int, dt_token: int,
-    A: Any, B: Any, C: Any, reset: Any, saved: Any, bias: Any, skip: Any, z: Any, z_row: int, z_token: int,
-    grad_out: Any, out_row: int, out_token: int, grad_final: Any,
+    first: int, stop: int, x: Any, dt: Any, A: Any, B: Any, C: Any, reset: Any, saved: Any, bias: Any, skip: Any,
+    z: Any, grad_out: Any, grad_final: Any,
     grad_x: Any, grad_dt: Any, grad_z: Any, grad_A: Any, grad_B: Any, grad_C: Any, grad_state: Any,
     grad_bias: Any, grad_skip: Any,
 ) -> None:  # fmt: skip
@@ -125,7 +124,7 @@ def _backward(
         low = group * LANES
         lanes = min(LANES, inner - low)
         if lanes < LANES:  # the lanes without a channel must not bring what an earlier block left there into the sums
-            inputs[:], raw[:], g_y[:], g[:] = ZERO, ZERO, ZERO, ZERO
+            rate[:], inputs[:], raw[:], g_y[:], g[:] = ZERO, ZERO, ZERO, ZERO, ZERO
         g_rate[:], g_bias[:], g_skip[:] = ZERO, ZERO, ZERO
         lanes_of(bias, low, lanes, biases)
         lanes_of(skip, low, lanes, skips)
@@ -137,9 +136,9 @@ def _backward(
             start = tile * TILE
             tokens = min(TILE, length - start)
             dense = (row * length + start) * inner + low
-            load(x, row * x_row + start * x_token + low, x_token, lanes, tokens, inputs)
-            load(dt, row * dt_row + start * dt_token + low, dt_token, lanes, tokens, raw)
-            load(grad_out, row * out_row + start * out_token + low, out_token, lanes, tokens, g_y)
+            load(x, row, start, low, lanes, tokens, inputs)
+            load(dt, row, start, low, lanes, tokens, raw)
+            load(grad_out, row, start, low, lanes, tokens, g_y)
             if bias.size > 0:
                 activate(raw, biases, tokens, steps)
             else:
@@ -149,8 +148,8 @@ def _backward(
             for t in range(tokens):
                 cut = reset.shape[1] > 0 and reset[row, start + t]
                 _recompute(steps, drive, rate, B, C, row, start, t, cut, decays, states, result)
-            if z.size > 0:
-                load(z, row * z_row + start * z_token + low, z_token, lanes, tokens, gates)
+            if z[0].size > 0:
+                load(z, row, start, low, lanes, tokens, gates)
                 _ungate(gates, result, tokens, g_y)
                 store(gates, grad_z, dense, inner, lanes, tokens)
             for t in range(tokens - 1, -1, -1):
@@ -184,6 +183,6 @@ def backward(
     run_blocks(
         _backward,
         x.shape[0] * groups(A.shape[0]),
-        *(*token_rows(x), *token_rows(dt), *dense, *token_rows(z), *token_rows(grad_out), grad_final.numpy()),
+        *(tokens_of(x), tokens_of(dt), *dense, tokens_of(z), tokens_of(grad_out), *arrays(grad_final)),
         *filled,
     )

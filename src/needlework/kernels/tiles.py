@@ -23,20 +23,27 @@ helper = numba.njit(fastmath={"contract"}, error_model="numpy")
 
 
 @helper  # type: ignore[untyped-decorator]
-def load(source: Any, at: int, pitch: int, lanes: int, tokens: int, tile: Any) -> None:
-    """tile[t, j] = source[at + t * pitch + j].
+def load(tensor: Any, row: int, start: int, low: int, lanes: int, tokens: int, tile: Any) -> None:
+    """tile[t, j] = the value of TOKENS `tensor` in this batch row, for token `start + t` and channel `low + j`.
 
     In unsigned numbers: an index that may be negative, as numba allows, would keep the loop from vector code.
     """
-    for t in range(tokens):
-        base = np.uint64(at + t * pitch)
+    source, strides = tensor
+    at = np.uint64(row * strides[0] + start * strides[1] + low * strides[2])
+    token, channel = np.uint64(strides[1]), np.uint64(strides[2])
+    if channel == np.uint64(1):
+        for t in range(np.uint64(tokens)):
+            for j in range(np.uint64(lanes)):
+                tile[t, j] = source[at + t * token + j]
+    else:  # channels before time: read along time
         for j in range(np.uint64(lanes)):
-            tile[t, j] = source[base + j]
+            for t in range(np.uint64(tokens)):
+                tile[t, j] = source[at + t * token + j * channel]
 
 
 @helper  # type: ignore[untyped-decorator]
 def store(tile: Any, target: Any, at: int, pitch: int, lanes: int, tokens: int) -> None:
-    """The inverse of `load`."""
+    """target[at + t * pitch + j] = tile[t, j]."""
     for t in range(tokens):
         base = np.uint64(at + t * pitch)
         for j in range(np.uint64(lanes)):
