@@ -153,7 +153,13 @@ def test_killed_at_random_moments_and_resumed_gives_the_same_table(plan_file: Pa
 
 def _start(plan: Path, out: Path, pause: float) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(HERE / "fakes.py"), str(plan), str(out), str(pause)]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
+    env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    # A shell that puts tests in the background makes them ignore Ctrl-C, and children inherit that: listen again.
+    return subprocess.Popen(command, stderr=subprocess.PIPE, env=env, preexec_fn=_hear_ctrl_c)
+
+
+def _hear_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _count(out: Path) -> int:
