@@ -75,6 +75,13 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_threads(threads: Threads) -> 
         assert torch.equal(gated_rglru(**tensors)[0], alone)
 
 
+def test_layout_does_not_matter() -> None:
+    tensors = inputs(2, 33, 70)
+    swapped = {name: tensors[name].transpose(1, 2).contiguous().transpose(1, 2) for name in ("x", "gate_keep")}
+    one, other = run(gated_rglru, tensors, None), run(gated_rglru, tensors | swapped, None)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
 def test_bf16_in_bf16_out_and_an_fp32_state() -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in inputs(2, 100, 40, with_state=False).items()}
     out, final = gated_rglru(**tensors)

@@ -163,6 +163,17 @@ def test_nan_is_not_hidden(name: str) -> None:
     assert bad == [[0, t, 66] for t in range(4, 5 if name == "z" else 10)]
 
 
+def test_a_broken_row_leaves_the_gradients_of_others_alone() -> None:
+    """70 channels leave most lanes of the second block empty, where the block before has been."""
+    tensors = selective_inputs(3, 40, 70, fused=True)
+    expected = run(selective_scan, tensors, None)
+    tensors["x"] = tensors["x"].clone()
+    tensors["x"][1] = float("nan")
+    found = run(selective_scan, tensors, None)
+    for name in ("x", "dt", "B", "C", "z", "state"):
+        assert torch.equal(found[f"grad of {name}"][[0, 2]], expected[f"grad of {name}"][[0, 2]]), name
+
+
 def test_no_tokens_leave_the_state_as_it_is() -> None:
     tensors = selective_inputs(2, 0, 8)
     out, final = selective_scan(**tensors)
