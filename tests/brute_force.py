@@ -91,7 +91,8 @@ class Run:
             rewritten = self._expose(layer, q, p[:, q], seen)
             for h in range(heads):
                 out[0, q, h] = torch.tensor([rewritten[h][k] for k in seen]) @ value[h, seen]
-            self._keep(layer, q, p[:, q], seen, out[0, q])
+            plain = torch.stack([p[h, q, seen] @ value[h, seen] for h in range(heads)])  # scores come before exposure
+            self._keep(layer, q, p[:, q], seen, plain, out[0, q])
             for part in (nw.AblateHeads, nw.OnlyHeads):
                 self._silence(part, layer, q, out[0, q])
             if self.acting(nw.AblateAttention, layer, q):
@@ -129,7 +130,7 @@ class Run:
             new.append({k: x / left if left else 0.0 for k, x in changed.items()} if part.renormalize else changed)
         return new
 
-    def _keep(self, layer: int, q: int, p: Tensor, seen: list[int], out: Tensor) -> None:
+    def _keep(self, layer: int, q: int, p: Tensor, seen: list[int], plain: Tensor, out: Tensor) -> None:
         part = self.acting(nw.KeepHeads, layer, q)
         if part is None:
             return
@@ -142,7 +143,7 @@ class Run:
             elif part.by == "l2":
                 scores.append(float((row * row).sum().sqrt()))
             elif part.by == "norm":
-                scores.append(float(out[h].double().norm()))
+                scores.append(float(plain[h].double().norm()))
             else:
                 number = draw(part.seed, self.sample, layer, q, h)
                 scores.append(float((number - (1 << 64) if number >> 63 else number) >> 40))

@@ -131,3 +131,14 @@ def test_choices_under_an_intervention_are_forwards_under_it(name: str) -> None:
             logits = subject.logits([cases.PROMPT + option], act)[0, len(cases.PROMPT) - 1 : -1].log_softmax(-1)
             expected = logits.gather(1, torch.tensor(option)[:, None])[:, 0].tolist()
             assert logprobs == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("name", ["llama", "recurrent_gemma"])
+def test_receipts_of_choices_count_the_options_and_nothing_else(name: str) -> None:
+    """The last token of an option is never read; a shorter option has no more tokens than its own."""
+    subject, options = cases.subject(name), [(9, 33, 7), (64,), (5, 6)]
+    receipt = subject.choices([cases.PROMPT], [options], nw.KeepHeads(k=1))[0].receipt
+    tokens = len(cases.PROMPT) + sum(len(option) - 1 for option in options)
+    for layer in subject.anatomy.attention_layers:
+        assert receipt.total("positions", layer=layer.index) == tokens
+        assert receipt.total("heads_zeroed", layer=layer.index) == tokens * (len(layer.heads) - 1)

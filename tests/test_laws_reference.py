@@ -25,6 +25,7 @@ SOME: dict[str, nw.Intervention] = {
     "limit and sinks": nw.LimitContext(tokens=4, sinks=2),
     "limit in decode": nw.LimitContext(tokens=2, sinks=1, phase="decode"),
     "all at once": nw.LimitContext(tokens=6, sinks=1) + nw.ExposeTokens(mode="omit", renormalize=True) + nw.KeepHeads(k=2),
+    "scores come before exposure": nw.ExposeTokens(mode="only") + nw.KeepHeads(k=2, by="norm"),
     "attention off in prefill": nw.AblateAttention(phase="prefill"),
 }
 CHOSEN = ("llama", "gemma3", "jamba", "recurrent_gemma", "falcon_h1", "qwen3_next", "hrm_text")

@@ -27,6 +27,7 @@ from needlework.receipts import Tally
 from needlework.requests import Request
 
 NAME = "needlework"
+SDPA_BLOCK = 128  # queries
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one query block; small blocks stay in cache
 
 
@@ -52,6 +53,7 @@ class Forward:
     observer: Observer | None = None
     shared: bool = False  # the memory keeps the prompt's keys once for many rows
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer; needed where keys are shared
+    fast: bool = False  # what is computed may be cut into other pieces than the model's own
     dense_masks: bool = False  # the model computes with its masks: hand it real ones
     masks: dict[int, tuple[MaskSpec, Tensor]] = field(default_factory=dict)  # by storage address of the stand-in
 
@@ -155,9 +157,27 @@ def _attention(
     plan = forward.plans.get(layer)
     forward.tally.add(layer, forward.phase, "positions", forward.slots, query.shape[2])
     if not forward.own_maths:
-        out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        out = _sdpa(forward, module, query, key, value, attention_mask, kwargs)
         return (out if plan is None else plan.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
     return _blockwise(forward, layer, query, key, value, attention_mask, kwargs), None
+
+
+def _sdpa(
+    forward: Forward, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor:
+    """Stock SDPA. On a CPU it computes hidden keys too, so with fast kernels a long mask is cut into blocks of queries."""
+    queries = query.shape[2]
+    if not forward.fast or mask is None or mask.dtype != torch.bool or queries < 2 * SDPA_BLOCK or query.device.type != "cpu":
+        whole: Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+        return whole
+    keys, parts = OwnKeys(key, value), []
+    for start in range(0, queries, SDPA_BLOCK):
+        part = slice(start, min(start + SDPA_BLOCK, queries))
+        first, last = _key_range(mask[:, :, part], keys)
+        seen = mask[:, :, part, first:last]
+        some = (query[:, :, part], key[:, :, first:last], value[:, :, first:last])
+        parts.append(sdpa_attention_forward(module, *some, seen, **kwargs)[0])
+    return torch.cat(parts, 1)
 
 
 def _blockwise(
@@ -194,8 +214,8 @@ def _one_block(
     plan, scaling = forward.plans.get(layer), kwargs.get("scaling")
     if plan is not None and plan.limit is not None:
         block.visible = plan.limit_keys(forward, layer, block)
-    scores = keys.scores(query, block.keys.start, block.keys.stop).float()  # [rows, heads, queries, keys]
-    scores = scores.mul_(query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = keys.scores(scaled, block.keys.start, block.keys.stop).float()  # [rows, heads, queries, keys]
     if (bias := kwargs.get("position_bias")) is not None:
         if bias.shape[-1] != keys.count:
             raise TrialError(f"the position bias is for {bias.shape[-1]} keys, attention has {keys.count}")
@@ -210,9 +230,16 @@ def _one_block(
     if forward.observer is not None:
         forward.observer.see(forward, layer, block, p)
     head_scores = plan.head_scores(p, log_p) if plan is not None else {}
+
+    def mix(weights: Tensor) -> Tensor:
+        """[rows, queries, heads, dim]"""
+        return keys.mix(weights.to(query.dtype), block.keys.start, block.keys.stop).transpose(1, 2)
+
     if plan is not None and plan.expose is not None:
+        if plan.keep is not None and "norm" in plan.keep.kinds:  # heads are scored before columns are rewritten
+            head_scores["norm"] = mix(p).float().norm(dim=-1)
         p = plan.expose_columns(forward, layer, block, p)
-    mixed = keys.mix(p.to(query.dtype), block.keys.start, block.keys.stop).transpose(1, 2)  # [rows, queries, heads, dim]
+    mixed = mix(p)
     return mixed if plan is None else plan.edit_outputs(forward, layer, mixed, block.queries, head_scores)
 
 
@@ -245,8 +272,6 @@ def _key_range(visible: Tensor | None, keys: Keys) -> tuple[int, int]:
 
 def _partly_hidden(visible: Tensor) -> slice:
     """The range of keys that are hidden from any query: in a causal block that is its end, not all of it."""
-    if visible.shape[2] == 1:
-        return slice(None)
     columns = visible.all(0).all(1)[0].logical_not().nonzero()
     return slice(int(columns[0]), int(columns[-1]) + 1) if columns.numel() else slice(0, 0)
 

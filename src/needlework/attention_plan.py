@@ -179,7 +179,7 @@ class LayerPlan:
         """One score for each row, query and head: of the kind that the row asks for. [rows, queries, heads]"""
         assert self.keep is not None
         found = dict(scores)
-        if "norm" in self.keep.kinds:
+        if "norm" in self.keep.kinds and "norm" not in found:
             found["norm"] = out.float().norm(dim=-1)
         if "random" in self.keep.kinds:
             found["random"] = hash_scores(self.keep, layer, forward.positions[:, queries], out.shape[2])

@@ -71,6 +71,7 @@ class Prefix:
     complete: bool  # nothing is padded, neither here nor among the rows' own keys
     order: Tensor  # [prompts, readers] the rows that read each prompt, padded with any row
     place: Tensor  # [rows] flat index of each row in `order`
+    straight: bool  # rows lie as in `order` already: nothing needs to be moved
 
     @classmethod
     def of(
@@ -83,8 +84,9 @@ class Prefix:
             readers[p].append(row)
         most = max(len(some) for some in readers)
         order = torch.tensor([some + [0] * (most - len(some)) for some in readers], device=key.device)
-        place = torch.tensor([p * most + i for p, i in where], device=key.device)
-        return cls(key, value, positions, prompt, start, complete, order, place)
+        places = [p * most + i for p, i in where]
+        straight = places == list(range(order.numel()))
+        return cls(key, value, positions, prompt, start, complete, order, torch.tensor(places, device=key.device), straight)
 
     def select(self, rows: Tensor) -> Prefix:
         """For some of the rows; prompts that nobody reads any more are let go once they are the majority."""
@@ -126,14 +128,16 @@ class SharedPrefix:
         """[rows, heads, queries, n] -> [prompts, kv_heads, readers * group * queries, n]"""
         prompts, readers = self.prefix.order.shape
         kv_heads = self.prefix.key.shape[1]
-        rows = _grouped(x, kv_heads)[self.prefix.order.flatten()]
+        rows = _grouped(x, kv_heads)
+        if not self.prefix.straight:
+            rows = rows[self.prefix.order.flatten()]
         return rows.view(prompts, readers, kv_heads, *rows.shape[2:]).transpose(1, 2).flatten(2, 3)
 
     def _scatter(self, x: Tensor, like: tuple[int, int, int]) -> Tensor:
         prompts, readers = self.prefix.order.shape
         rows, heads, queries = like
-        x = x.view(prompts, x.shape[1], readers, -1, x.shape[-1]).transpose(1, 2)
-        return x.flatten(0, 1)[self.prefix.place].reshape(rows, heads, queries, x.shape[-1])
+        x = x.view(prompts, x.shape[1], readers, -1, x.shape[-1]).transpose(1, 2).flatten(0, 1)
+        return (x if self.prefix.straight else x[self.prefix.place]).reshape(rows, heads, queries, x.shape[-1])
 
     def positions(self, q_positions: Tensor) -> Tensor:
         """Absolute position of every key for every row, -1 for padding. [rows, keys]"""

@@ -15,7 +15,7 @@ from needlework.requests import Prepared
 from needlework.subjects.body import Body
 from needlework.subjects.state import Memory
 
-_FORWARD_FLOPS = {"cpu": 1e9, "cuda": 2e11}  # what a device could have computed in the fixed time that a forward takes
+_FORWARD_FLOPS = {"cpu": 6e7, "cuda": 2e11}  # what a device could have computed in the fixed time that a forward takes
 
 
 @dataclass(frozen=True)

@@ -64,19 +64,26 @@ def _score(
     readings, homes = group([item for _, item, _ in batch])
     read = reader.read(readings)
     rows = [(b, option) for b, (_, _, options) in enumerate(batch) for option in options]
-    home = torch.tensor([homes[b]["own"] for b, _ in rows], device=engine.body.device)
     tally = Tally(len(rows))
-    heads = read.logits[home][:, None]  # [rows, 1, vocabulary] predicts each option's first token
-    if max(len(option) for _, option in rows) > 1:
-        items = [batch[b][1] for b, _ in rows]
-        heads = torch.cat([heads, _continuations(engine.body, read.memory, home, items, [o for _, o in rows], tally)], 1)
-    logprobs = heads.log_softmax(-1)
+    found: dict[int, tuple[tuple[float, ...], bool]] = {}
+    for length in sorted({len(option) for _, option in rows}):
+        # Options of one length are read together: none is padded, so nothing is counted that no option has.
+        some = [r for r, (_, option) in enumerate(rows) if len(option) == length]
+        home = torch.tensor([homes[rows[r][0]]["own"] for r in some], device=engine.body.device)
+        options = torch.tensor([rows[r][1] for r in some], device=engine.body.device)
+        heads = read.logits[home][:, None]  # [rows, 1, vocabulary] predicts each option's first token
+        if length > 1:
+            items = [batch[rows[r][0]][1] for r in some]
+            after = _continuations(engine.body, read.memory, home, items, options, torch.tensor(some), tally)
+            heads = torch.cat([heads, after], 1)
+        logprobs = heads.log_softmax(-1)
+        each = logprobs.gather(2, options[..., None])[..., 0].tolist()
+        greedy = (logprobs.argmax(-1) == options).all(1).tolist()
+        found |= {r: (tuple(logs), best) for r, logs, best in zip(some, each, greedy, strict=True)}
     scored: list[list[tuple[tuple[float, ...], bool]]] = [[] for _ in batch]
     receipts = [read.receipts[mine["own"]] for mine in homes]
-    for r, (b, option) in enumerate(rows):
-        tokens = torch.tensor(option, device=engine.body.device)
-        each = logprobs[r, : len(option)].gather(1, tokens[:, None])[:, 0]
-        scored[b].append((tuple(each.tolist()), bool((logprobs[r, : len(option)].argmax(-1) == tokens).all())))
+    for r, (b, _) in enumerate(rows):
+        scored[b].append(found[r])
         receipts[b] = receipts[b] + tally.receipt(r)
     results = []
     for (i, item, _), some, receipt in zip(batch, scored, receipts, strict=True):
@@ -87,15 +94,13 @@ def _score(
 
 
 def _continuations(
-    body: Body, memory: Memory, home: Tensor, items: Sequence[Prepared], options: Sequence[tuple[int, ...]], tally: Tally
+    body: Body, memory: Memory, home: Tensor, items: Sequence[Prepared], options: Tensor, slots: Tensor, tally: Tally
 ) -> Tensor:
-    """Logits after every token of every option but its last, [rows, longest - 1, vocabulary]."""
-    longest = max(len(option) for option in options)
+    """Logits after every token of every option but its last, [rows, length - 1, vocabulary]."""
     forked = memory.share(home) if body.shareable else memory.select(home)
-    padded = [option[:-1] + (0,) * (longest - len(option)) for option in options]  # what follows is never looked at
-    slots = torch.arange(len(options), device=body.device)
-    plans = body.compile([item.acts["prefill"] for item in items], [item.sample for item in items], "prefill", slots)
-    return body.feed(torch.tensor(padded, device=body.device), forked, "prefill", plans, tally, keep="all")
+    acts, samples = [item.acts["prefill"] for item in items], [item.sample for item in items]
+    plans = body.compile(acts, samples, "prefill", slots.to(body.device))
+    return body.feed(options[:, :-1], forked, "prefill", plans, tally, keep="all")
 
 
 def logits(

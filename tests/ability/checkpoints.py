@@ -8,7 +8,7 @@ from typing import Any
 CHAT = (
     "{% for m in messages %}{{ 'ask : ' if m['role'] == 'user' else 'answer : ' }}{{ m['content'] }}"
     "{{ ' . ' if not loop.last or add_generation_prompt else '' }}{% endfor %}"
-    "{{ 'answer :' if add_generation_prompt else '' }}"
+    "{{ 'answer : ' if add_generation_prompt else '' }}"
 )
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from needlework import NeedleworkError
 from needlework.ability import mini, paper
+from checkpoints import save
 from needlework.store import Store
 
 pytestmark = pytest.mark.slow
@@ -138,7 +139,15 @@ def test_what_is_wrong_is_said_before_the_model_is_loaded(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.xfail(strict=True, raises=NeedleworkError, reason="an option after a chat template can become empty")
+def test_a_chat_template_that_swallows_answers_is_refused(tmp_path: Path) -> None:
+    glued = save("recurrent_gemma", tmp_path / "model", chat=True)
+    template = glued / "chat_template.jinja"
+    template.write_text(template.read_text().replace("'answer : ' if add", "'answer :' if add"))
+    with pytest.raises(NeedleworkError, match="must end with white space"):
+        run(glued, tmp_path / "out", [], ["mini_mmlu_animals"], paper=True, limit=1)
+    assert not (tmp_path / "out").exists()
+
+
 def test_the_papers_preset_keeps_the_same_shares_and_talks_in_turns(griffin: Path, tmp_path: Path) -> None:
     summary = run(griffin, tmp_path, [], ["mini_mmlu_animals"], paper=True, limit=2, shots=2)
     texts = [line.intervention for line in summary.lines]

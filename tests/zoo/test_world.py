@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from needlework.zoo import world
+from needlework.zoo import facts, world
 from needlework.zoo.sample import Sample, Span, Stream
 
 Maker = Callable[[Stream], Sample]
@@ -169,8 +169,23 @@ def test_facts_are_one_fixed_world() -> None:
 def test_letter_points_at_the_true_value() -> None:
     for i, fact in enumerate(world.ALL_FACTS):
         sample = world.letter_choice(Stream("test", i), fact=fact)
-        option = sample.prompt[sample.prompt.index(sample.target[0]) + 2]
+        option = sample.prompt[sample.prompt.index(sample.target[0]) - 1]
         assert option == world.SUBJECTS[fact[0]].value_of(fact[1])
+
+
+def test_every_line_of_a_letter_list_is_true() -> None:
+    """Options before their letters, then a question for each: its letter stands behind the option it is about."""
+    for i in range(200):
+        lines = facts.letter_lines(Stream("test", i), 0.5)
+        listed = lines[0][0][: lines[0][0].index("question")]
+        letter_of = dict(zip(listed[::2], listed[1::2], strict=True))
+        assert sorted(answer for _, (answer,) in lines) == sorted(letter_of.values())
+        for words, (answer,) in lines:
+            asked = words[words.index("question") :]
+            meant = [option for option in letter_of if option in asked]
+            if "which one is" not in " ".join(asked):
+                meant = [world.SUBJECTS[subject].value_of(key) for subject, key in world.ALL_FACTS if key in asked]
+            assert answer in {letter_of.get(value) for value in meant}
 
 
 def test_judgements_are_balanced_and_true() -> None:

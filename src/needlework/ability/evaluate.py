@@ -99,6 +99,12 @@ def _paper(
 
 def _check(job: Job) -> None:
     """Every intervention against one question of each kind: what cannot be asked of it cannot be asked of the others."""
+    for question in job.questions:
+        if any(not continuation for some in question.pairs for _, continuation in some):
+            raise NeedleworkError(
+                f"{question.name}: an answer has no token of its own after its prompt, the tokenizer joins the two. lm-eval"
+                " puts nothing between a chat template and an answer: the template must end with white space, or leave it out"
+            )
     first = {question.mode: question for question in job.questions}
     for question in first.values():
         for act in job.acts.values():

@@ -198,7 +198,7 @@ class Body:
         shared = memory.shared
         forward = Forward(
             phase, positions, rows.slots, tally, self.attention, rows.attention, rows.mixers, self.observer,
-            shared, self._windows, self.family.dense_masks,
+            shared, self._windows, self.kernels == "fast", self.family.dense_masks,
         )  # fmt: skip
         if not self._trusted and forward.own_maths:
             self._check_own_maths()

@@ -16,10 +16,10 @@ from needlework.zoo.needles import LAYOUTS, RELATION_NAMES, RELATIONS, Needle, a
 from needlework.zoo.sample import Sample, Stream
 
 # Part of every recipe hash: raise it when the documents of a given (seed, step) change.
-DATA_VERSION = 1
+DATA_VERSION = 2
 
 # Kinds of row: how a whole document is laid out.
-ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "pairs", "phone", "copy", "short")
+ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "pairs", "phone", "copy", "letters", "short")
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
 ITEM_SHARES = {
@@ -37,6 +37,9 @@ DENSE_NEEDLE_WORDS = 24  # one needle sentence and one question with its answer,
 MOST_PAIRS = 40
 LIST_FRAME = 6  # words of a key-value list that are not keys or values
 SHORTEST_LIST = LIST_FRAME + 8
+SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
+SHORTEST_LETTERS = 32  # four options and one question with its answer
+NAMING_SHARE = 0.4
 QUOTE_SHARE = 0.15
 ONE_RELATION_SHARE = 0.7
 
@@ -126,6 +129,21 @@ def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]
         row.add_answer(answer, ".")
 
 
+def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
+    """Mostly several short documents, each with its question in front: one long one has a single answer to learn from."""
+    while row.room >= SHORTEST_QUESTION_FIRST or len(row.words) == 1:
+        room = min(row.room, stream.pick((48, 64, 96, row.length)))
+        hidden = _hidden(stream, stream.between(1, min(6, room // DENSE_NEEDLE_WORDS + 1)), relations)
+        form, quote = stream.below(2), stream.chance(QUOTE_SHARE)
+        asked = stream.pick(hidden)
+        answer = len(asked.sentence() if quote else asked.value) + 1
+        context = room - len(asked.question(form)) - 4 - answer
+        while sum(len(needle.sentence()) for needle in hidden) > context:
+            hidden.remove(next(needle for needle in hidden if needle != asked))
+        place = scene(stream, hidden, context)
+        row.add_sample(ask(stream, place, hidden.index(asked), layout="question_first", form=form, quote=quote))
+
+
 def _recall_row(stream: Stream, row: _Row, kind: str, items: dict[str, float]) -> None:
     """A key-value list, a phone book or a text to copy; what room is left is filled with small texts."""
     if kind == "pairs":
@@ -159,6 +177,17 @@ def _item(stream: Stream, kind: str) -> Sample | list[str]:
     return judgements.judgement(stream, kind)
 
 
+def _letter_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
+    """Lists of four lettered options, each asked for all of its letters, by naming the option or by a fact."""
+    while row.room >= SHORTEST_LETTERS:
+        for words, answer in facts.letter_lines(stream, NAMING_SHARE):
+            if len(words) + len(answer) + 1 > row.room:
+                break
+            row.add(words)
+            row.add_answer(answer, ".")
+    _short_row(stream, row, items)
+
+
 def _short_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
     """Fill the rest of a row with small texts; the last few words may stay empty."""
     misses = 0
@@ -179,6 +208,10 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
     made = _Row(length, diet.answer_weight)
     if kind == "short":
         _short_row(stream, made, diet.items)
+    elif kind == "question_first":
+        _question_first_row(stream, made, diet.relations)
+    elif kind == "letters":
+        _letter_row(stream, made, diet.items)
     elif kind in ("pairs", "phone", "copy"):
         _recall_row(stream, made, kind, diet.items)
     else:

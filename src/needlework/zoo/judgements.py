@@ -83,7 +83,7 @@ def acceptability(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
                 (*c.subject, c.verb, *c.thing[1:], c.thing[0], *rest),
             ]
         )
-    prompt = ["judge", ":", *text, ".", "question", ":", "is", "this", "right", "?"]
+    prompt = ["judge", ":", *text, "."]
     return _verdict("acceptability", prompt, yes, before, [Span("first", 2, 2 + len(text))])
 
 
@@ -91,7 +91,7 @@ def _two(task: str, link: Sequence[str], a: Words, b: Words, yes: bool, before: 
     prompt = ["first", ":", *a, ".", *link, ":", *b, "."]
     second = 2 + len(a) + 1 + len(link) + 1
     spans = [Span("first", 2, 2 + len(a)), Span("second", second, second + len(b))]
-    return _verdict(task, [*prompt, "question", ":", "is", "this", "right", "?"], yes, before, spans)
+    return _verdict(task, prompt, yes, before, spans)
 
 
 def entailment(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
