@@ -14,7 +14,7 @@ from needlework.engine import ROWS_AT_ONCE, Engine
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import Intervention
-from needlework.reading import Reader, group, readings_of
+from needlework.reading import Read, Reader, group, readings_of
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared, Request, prepare
 from needlework.subjects.body import Body
@@ -39,6 +39,19 @@ class Scores:
         return max(range(len(self.logprobs)), key=self.totals.__getitem__)
 
 
+Asked = tuple[int, Prepared, Sequence[tuple[int, ...]]]  # index of the request, the request, its options
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One option of one question of a batch: a row."""
+
+    question: int
+    home: int  # the reading that it continues
+    item: Prepared
+    tokens: tuple[int, ...]
+
+
 def choices(
     engine: Engine, asked: Sequence[tuple[Request, Sequence[tuple[int, ...]]]]
 ) -> Iterator[tuple[int, Scores]]:
@@ -58,49 +71,50 @@ def choices(
             yield from _score(engine, reader, [(i, item, asked[i][1]) for i, item in batch])
 
 
-def _score(
-    engine: Engine, reader: Reader, batch: Sequence[tuple[int, Prepared, Sequence[tuple[int, ...]]]]
-) -> list[tuple[int, Scores]]:
+def _score(engine: Engine, reader: Reader, batch: Sequence[Asked]) -> list[tuple[int, Scores]]:
     readings, homes = group([item for _, item, _ in batch])
     read = reader.read(readings)
-    rows = [(b, option) for b, (_, _, options) in enumerate(batch) for option in options]
+    rows = [_Option(b, homes[b]["own"], item, option) for b, (_, item, options) in enumerate(batch) for option in options]
     tally = Tally(len(rows))
     found: dict[int, tuple[tuple[float, ...], bool]] = {}
-    for length in sorted({len(option) for _, option in rows}):
+    for length in sorted({len(row.tokens) for row in rows}):
         # Options of one length are read together: none is padded, so nothing is counted that no option has.
-        some = [r for r, (_, option) in enumerate(rows) if len(option) == length]
-        home = torch.tensor([homes[rows[r][0]]["own"] for r in some], device=engine.body.device)
-        options = torch.tensor([rows[r][1] for r in some], device=engine.body.device)
-        heads = read.logits[home][:, None]  # [rows, 1, vocabulary] predicts each option's first token
-        if length > 1:
-            items = [batch[rows[r][0]][1] for r in some]
-            after = _continuations(engine.body, read.memory, home, items, options, torch.tensor(some), tally)
-            heads = torch.cat([heads, after], 1)
-        logprobs = heads.log_softmax(-1)
-        each = logprobs.gather(2, options[..., None])[..., 0].tolist()
-        greedy = (logprobs.argmax(-1) == options).all(1).tolist()
-        found |= {r: (tuple(logs), best) for r, logs, best in zip(some, each, greedy, strict=True)}
-    scored: list[list[tuple[tuple[float, ...], bool]]] = [[] for _ in batch]
-    receipts = [read.receipts[mine["own"]] for mine in homes]
-    for r, (b, _) in enumerate(rows):
-        scored[b].append(found[r])
-        receipts[b] = receipts[b] + tally.receipt(r)
+        found |= _one_length(engine.body, read, {r: row for r, row in enumerate(rows) if len(row.tokens) == length}, tally)
     results = []
-    for (i, item, _), some, receipt in zip(batch, scored, receipts, strict=True):
-        finite = all(math.isfinite(x) for logs, _ in some for x in logs)
+    for b, (i, item, _) in enumerate(batch):
+        mine = [r for r, row in enumerate(rows) if row.question == b]
+        receipt = sum((tally.receipt(r) for r in mine), start=read.receipts[homes[b]["own"]])
+        logprobs = tuple(found[r][0] for r in mine)
+        finite = all(math.isfinite(x) for some in logprobs for x in some)
         error = item.failure(receipt) if finite else NOT_FINITE
-        results.append((i, Scores(tuple(logs for logs, _ in some), tuple(best for _, best in some), receipt, error)))
+        results.append((i, Scores(logprobs, tuple(found[r][1] for r in mine), receipt, error)))
     return results
 
 
+def _one_length(
+    body: Body, read: Read, rows: Mapping[int, _Option], tally: Tally
+) -> dict[int, tuple[tuple[float, ...], bool]]:
+    """Log-likelihoods of every token of these options, and whether each is the model's first choice; by row."""
+    home = torch.tensor([row.home for row in rows.values()], device=body.device)
+    tokens = torch.tensor([row.tokens for row in rows.values()], device=body.device)
+    heads = read.logits[home][:, None]  # [rows, 1, vocabulary] predicts each option's first token
+    if tokens.shape[1] > 1:
+        slots = torch.tensor(list(rows), device=body.device)
+        heads = torch.cat([heads, _continuations(body, read.memory, home, list(rows.values()), tokens, slots, tally)], 1)
+    logprobs = heads.log_softmax(-1)
+    each = logprobs.gather(2, tokens[..., None])[..., 0].tolist()
+    greedy = (logprobs.argmax(-1) == tokens).all(1).tolist()
+    return {r: (tuple(logs), best) for r, logs, best in zip(rows, each, greedy, strict=True)}
+
+
 def _continuations(
-    body: Body, memory: Memory, home: Tensor, items: Sequence[Prepared], options: Tensor, slots: Tensor, tally: Tally
+    body: Body, memory: Memory, home: Tensor, rows: Sequence[_Option], tokens: Tensor, slots: Tensor, tally: Tally
 ) -> Tensor:
     """Logits after every token of every option but its last, [rows, length - 1, vocabulary]."""
     forked = memory.share(home) if body.shareable else memory.select(home)
-    acts, samples = [item.acts["prefill"] for item in items], [item.sample for item in items]
-    plans = body.compile(acts, samples, "prefill", slots.to(body.device))
-    return body.feed(options[:, :-1], forked, "prefill", plans, tally, keep="all")
+    acts, samples = [row.item.acts["prefill"] for row in rows], [row.item.sample for row in rows]
+    plans = body.compile(acts, samples, "prefill", slots)
+    return body.feed(tokens[:, :-1], forked, "prefill", plans, tally, keep="all")
 
 
 def logits(

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import save
 
 from needlework import NeedleworkError
 from needlework.ability import mini, paper
-from checkpoints import save
 from needlework.store import Store
 
 pytestmark = pytest.mark.slow
