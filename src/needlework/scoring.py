@@ -46,7 +46,6 @@ Asked = tuple[int, Prepared, Sequence[tuple[int, ...]]]  # index of the request,
 class _Option:
     """One option of one question of a batch: a row."""
 
-    question: int
     home: int  # the reading that it continues
     item: Prepared
     tokens: tuple[int, ...]
@@ -74,15 +73,16 @@ def choices(
 def _score(engine: Engine, reader: Reader, batch: Sequence[Asked]) -> list[tuple[int, Scores]]:
     readings, homes = group([item for _, item, _ in batch])
     read = reader.read(readings)
-    rows = [_Option(b, homes[b]["own"], item, option) for b, (_, item, options) in enumerate(batch) for option in options]
+    rows = [_Option(homes[b]["own"], item, option) for b, (_, item, options) in enumerate(batch) for option in options]
     tally = Tally(len(rows))
     found: dict[int, tuple[tuple[float, ...], bool]] = {}
     for length in sorted({len(row.tokens) for row in rows}):
         # Options of one length are read together: none is padded, so nothing is counted that no option has.
         found |= _one_length(engine.body, read, {r: row for r, row in enumerate(rows) if len(row.tokens) == length}, tally)
+    places = iter(range(len(rows)))
     results = []
-    for b, (i, item, _) in enumerate(batch):
-        mine = [r for r, row in enumerate(rows) if row.question == b]
+    for b, (i, item, options) in enumerate(batch):
+        mine = [next(places) for _ in options]
         receipt = sum((tally.receipt(r) for r in mine), start=read.receipts[homes[b]["own"]])
         logprobs = tuple(found[r][0] for r in mine)
         finite = all(math.isfinite(x) for some in logprobs for x in some)

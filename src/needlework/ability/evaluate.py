@@ -10,7 +10,7 @@ from typing import Any
 from needlework.ability import answers
 from needlework.ability import paper as preset
 from needlework.ability.arguments import check_phases
-from needlework.ability.questions import Shown, build, find_tasks, quiet
+from needlework.ability.questions import Shown, build, find_tasks, quiet, templates_once
 from needlework.ability.retained import Line, Lookup, lines, lookups
 from needlework.ability.work import Job, ask, write_files
 from needlework.asks import SEMANTICS_VERSION
@@ -68,17 +68,18 @@ def evaluate(
         raise NeedleworkError(f"{seen.name} has no chat template; leave the chat option out")
     use_chat = has_template and paper if chat is None else chat
     shown = Shown(limit, shots, use_chat, use_chat)
-    with quiet():
-        job = Job(seen, lm, named, build(loaded, lm, shown))
-    _check(job)
-    with claimed(out) as folder:
-        store = Store(folder, create=True)
-        try:
-            _sign(store, job, tasks)
-            asked = ask(job, store, progress)
-            files = write_files(job, loaded, shown, folder)
-        finally:
-            store.close()
+    with templates_once():
+        with quiet():
+            job = Job(seen, lm, named, build(loaded, lm, shown))
+        _check(job)
+        with claimed(out) as folder:
+            store = Store(folder, create=True)
+            try:
+                _sign(store, job, tasks)
+                asked = ask(job, store, progress)
+                files = write_files(job, loaded, shown, folder)
+            finally:
+                store.close()
     rows = list(job.rows.values())
     return Summary(lines(rows, _homes(loaded)), lookups(rows), files, sum(t.finish == "failed" for t in rows), asked)
 

@@ -105,6 +105,18 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+@contextmanager
+def templates_once() -> Iterator[None]:
+    """lm-eval compiles a template again for every document, which takes longer than a small model's answer to it."""
+    from lm_eval import utils
+
+    utils.env.from_string = functools.lru_cache(maxsize=256)(utils.env.from_string)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del utils.env.from_string  # the class's own is there again
+
+
 def find_tasks(names: Sequence[str], data: Path | None) -> Any:
     """lm-eval's tasks and groups by name, with their data. Unknown names and missing data are errors."""
     manager = _manager(names)
