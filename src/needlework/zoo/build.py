@@ -41,7 +41,14 @@ def model(recipe: Recipe) -> Any:
     import torch
 
     torch.manual_seed(recipe.seed)
-    return model_class(recipe.architecture)(configuration(recipe)).float()
+    made = model_class(recipe.architecture)(configuration(recipe)).float()
+    if recipe.embedding_std is not None:
+        weight = made.get_input_embeddings().weight
+        if weight is getattr(made.get_output_embeddings(), "weight", None):
+            raise ZooError(f"recipe {recipe.name}: embedding_std needs tie_word_embeddings: false, or logits start too large")
+        with torch.no_grad():
+            weight.mul_(recipe.embedding_std / weight.std())
+    return made
 
 
 def parameter_count(built: Any) -> int:
