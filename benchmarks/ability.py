@@ -112,8 +112,8 @@ def agree(folder: Path, found: dict[str, Any]) -> tuple[float, int, int]:
 
 def main() -> None:
     import needlework.harness  # noqa: F401  (both sides need lm-eval: its import is nobody's time)
-    from needlework.plan import Model
-    from needlework.sketch import locate
+    from needlework.experiments.plan import Model
+    from needlework.experiments.sketch import locate
 
     place = sys.argv[1] if len(sys.argv) > 1 else ""
     model = locate(Model("", place, place)) if place else checkpoint(Path(tempfile.mkdtemp()))

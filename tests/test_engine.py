@@ -10,7 +10,7 @@ import torch
 
 import cases
 import needlework as nw
-from needlework import engine as engine_module
+from needlework.engine import engine as engine_module
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer, Request
 
@@ -74,7 +74,7 @@ def test_shared_stems_read_less_and_change_nothing(name: str, monkeypatch: pytes
     subject = cases.subject(name)
     requests = sweep(subject)
     wanted = [alone(subject, request) for request in requests]
-    monkeypatch.setattr("needlework.reading._FORWARD_FLOPS", {"cpu": 0.0})
+    monkeypatch.setattr("needlework.engine.reading._FORWARD_FLOPS", {"cpu": 0.0})
     got = subject.answer(requests)
     reader = subject.engine.reader
     assert reader.tokens_read < reader.tokens_asked

@@ -9,7 +9,7 @@ import torch
 
 import cases
 import needlework as nw
-import needlework.attention
+import needlework.attention.function
 from needlework.subjects.probe import attention_switched
 
 IDS = cases.tokens(2, 21)
@@ -49,7 +49,7 @@ def test_all_keys_in_blocks_of_queries_are_stock(name: str, monkeypatch: pytest.
     assert cases.apart(subject.logits(IDS, everything), idle) < 1e-4
     rows, queries = IDS.shape
     heads = max(part.query_heads for _, part in subject.anatomy.attention_parts())
-    monkeypatch.setattr(needlework.attention, "CPU_BLOCK_BYTES", 4 * rows * heads * queries * 4)  # 4 queries at a time
+    monkeypatch.setattr(needlework.attention.function, "CPU_BLOCK_BYTES", 4 * rows * heads * queries * 4)  # 4 queries at a time
     assert cases.apart(subject.logits(IDS, everything), idle) < 1e-4
 
 
@@ -58,14 +58,14 @@ def test_small_blocks_are_small(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """The law above would mean nothing if blocks were not really cut: look at the scores that are computed."""
     cases.subject(name).logits(IDS, nw.LimitContext(tokens=1000))  # the first time, the model is compared with itself too
     widths = []
-    stock = needlework.attention.OwnKeys.scores
+    stock = needlework.attention.function.OwnKeys.scores
 
     def scores(self: Any, query: torch.Tensor, first: int, last: int) -> torch.Tensor:
         widths.append((query.shape[2], last - first))
         return stock(self, query, first, last)
 
-    monkeypatch.setattr(needlework.attention.OwnKeys, "scores", scores)
-    monkeypatch.setattr(needlework.attention, "CPU_BLOCK_BYTES", 4 * 2 * 4 * 21 * 4)
+    monkeypatch.setattr(needlework.attention.function.OwnKeys, "scores", scores)
+    monkeypatch.setattr(needlework.attention.function, "CPU_BLOCK_BYTES", 4 * 2 * 4 * 21 * 4)
     cases.subject(name).logits(IDS, nw.LimitContext(tokens=1000))
     assert max(queries for queries, _ in widths) == 4
     assert min(keys for _, keys in widths) == 4  # the first block sees no key after its last query

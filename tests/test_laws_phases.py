@@ -9,7 +9,7 @@ import torch
 
 import cases
 import needlework as nw
-import needlework.attention
+import needlework.attention.function
 from needlework.requests import Request
 
 DECODE, PREFILL = nw.AblateAttention(phase="decode"), nw.AblateAttention(phase="prefill")
@@ -95,8 +95,8 @@ def test_a_prompt_of_one_token() -> None:
 def test_an_intervention_that_did_nothing_fails_its_trial(act: nw.Intervention, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention function that ignores its plan: the answer looks fine, the receipt does not."""
     subject = cases.subject("llama")
-    monkeypatch.setattr(needlework.attention.LayerPlan, "edit_outputs", lambda self, forward, layer, out, *_: out)
-    monkeypatch.setattr(needlework.attention.LayerPlan, "dropped", None, raising=False)
+    monkeypatch.setattr(needlework.attention.function.LayerPlan, "edit_outputs", lambda self, forward, layer, out, *_: out)
+    monkeypatch.setattr(needlework.attention.function.LayerPlan, "dropped", None, raising=False)
     monkeypatch.setattr("needlework.recurrence._block_hook", lambda layer: lambda *_: None)
     ignored, plain = subject.generate([cases.PROMPT] * 2, interventions=[act, nw.NONE], max_new_tokens=3)
     assert ignored.finish == "failed"

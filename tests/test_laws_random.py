@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import cases
 import needlework as nw
-from needlework import attention_plan
+from needlework.attention import plan as attention_plan
 from needlework.interventions import acts
 from needlework.requests import Request
 
@@ -51,7 +51,7 @@ def test_the_choice_hangs_on_no_batch(name: str, draw: str, monkeypatch: pytest.
     batch = subject.generate([cases.TWIN, cases.PROMPT, cases.PROMPT, cases.PROMPT], interventions=others, max_new_tokens=4)
     assert batch[1].tokens == alone.tokens
     assert batch[1].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-    monkeypatch.setattr("needlework.attention.CPU_BLOCK_BYTES", 600)
+    monkeypatch.setattr("needlework.attention.function.CPU_BLOCK_BYTES", 600)
     assert subject.generate([cases.PROMPT], act, max_new_tokens=4)[0].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
     # `sample` names the trial: with it, one forward and token by token make one choice.
     whole, stepwise = (

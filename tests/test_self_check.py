@@ -10,7 +10,7 @@ import torch
 import cases
 import needlework as nw
 import tiny
-from needlework import attention
+from needlework.attention import function as attention
 from needlework.errors import NeedleworkError, TrialError
 
 

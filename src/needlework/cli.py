@@ -142,8 +142,8 @@ def plan(
     """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
     from dataclasses import asdict
 
-    from needlework.describe import describe
-    from needlework.plan import load
+    from needlework.experiments.describe import describe
+    from needlework.experiments.plan import load
 
     found = describe(load(file, fast=fast, models=model))
     typer.echo(json.dumps(asdict(found), indent=1) if as_json else found.text())
@@ -158,7 +158,7 @@ def run(
     memory: Memory = None,
 ) -> None:
     """Run a plan into a directory. The same command goes on after a stop, a crash or a kill."""
-    from needlework.run import run_plan
+    from needlework.experiments.run import run_plan
 
     raise typer.Exit(run_plan(file, out, fast=fast, models=model, memory_bytes=read_bytes(memory)))
 
@@ -170,7 +170,7 @@ def export(
     out: Annotated[Path | None, typer.Option(help="File or directory to write; by default beside the run.")] = None,
 ) -> None:
     """Write a run's trials in another format. docs/store.md describes every column."""
-    from needlework.export import export as write
+    from needlework.experiments.export import export as write
 
     for path in write(directory, to, out):
         Console(soft_wrap=True).print(f"wrote {path}")

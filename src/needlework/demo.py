@@ -24,8 +24,8 @@ def demo(out: Path) -> int:
         console.print(f"not in this zoo, so left out: {', '.join(sorted(missing))}", style="yellow")
     if not plan["experiments"]:
         return random_demo(console)
+    from needlework.experiments.run import run_plan
     from needlework.report import build, summary
-    from needlework.run import run_plan
 
     out.mkdir(parents=True, exist_ok=True)
     path = out / "plan.yaml"

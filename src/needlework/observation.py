@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from needlework.attention import Block, Forward
+from needlework.attention.function import Block, Forward
 from needlework.interventions.acts import Phase
 from needlework.requests import Request
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from needlework.attention import Forward, get_current
+from needlework.attention.function import Forward, get_current
 from needlework.interventions import acts
 from needlework.interventions.acts import Act
 

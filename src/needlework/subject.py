@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from needlework.anatomy import Anatomy
-from needlework.engine import Engine
+from needlework.engine.engine import Engine
+from needlework.engine.scoring import Scores, choices, logits
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention
 from needlework.requests import Answer, Request
-from needlework.scoring import Scores, choices, logits
 from needlework.subjects.body import Body, Kernels
 
 Prompt = str | Sequence[int]

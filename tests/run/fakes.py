@@ -13,10 +13,10 @@ from pydantic import Field
 
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
-from needlework.plan import Model
+from needlework.experiments.plan import Model
+from needlework.experiments.sketch import Sketch
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
-from needlework.sketch import Sketch
 from needlework.tasks.base import Item, Outcome, Task
 
 HEADS = 4
@@ -181,7 +181,7 @@ experiments:
 
 def main() -> int:
     """`fakes.py PLAN OUT PAUSE`: a run in a process of its own, to be killed."""
-    from needlework import run
+    from needlework.experiments import run
 
     run.CHUNK_ASKS = 16
     plan, out, pause = sys.argv[1:4]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from needlework import run
 from needlework.errors import NeedleworkError
+from needlework.experiments import run
 
 if __name__ == "__main__":
     run.CHUNK_ASKS = 12

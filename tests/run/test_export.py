@@ -11,11 +11,11 @@ from pathlib import Path
 import fakes
 import pytest
 
-from needlework import run
-from needlework.describe import describe
 from needlework.errors import NeedleworkError
-from needlework.export import export
-from needlework.plan import load
+from needlework.experiments import run
+from needlework.experiments.describe import describe
+from needlework.experiments.export import export
+from needlework.experiments.plan import load
 from needlework.store import Observation, Store, Trial
 
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from needlework import run
-from needlework.asks import Settings, item_digest, trial_id
-from needlework.grid import expand as expand_text
+from needlework.experiments import run
+from needlework.experiments.asks import Settings, item_digest, trial_id
+from needlework.experiments.grid import expand as expand_text
+from needlework.experiments.marked import PlanError
+from needlework.experiments.plan import Model, Plan, load
+from needlework.experiments.trials import expand
 from needlework.interventions import parse
-from needlework.marked import PlanError
-from needlework.plan import Model, Plan, load
 from needlework.tasks.base import Item
-from needlework.trials import expand
 
 GOOD = """\
 name: good

@@ -17,8 +17,8 @@ from typing import Any
 import fakes
 import pytest
 
-from needlework import run
 from needlework.errors import NeedleworkError
+from needlework.experiments import run
 from needlework.requests import Request
 from needlework.store import Store, claimed
 

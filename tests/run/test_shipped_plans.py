@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from needlework import grid
-from needlework.asks import Work
-from needlework.plan import Model, Plan, load
-from needlework.sketch import Sketch
-from needlework.trials import expand
+from needlework.experiments import grid
+from needlework.experiments.asks import Work
+from needlework.experiments.plan import Model, Plan, load
+from needlework.experiments.sketch import Sketch
+from needlework.experiments.trials import expand
 from needlework.zoo import recipes, tokenizer
 
 PLANS = sorted((Path(__file__).parents[2] / "plans").glob("*.yaml"))

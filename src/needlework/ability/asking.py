@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from needlework.engine import Engine
+from needlework.engine.engine import Engine
+from needlework.engine.scoring import Scores, choices
 from needlework.interventions.base import Intervention
 from needlework.receipts import Receipt
 from needlework.requests import Request
-from needlework.scoring import Scores, choices
 
 Tokens = tuple[int, ...]
 Pair = tuple[Tokens, Tokens]  # context, continuation

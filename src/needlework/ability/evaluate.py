@@ -13,12 +13,12 @@ from needlework.ability.arguments import check_phases
 from needlework.ability.questions import Shown, build, find_tasks, quiet, templates_once
 from needlework.ability.retained import Line, Lookup, lines, lookups
 from needlework.ability.work import Job, ask, write_files
-from needlework.asks import SEMANTICS_VERSION
 from needlework.errors import NeedleworkError
+from needlework.experiments.asks import SEMANTICS_VERSION
+from needlework.experiments.plan import Model
+from needlework.experiments.sketch import Sketch, sketch
 from needlework.interventions import Intervention, parse
-from needlework.plan import Model
 from needlework.requests import Request, prepare
-from needlework.sketch import Sketch, sketch
 from needlework.store import Store, claimed
 
 

@@ -18,7 +18,7 @@ from needlework.ability.asking import Pair
 from needlework.ability.data import offered
 from needlework.ability.mini import FOLDER
 from needlework.errors import NeedleworkError
-from needlework.marked import nearest
+from needlework.experiments.marked import nearest
 from needlework.tasks.base import Mode
 
 if TYPE_CHECKING:

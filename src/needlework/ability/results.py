@@ -15,7 +15,7 @@ from lm_eval.evaluator import evaluate
 from lm_eval.utils import handle_non_serializable
 
 from needlework.ability.questions import Question, Shown
-from needlework.export import whole
+from needlework.experiments.export import whole
 
 BOOTSTRAPS = 100  # for the few metrics without a formula (f1, mcc): the store's rows serve for real intervals
 

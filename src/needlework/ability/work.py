@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from needlework.ability import answers
 from needlework.ability.questions import Question, Shown, quiet
-from needlework.asks import Settings, trial_id
+from needlework.experiments.asks import Settings, trial_id
+from needlework.experiments.sketch import Sketch
 from needlework.interventions import Intervention
-from needlework.sketch import Sketch
 from needlework.store import Store, Trial
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def ask(job: Job, store: Store, progress: bool) -> int:
 def _versions(job: Job) -> dict[str, str]:
     from importlib.metadata import version
 
-    from needlework.live import LiveActor
+    from needlework.experiments.live import LiveActor
 
     return {**LiveActor(job.lm.subject, job.seen.model).versions(), "lm_eval": version("lm_eval")}
 

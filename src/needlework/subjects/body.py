@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from needlework.anatomy import Anatomy
-from needlework.attention import NAME, Forward, Observer, current
-from needlework.attention_plan import LayerPlan, compile_layer
+from needlework.attention.function import NAME, Forward, Observer, current
+from needlework.attention.plan import LayerPlan, compile_layer
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
 from needlework.receipts import Tally

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from needlework.keys import Prefix
+from needlework.attention.keys import Prefix
 
 
 class SharedKV:

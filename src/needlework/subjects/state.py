@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from needlework.attention.keys import Prefix
 from needlework.interventions.acts import Half
-from needlework.keys import Prefix
 from needlework.subjects.shared_keys import SharedKV
 
 _KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> dimension of the batch

@@ -10,11 +10,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from needlework import grid
 from needlework.errors import NeedleworkError
+from needlework.experiments import grid
+from needlework.experiments.marked import Marked, Place, PlanError, nearest, read
+from needlework.experiments.plan_file import ExperimentFile, FastFile, ModelFile, PlanFile, Settings, keys_at
 from needlework.interventions.acts import Phase
-from needlework.marked import Marked, Place, PlanError, nearest, read
-from needlework.plan_file import ExperimentFile, FastFile, ModelFile, PlanFile, Settings, keys_at
 from needlework.tasks.base import Task
 
 FAST_LIMIT = 75  # samples per condition with --fast where the plan says nothing: 0 of 75 bounds a share below 5 %

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from needlework.decoding import NOT_FINITE
-from needlework.engine import ROWS_AT_ONCE, Engine
+from needlework.engine.decoding import NOT_FINITE
+from needlework.engine.engine import ROWS_AT_ONCE, Engine
+from needlework.engine.reading import Read, Reader, group, readings_of
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import Intervention
-from needlework.reading import Read, Reader, group, readings_of
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared, Request, prepare
 from needlework.subjects.body import Body

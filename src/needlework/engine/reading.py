@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from needlework.prefixes import Stem, find_stems
+from needlework.engine.prefixes import Stem, find_stems
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
 from needlework.subjects.body import Body

@@ -12,7 +12,7 @@ from typing import Any
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
-from needlework.plan import Model
+from needlework.experiments.plan import Model
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

@@ -12,9 +12,9 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any
 
-from needlework import lm_eval_export
 from needlework.errors import NeedleworkError
-from needlework.marked import nearest
+from needlework.experiments import lm_eval_export
+from needlework.experiments.marked import nearest
 from needlework.store import SCHEMA_VERSION, Observation, Store, Trial
 
 _JSON = ("spans", "facts", "scores", "logprobs", "margins", "receipt")

@@ -14,7 +14,7 @@ from needlework.interventions import acts
 from needlework.interventions.acts import Act
 
 if TYPE_CHECKING:
-    from needlework.attention import Block, Forward
+    from needlework.attention.function import Block, Forward
 
 SCORES = ("entropy", "l2", "norm", "random")
 EVERYTHING = 1 << 40  # more keys than any context has

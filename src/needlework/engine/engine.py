@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from needlework.budget import Budget, out_of_memory
-from needlework.decoding import NOT_FINITE, Decoder, Track, choose
-from needlework.diagnosis import first_bad_layer
-from needlework.reading import Reader, group, readings_of
+from needlework.engine.budget import Budget, out_of_memory
+from needlework.engine.decoding import NOT_FINITE, Decoder, Track, choose
+from needlework.engine.diagnosis import first_bad_layer
+from needlework.engine.reading import Reader, group, readings_of
 from needlework.requests import Answer, Prepared, Request, prepare
 from needlework.subjects.body import Body
 from needlework.subjects.state import Memory

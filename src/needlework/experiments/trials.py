@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from needlework import grid
-from needlework.asks import Ask, Home, Key, Settings, Watched, Work, item_digest, trial_id
 from needlework.errors import NeedleworkError
+from needlework.experiments import grid
+from needlework.experiments.asks import Ask, Home, Key, Settings, Watched, Work, item_digest, trial_id
+from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan
+from needlework.experiments.sketch import Sketch
 from needlework.interventions import Intervention, SwapMemory
-from needlework.plan import Experiment, Grid, NamedTask, Plan
 from needlework.requests import prepare
-from needlework.sketch import Sketch
 from needlework.tasks.base import Item
 
 

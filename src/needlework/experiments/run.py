@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from needlework import rows
-from needlework.asks import SEMANTICS_VERSION, Ask, Watched, Work, chunks
 from needlework.errors import NeedleworkError
-from needlework.live import Actor, LiveModels, Models
-from needlework.plan import MakeTask, Plan, load
-from needlework.progress import Bars, bars, say, summary
+from needlework.experiments import rows
+from needlework.experiments.asks import SEMANTICS_VERSION, Ask, Watched, Work, chunks
+from needlework.experiments.live import Actor, LiveModels, Models
+from needlework.experiments.plan import MakeTask, Plan, load
+from needlework.experiments.progress import Bars, bars, say, summary
+from needlework.experiments.trials import expand
 from needlework.requests import prepare
 from needlework.store import Observation, Store, claimed
-from needlework.trials import expand
 
 DONE, STOPPED = 0, 130
 

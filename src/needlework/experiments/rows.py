@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from needlework.asks import Ask, Home
-from needlework.live import Scored
+from needlework.experiments.asks import Ask, Home
+from needlework.experiments.live import Scored
 from needlework.requests import Answer
 from needlework.store import Trial
 from needlework.tasks.base import Outcome

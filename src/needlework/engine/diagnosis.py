@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from needlework.decoding import Track
+from needlework.engine.decoding import Track
 from needlework.receipts import Tally
 from needlework.subjects.body import Body
 

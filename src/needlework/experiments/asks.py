@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from needlework.experiments.plan import Experiment, NamedTask
+from needlework.experiments.sketch import Sketch
 from needlework.interventions import Intervention
 from needlework.interventions.acts import Phase
-from needlework.plan import Experiment, NamedTask
 from needlework.requests import Request, sample_key
-from needlework.sketch import Sketch
 from needlework.tasks.base import Item, Mode
 
 # Rises when an intervention, a phase, a task's prompt or a score changes its meaning: old answers are then no answers.

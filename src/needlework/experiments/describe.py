@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from needlework.asks import Ask, Work, answer_tokens
-from needlework.live import LiveModels, Models
-from needlework.plan import Plan
+from needlework.experiments.asks import Ask, Work, answer_tokens
+from needlework.experiments.live import LiveModels, Models
+from needlework.experiments.plan import Plan
+from needlework.experiments.trials import expand
 from needlework.requests import prepare
-from needlework.trials import expand
 
 _EXACT = 20_000  # questions; of more than that, every n-th prompt is looked at
 # Seen on two CPU cores; a guess for anything else. A decode step moves few rows through the same weights, so it is slower.

@@ -19,10 +19,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function, sdpa_mask
 
-from needlework.attention_plan import LayerPlan
+from needlework.attention.keys import Keys, OwnKeys, SharedPrefix
+from needlework.attention.plan import LayerPlan
 from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
-from needlework.keys import Keys, OwnKeys, SharedPrefix
 from needlework.receipts import Tally
 from needlework.requests import Request
 

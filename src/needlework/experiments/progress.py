@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from needlework.asks import Work
-from needlework.plan import Plan
+from needlework.experiments.asks import Work
+from needlework.experiments.plan import Plan
 from needlework.store import Store
 
 

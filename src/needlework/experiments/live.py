@@ -6,10 +6,10 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from needlework.plan import Model
+from needlework.experiments.plan import Model
+from needlework.experiments.sketch import Sketch, sketch
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
-from needlework.sketch import Sketch, sketch
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
@@ -90,7 +90,7 @@ class LiveActor:
             yield i, answer.with_text(decode(answer.tokens))
 
     def scores(self, asked: Sequence[tuple[Request, Options]]) -> Iterator[tuple[int, Scored]]:
-        from needlework.scoring import choices
+        from needlework.engine.scoring import choices
 
         yield from choices(self.subject.engine, asked)
 

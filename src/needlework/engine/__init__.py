@@ -1,0 +1,1 @@
+"""Prefill once, fork the memory, decode every trial in one batch."""
