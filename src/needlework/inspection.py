@@ -82,11 +82,16 @@ def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answe
 
 
 def zoo_table(entries: Mapping[str, Any]) -> Table:
-    rows = Table(title="the zoo", title_justify="left")
-    for name in ("name", "architecture", "parameters", "figures (value, n)"):
-        rows.add_column(name, overflow="fold")
+    """One row a model. NIAH at the longest training length and at twice that, with one needle and with eight distractors."""
+    rows = Table(title="the zoo (% of n = 1,000 held-out questions each; `--json` and the cards have more)", title_justify="left")
+    rows.add_column("name")
+    for name in ("parameters", "needle", "of 9", "2x: needle", "2x: of 9", "facts", "letters", "no heads: needle", "facts"):
+        rows.add_column(name, justify="right")
     for name, entry in entries.items():
-        record = entry.record
-        figures = "\n".join(f"{key}: {100 * f['value']:.1f} % (n={int(f['n'])})" for key, f in record["figures"].items())
-        rows.add_row(name, record["architecture"], f"{record['parameters']:,}", figures)
+        record, figures, longest = entry.record, entry.record["figures"], entry.record["longest_document_tokens"]
+        lengths = [f"niah_{times * longest}_{what}" for times in (1, 2) for what in ("1_needle", "8_distractors")]
+        silenced = record["effects"].get("ablate_attention()", {})
+        cells = [figures.get(key) for key in (*lengths, "cloze_question", "letter_choice")]
+        cells += [silenced.get("niah"), silenced.get("cloze")]
+        rows.add_row(name, f"{record['parameters']:,}", *("" if f is None else f"{100 * f['value']:.1f}" for f in cells))
     return rows

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -221,8 +222,8 @@ def _one_block(
             raise TrialError(f"the position bias is for {bias.shape[-1]} keys, attention has {keys.count}")
         scores = scores + bias[:, :, block.queries, block.keys].float()
     if block.visible is not None:
-        some = _partly_hidden(block.visible)
-        scores[..., some].masked_fill_(~block.visible[..., some], -1e30)
+        for some in _partly_hidden(block.visible):
+            scores[..., some].masked_fill_(~block.visible[..., some], -1e30)
     log_p = scores.log_softmax(-1)
     p = log_p.exp()  # exactly 0 where hidden
     if block.visible is not None and not bool((seeing := block.visible.any(-1, keepdim=True)).all()):
@@ -270,10 +271,14 @@ def _key_range(visible: Tensor | None, keys: Keys) -> tuple[int, int]:
     return (int(columns[0]), int(columns[-1]) + 1) if columns.numel() else (0, 1)
 
 
-def _partly_hidden(visible: Tensor) -> slice:
-    """The range of keys that are hidden from any query: in a causal block that is its end, not all of it."""
-    columns = visible.all(0).all(1)[0].logical_not().nonzero()
-    return slice(int(columns[0]), int(columns[-1]) + 1) if columns.numel() else slice(0, 0)
+def _partly_hidden(visible: Tensor) -> list[slice]:
+    """Ranges of keys that hold all that are hidden from any query: in a causal block its end, in a window its beginning too."""
+    columns = visible.all(0).all(1)[0].logical_not().nonzero()[:, 0]
+    if not columns.numel():
+        return []
+    gaps = (columns.diff() > 1).nonzero()[:, 0].tolist()
+    ends = [0, gaps[0] + 1, columns.numel()] if len(gaps) == 1 else [0, columns.numel()]
+    return [slice(int(columns[a]), int(columns[b - 1]) + 1) for a, b in pairwise(ends)]
 
 
 def _visible_by_position(

@@ -94,13 +94,13 @@ class LayerPlan:
         return before & near
 
     def head_scores(self, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
-        """The scores that need probabilities, before columns are rewritten. [rows, queries, heads]"""
+        """The scores that need probabilities, before columns are rewritten. [rows, queries, heads] `log_p` is used up."""
         kinds = self.keep.kinds if self.keep is not None else frozenset()
         scores = {}
         if "entropy" in kinds:
-            scores["entropy"] = torch.einsum("rhqk,rhqk->rqh", p, log_p)  # the negative entropy
+            scores["entropy"] = log_p.mul_(p).sum(-1).transpose(1, 2)  # the negative entropy
         if "l2" in kinds:
-            scores["l2"] = torch.einsum("rhqk,rhqk->rqh", p, p).sqrt()
+            scores["l2"] = torch.linalg.vector_norm(p, dim=-1).transpose(1, 2)
         return scores
 
     def expose_columns(self, forward: Forward, layer: int, block: Block, p: Tensor) -> Tensor:

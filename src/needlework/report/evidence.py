@@ -156,10 +156,10 @@ class Bench:
 
 def helped_by_reading_twice(frame: Frame) -> str:
     """The first model whose retrieval, with nothing done to it, surely rises when the prompt is read twice."""
-    for model, about in frame.models.items():
+    for model in frame.models:
         bench = Bench(frame, model)
         plain, twice = (bench.accuracy(bench.retrieval("none", layout=layout)) for layout in ("plain", "jrt"))
-        if plain.n and twice.n and about.get("saw_read_twice", True) and stats.difference(twice, plain).low > 0:
+        if plain.n and twice.n and stats.difference(twice, plain).low > 0:
             return f"{model} ({stats.percent(plain.value)} to {stats.percent(twice.value)})"
     return ""
 

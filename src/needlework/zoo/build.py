@@ -42,12 +42,13 @@ def model(recipe: Recipe) -> Any:
 
     torch.manual_seed(recipe.seed)
     made = model_class(recipe.architecture)(configuration(recipe)).float()
-    if recipe.embedding_std is not None:
-        weight = made.get_input_embeddings().weight
-        if weight is getattr(made.get_output_embeddings(), "weight", None):
-            raise ZooError(f"recipe {recipe.name}: embedding_std needs tie_word_embeddings: false, or logits start too large")
-        with torch.no_grad():
-            weight.mul_(recipe.embedding_std / weight.std())
+    with torch.no_grad():
+        for part, std in recipe.initial_std.items():
+            chosen = [p for name, p in made.named_parameters() if part in name and p.ndim > 1]
+            if not chosen:
+                raise ZooError(f"recipe {recipe.name}: initial_std names {part!r}, and no matrix of the model is called so")
+            for weight in chosen:
+                weight.mul_(std / weight.std())
     return made
 
 

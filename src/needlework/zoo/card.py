@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework.zoo.checkpoints import FINISHED, Progress
+from needlework.zoo.effects import CONDITIONS, Effects
 from needlework.zoo.evaluate import Figure
 from needlework.zoo.recipes import Recipe
 
@@ -14,7 +15,12 @@ Record = dict[str, Any]
 
 
 def record(
-    recipe: Recipe, progress: Progress, measured: dict[str, Figure], parameters: int, versions: dict[str, str]
+    recipe: Recipe,
+    progress: Progress,
+    measured: dict[str, Figure],
+    effects: Effects,
+    parameters: int,
+    versions: dict[str, str],
 ) -> Record:
     return {
         "name": recipe.name,
@@ -29,6 +35,7 @@ def record(
         "longest_document_tokens": recipe.longest,
         "versions": versions,
         "figures": {name: figure.as_dict() for name, figure in measured.items()},
+        "effects": {text: {task: f.as_dict() for task, f in some.items()} for text, some in effects.items()},
     }
 
 
@@ -36,6 +43,15 @@ def _figure_rows(figures: dict[str, dict[str, float]]) -> str:
     return "\n".join(
         f"| {name} | {100 * f['value']:.1f} % | {100 * f['low']:.1f} to {100 * f['high']:.1f} % | {int(f['n'])} |"
         for name, f in figures.items()
+    )
+
+
+def _effect_rows(effects: dict[str, dict[str, dict[str, float]]]) -> str:
+    def cell(f: dict[str, float]) -> str:
+        return f"{100 * f['value']:.1f} % [{100 * f['low']:.1f}, {100 * f['high']:.1f}] (n = {int(f['n'])})"
+
+    return "\n".join(
+        f"| {CONDITIONS[text]} | `{text}` | {cell(some['niah'])} | {cell(some['cloze'])} |" for text, some in effects.items()
     )
 
 
@@ -68,6 +84,15 @@ draws from. `niah_L_...` has prompts of about L tokens; letter questions have fo
 | figure | value | interval | n |
 |---|---|---|---|
 {_figure_rows(made["figures"])}
+
+## What silencing parts of it does
+
+Needles found among three distractors in prompts of about {made["longest_document_tokens"]} tokens, and closed-book facts
+completed (top-1 over the whole vocabulary); the intervention acts in prefill and in decode.
+
+| | intervention | needles found | facts |
+|---|---|---|---|
+{_effect_rows(made["effects"])}
 
 ![training curve](curve.png)
 """

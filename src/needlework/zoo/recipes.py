@@ -70,8 +70,9 @@ class Recipe(_Strict):
     """A model class of transformers, its configuration, its data and its optimiser.
 
     `config` is handed to the class's own configuration; vocabulary size and special token ids are filled in.
-    `embedding_std` is the size of the token embeddings at the start; without it the class decides. Where everything starts
-    at 1/sqrt(width), layers write ten times as much into the residual stream as the embeddings do, and no needle is found.
+    `initial_std` sets how large parameters start, by a part of their name; the class decides about all others. Where all
+    start at 1/sqrt(width), attention and feed-forward layers write ten times as much into the residual stream as embeddings
+    and convolutions do, and tokens are lost in it.
     Training is done on one thread unless `threads` says otherwise: sums depend on the thread count, weights too.
     """
 
@@ -79,7 +80,7 @@ class Recipe(_Strict):
     about: str = ""
     architecture: str
     config: dict[str, Any]
-    embedding_std: Annotated[float, Field(gt=0)] | None = None
+    initial_std: dict[str, Annotated[float, Field(gt=0)]] = {}
     stages: Annotated[list[Stage], Field(min_length=1)]
     items: dict[str, Share] = Field(default_factory=lambda: dict(ITEM_SHARES))
     answer_weight: Annotated[float, Field(gt=0)] = 4.0
@@ -125,8 +126,8 @@ class Recipe(_Strict):
     def hash(self) -> str:
         """12 hex digits over all that decides the weights; the name and the description do not."""
         content = {**self.model_dump(mode="json", exclude={"name", "about"}), "data_version": DATA_VERSION}
-        if self.embedding_std is None:  # says nothing, so it names nothing
-            del content["embedding_std"]
+        if not self.initial_std:  # says nothing, so it names nothing
+            del content["initial_std"]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

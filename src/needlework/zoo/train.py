@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from needlework.zoo import build, card, checkpoints, documents, evaluate, recipes, tokenizer
+from needlework.zoo import build, card, checkpoints, documents, effects, evaluate, recipes, tokenizer
 from needlework.zoo.checkpoints import Progress
 from needlework.zoo.recipes import Recipe
 from needlework.zoo.sample import Stream
@@ -135,11 +135,13 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
 
 
-def _finish(recipe: Recipe, out: Path, model: Any, done: Progress, samples: int) -> card.Record:
-    measured = evaluate.figures(model, recipe.longest, samples)
+def _finish(
+    recipe: Recipe, out: Path, model: Any, done: Progress, measured: dict[str, evaluate.Figure], samples: int
+) -> card.Record:
     model.save_pretrained(out)
     tokenizer.save(out)
-    made = card.record(recipe, done, measured, build.parameter_count(model), versions())
+    silenced = effects.measure(out, recipe.longest, per_depth=max(1, samples // 25))
+    made = card.record(recipe, done, measured, silenced, build.parameter_count(model), versions())
     card.write(out, recipe, done, made)
     (out / checkpoints.CHECKPOINT).unlink(missing_ok=True)
     return made
@@ -167,9 +169,11 @@ def train(
     folder = Path(out)
     model = build.model(chosen)
     optimiser = _optimiser(chosen, model)
-    with checkpoints.claimed(folder), one_pace(chosen.threads), fast_kernels(model):
-        done = checkpoints.load(folder, chosen, model, optimiser)
-        model.train()
-        with _bar() if progress else nullcontext() as bar:
-            _loop(chosen, folder, model, optimiser, done, bar, checkpoint_steps)
-        return _finish(chosen, folder, model, done, card_samples)
+    with checkpoints.claimed(folder), one_pace(chosen.threads):
+        with fast_kernels(model):
+            done = checkpoints.load(folder, chosen, model, optimiser)
+            model.train()
+            with _bar() if progress else nullcontext() as bar:
+                _loop(chosen, folder, model, optimiser, done, bar, checkpoint_steps)
+            measured = evaluate.figures(model, chosen.longest, card_samples)
+        return _finish(chosen, folder, model, done, measured, card_samples)
