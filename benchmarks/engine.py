@@ -23,6 +23,7 @@ from needlework.requests import Request
 
 STEPS = 40
 console = Console()
+MATMUL_RATE = [1.0]  # FLOP/s, measured at the start
 
 
 def griffin(heads: int = 16, width: int = 128, layers: int = 6, vocabulary: int = 600, window: int = 512) -> Any:
@@ -109,8 +110,15 @@ class Bench:
         console.print(
             f"{len(self.requests)} trials, {len(sample)} checked token by token and equal; "
             f"{asked:,} prompt tokens asked after sharing prefills, {read:,} read after sharing stems\n"
+            f"the weights' matrix products alone, at this machine's rate: {self._least(subject, read, fast):.1f} s\n"
         )
         return ratio
+
+    @staticmethod
+    def _least(subject: nw.Subject, read: int, answers: list[Any]) -> float:
+        """Seconds that no engine can go below that reads and decodes these tokens."""
+        tokens = read + sum(len(answer.tokens) for answer in answers)
+        return 2 * subject.anatomy.parameters * tokens / MATMUL_RATE[0]
 
     def _rungs(self, subject: nw.Subject, sample: list[int]) -> list[tuple[str, float]]:
         """One trial at a time (SDPA and our scan), then one prompt at a time (sharing), before everything at once."""
@@ -228,10 +236,11 @@ BENCHES: dict[str, Callable[[], tuple[float, float]]] = {
 def machine() -> None:
     """How fast this machine is right now: the limits that the figures below can be held against."""
     a = torch.randn(2048, 2048)
-    matmul = max(2 * 2048**3 / timed(lambda: a @ a)[1] for _ in range(5)) / 1e9
+    MATMUL_RATE[0] = max(2 * 2048**3 / timed(lambda: a @ a)[1] for _ in range(5))
     x, y = torch.randn(1 << 25), torch.empty(1 << 25)
     copy = max(2 * x.numel() * 4 / timed(lambda: y.copy_(x))[1] for _ in range(5)) / 1e9
-    console.print(f"machine: {torch.get_num_threads()} threads, {matmul:.0f} GFLOPS fp32 matmul, {copy:.1f} GB/s copy\n")
+    rates = f"{MATMUL_RATE[0] / 1e9:.0f} GFLOPS fp32 matmul, {copy:.1f} GB/s copy"
+    console.print(f"machine: {torch.get_num_threads()} threads, {rates}\n")
 
 
 def main() -> int:

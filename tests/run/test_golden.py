@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 import golden
+import pytest
 
 NEAR = 2  # trials: sums may round otherwise on another machine
 

@@ -98,7 +98,7 @@ def test_a_recipe_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
 
 def test_the_hash_follows_what_decides_the_weights() -> None:
     recipe = recipes.checked(GOOD, "mine")
-    assert recipe.hash() == "de4b740eb27e"
+    assert recipe.hash() == "e324a1bcc804"
     assert recipes.checked(with_change(name="other", about="text"), "mine").hash() == recipe.hash()
     others = [recipe.changed(steps=11), recipe.changed(seed=1), recipes.checked(with_change(batch_tokens=200), "x")]
     assert len({recipe.hash(), *(other.hash() for other in others)}) == 4
@@ -109,3 +109,12 @@ def test_stages_follow_the_step() -> None:
     recipe = recipes.checked(GOOD, "mine")
     assert [recipe.stage_at(step).lengths[0] for step in (0, 4, 5, 9)] == [64, 64, 96, 96]
     assert recipe.longest == 96
+
+
+def test_parameters_start_as_large_as_the_recipe_says() -> None:
+    plain, scaled = (recipes.checked(with_change(**change), "test") for change in ({}, {"initial_std": {"embed_tokens": 0.5}}))
+    assert float(build.model(scaled).get_input_embeddings().weight.detach().std()) == pytest.approx(0.5, rel=1e-4)
+    assert float(build.model(plain).get_input_embeddings().weight.detach().std()) < 0.1
+    assert recipes.checked(with_change(initial_std={}), "test").hash() == plain.hash() != scaled.hash()
+    with pytest.raises(ZooError, match="names 'embedd_tokens'"):
+        build.model(recipes.checked(with_change(initial_std={"embedd_tokens": 0.5}), "test"))
