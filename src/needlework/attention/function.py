@@ -29,6 +29,7 @@ from needlework.requests import Request
 
 NAME = "needlework"
 SDPA_BLOCK = 128  # queries
+FEWEST_QUERIES = 16  # of a block
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one query block; small blocks stay in cache
 
 
@@ -192,8 +193,7 @@ def _blockwise(
     plan, keys = forward.plans.get(layer), _keys(forward, key, value)
     positions = keys.positions(forward.positions)
     out = query.new_empty(rows, queries, heads, keys.value_dim)
-    budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
-    step = max(1, min(queries, budget // (4 * rows * heads * keys.count)))
+    step = _block_queries(forward, layer, query, keys)
     if plan is not None and plan.needs_all_queries:
         step = queries
     for start in range(0, queries, step):
@@ -207,6 +207,15 @@ def _blockwise(
         block = Block(part, slice(first, last), seen, forward.positions[:, part], positions[:, first:last])
         out[:, part] = _one_block(forward, layer, block, query[:, :, part], keys, kwargs)
     return out
+
+
+def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys) -> int:
+    """How many queries make a block: as many as fit, but never so few that calling costs more than computing."""
+    rows, heads, queries, _ = query.shape
+    window = forward.windows.get(layer) or keys.count
+    seen = min(keys.count, window + FEWEST_QUERIES) if keys.sliceable else keys.count
+    budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
+    return min(queries, max(FEWEST_QUERIES, budget // (4 * rows * heads * seen)))
 
 
 def _one_block(
