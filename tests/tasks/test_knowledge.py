@@ -28,7 +28,7 @@ def test_every_fact_is_asked_once(toy: Any, kind: str, shots: int) -> None:
         assert item.facts["options"][item.answer] == item.target
         if kind == "letter":
             assert item.prompt_text.endswith("answer :")
-            listed = item.prompt_text[: item.prompt_text.rindex("question")].split()[-8:]  # the last list: four options, four letters
+            listed = item.prompt_text[: item.prompt_text.rindex("question")].split()[-8:]  # four options, each with its letter
             assert listed[listed.index(right) + 1] == item.target
         else:
             assert item.target == right
