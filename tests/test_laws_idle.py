@@ -50,6 +50,7 @@ def test_all_keys_in_blocks_of_queries_are_stock(name: str, monkeypatch: pytest.
     rows, queries = IDS.shape
     heads = max(part.query_heads for _, part in subject.anatomy.attention_parts())
     monkeypatch.setattr(needlework.attention.function, "CPU_BLOCK_BYTES", 4 * rows * heads * queries * 4)  # 4 queries at a time
+    monkeypatch.setattr(needlework.attention.function, "FEWEST_QUERIES", 1)
     assert cases.apart(subject.logits(IDS, everything), idle) < 1e-4
 
 
@@ -66,11 +67,33 @@ def test_small_blocks_are_small(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(needlework.attention.function.OwnKeys, "scores", scores)
     monkeypatch.setattr(needlework.attention.function, "CPU_BLOCK_BYTES", 4 * 2 * 4 * 21 * 4)
+    monkeypatch.setattr(needlework.attention.function, "FEWEST_QUERIES", 1)
     cases.subject(name).logits(IDS, nw.LimitContext(tokens=1000))
-    assert max(queries for queries, _ in widths) == 4
-    assert min(keys for _, keys in widths) == 4  # the first block sees no key after its last query
-    if name == "recurrent_gemma":  # window 8: four queries see at most eleven keys
-        assert max(keys for queries, keys in widths if queries > 1) == 11
+    step = 4 if name == "llama" else 9  # a window of 8 leaves room for more queries
+    assert max(queries for queries, _ in widths) == step
+    assert min(keys for queries, keys in widths if queries == step) == step  # the first block sees no key after its last query
+    if name == "recurrent_gemma":  # nine queries see at most sixteen keys
+        assert max(keys for queries, keys in widths if queries > 1) == step + 7
+
+
+@pytest.mark.parametrize("name", ["recurrent_gemma", "gemma3"])
+def test_long_masks_cut_into_blocks_are_the_same_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With fast kernels, idle attention over more tokens than the window goes block by block; no key may be lost or won."""
+    subject = cases.subject(name)
+    ids = torch.arange(3, 3 + 45)[None] % 90
+    whole = subject.logits(ids)
+    calls = []
+    stock = needlework.attention.function.sdpa_attention_forward
+
+    def counted(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        calls.append((query.shape[2], key.shape[2]))
+        return stock(module, query, key, *rest, **options)
+
+    monkeypatch.setattr(needlework.attention.function, "sdpa_attention_forward", counted)
+    monkeypatch.setattr(needlework.attention.function, "SDPA_BLOCK", 4)
+    assert cases.apart(subject.logits(ids), whole) < 1e-5
+    assert 4 in {queries for queries, _ in calls}  # blocks were really cut, and saw fewer keys
+    assert min(keys for _, keys in calls) < 45
 
 
 @cases.each(cases.ALL)

@@ -52,6 +52,7 @@ def test_the_choice_hangs_on_no_batch(name: str, draw: str, monkeypatch: pytest.
     assert batch[1].tokens == alone.tokens
     assert batch[1].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
     monkeypatch.setattr("needlework.attention.function.CPU_BLOCK_BYTES", 600)
+    monkeypatch.setattr("needlework.attention.function.FEWEST_QUERIES", 1)
     assert subject.generate([cases.PROMPT], act, max_new_tokens=4)[0].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
     # `sample` names the trial: with it, one forward and token by token make one choice.
     whole, stepwise = (

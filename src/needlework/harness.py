@@ -6,6 +6,7 @@ when they change there; only the computing is ours. Importing this module import
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from functools import lru_cache
@@ -29,6 +30,7 @@ from needlework.subjects.load import DTYPES, blueprint
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
+logger = logging.getLogger("needlework")
 ROWS = 64  # what lm-eval is told as batch size; the engine makes its own batches, from the memory there is
 
 
@@ -68,8 +70,9 @@ class NeedleworkLM(HFLM):
         check_phases(self.intervention)
         source = Path(str(resolve(pretrained)))
         folder, gguf = (source.parent, source.name) if source.is_file() else (source, None)
-        self._loading: dict[str, Any] = {"device": device or ("cuda" if torch.cuda.is_available() else "cpu"), "window": window,
-                         "kernels": kernels, "memory_bytes": memory_bytes}  # fmt: skip
+        self._loading: dict[str, Any] = {
+            "device": _device(device), "window": window, "kernels": kernels, "memory_bytes": memory_bytes,
+        }  # fmt: skip
         self._source = source
         self._subject: Subject | None = None
         options = {"revision": "main", **options, "device": self._loading["device"], "dtype": dtype, "gguf_file": gguf}
@@ -185,6 +188,16 @@ class NeedleworkLM(HFLM):
             texts.append(self.text(answers[i], one.until))
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
+
+
+def _device(wanted: str | None) -> str:
+    """As lm-eval's `hf` model: its command line asks for cuda:0 by itself, and gets the CPU where there is none."""
+    if torch.cuda.is_available():
+        return wanted or "cuda"
+    if wanted and wanted.startswith("cuda"):
+        logger.warning("no CUDA device that torch can use: running on the CPU")
+        return "cpu"
+    return wanted or "cpu"
 
 
 def main(args: Sequence[str]) -> None:

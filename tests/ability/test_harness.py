@@ -115,3 +115,15 @@ def test_the_arguments_of_a_string_split_outside_brackets_and_quotes_only() -> N
     }  # fmt: skip
     with pytest.raises(NeedleworkError, match="name=value"):
         split_arguments("pretrained")
+
+
+@pytest.mark.slow
+def test_lm_evals_own_command_line_runs_our_model_type(griffin: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As a user types it, with no device: lm-eval asks for cuda:0 by itself."""
+    from needlework.harness import main
+
+    arguments = f"pretrained={griffin},intervention=keep_heads(k=1, by='entropy')"
+    main(["--model", "needlework", "--model_args", arguments, "--tasks", "mini_mmlu_animals", "--limit", "2"])
+    shown = capsys.readouterr().out
+    assert "|animals|" in shown  # lm-eval's own table, with the task's short name
+    assert "keep_heads(k=1, by='entropy')" in shown
