@@ -76,6 +76,13 @@ def test_the_same_questions_score_the_same_through_tasks_knowledge(griffin: Path
     assert compared == len(found) == 2 * 20 * 3
 
 
+def test_lm_eval_is_left_as_it_was(done: tuple[Any, Path]) -> None:
+    """Its templates were compiled once each while we ran; afterwards they are its own business again."""
+    from lm_eval import utils
+
+    assert "from_string" not in vars(utils.env)
+
+
 def test_rows_say_what_a_report_needs(done: tuple[Any, Path]) -> None:
     forms = {"letter": 0, "cloze": 0}
     for row in rows(done[1]).values():
