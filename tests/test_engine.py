@@ -195,3 +195,16 @@ def test_a_prompt_longer_than_the_model_allows_is_refused_before_compute() -> No
     assert most is not None
     with pytest.raises(NeedleworkError, match=str(most)):
         subject.answer([Request((5,) * most, max_new_tokens=2)])
+
+
+def test_receipts_stay_with_their_prompts_when_these_start_from_different_stems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One batch, three readings: two continue a shared stem under one act, one starts from nothing under another."""
+    monkeypatch.setattr("needlework.engine.reading._FORWARD_FLOPS", {"cpu": 0.0})
+    subject = cases.subject("llama")
+    start, end = tuple(range(5, 13)), (20, 21, 22)
+    prompts = [(*start, 30, *end), (*range(40, 49), *end), (*start, 31, *end)]
+    acts = [nw.KeepHeads(k=1), nw.KeepHeads(k=3), nw.KeepHeads(k=1)]
+    requests = [Request(prompt, act, 2) for prompt, act in zip(prompts, acts, strict=True)]
+    together = subject.answer(requests)
+    assert subject.engine.reader.tokens_read < sum(len(prompt) - 1 for prompt in prompts)  # the stem was shared
+    assert [answer.receipt for answer in together] == [subject.answer([request])[0].receipt for request in requests]
