@@ -40,7 +40,7 @@ def _series(
     bench: Bench, browser: Browser, what: str, label: str, color: int, by: str, phase: str, rows: Rows, measure: Measure,
     dashed: bool = False,
 ) -> Series:  # fmt: skip
-    points = []
+    points, measured = [], False
     for share, texts in _by_share(bench, _conditions(bench, by, phase)).items():
         found = [rows(text) for text in texts]
         if share == 0:  # two texts silence all heads: the one with more trials stands for both
@@ -50,7 +50,8 @@ def _series(
         if estimate.n:
             title = f"{bench.model} · {what} · {label} · {stats.percent(share)} of the heads"
             points.append(Point(share, estimate, browser.add(title, some)))
-    return Series(label, color, points if len(points) > 1 else [], dashed)
+            measured |= by != "random" or 0 < share < 1  # no heads and all heads belong to every way of choosing
+    return Series(label, color, points if len(points) > 1 and measured else [], dashed)
 
 
 def _best_way(bench: Bench) -> str:
@@ -81,7 +82,8 @@ def _knowledge(bench: Bench, browser: Browser) -> Lines:
         series.append(_series(bench, browser, form, form, color, way, "both", rows, bench.accuracy))
         label, dashed = f"{form}, random heads", form == "letter"
         series.append(_series(bench, browser, form, label, 0, "random", "both", rows, bench.accuracy, dashed))
-    chance = bench.frame.chance(bench.frame.rows(model=bench.model, family="knowledge", text="none"))
+    asked = np.concatenate([bench.knowledge("none", form) for form in ("cloze", "letter")])
+    chance = bench.frame.chance(asked) if len(asked) else 0.0
     return _lines(bench, "Knowledge", "questions right", series, (chance, "chance") if chance else None)
 
 
