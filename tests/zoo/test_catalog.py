@@ -30,6 +30,9 @@ def test_a_shipped_model_is_complete_and_made_by_its_recipe(name: str) -> None:
     assert entry.record["recipe_hash"] == recipes.find(name).hash() == recipes.read(entry.path / "recipe.yaml").hash()
     assert entry.record["recipe_hash"] in (entry.path / "README.md").read_text()
     assert all(figure["n"] >= 1000 for figure in entry.figures.values())
+    effects = entry.record["effects"]
+    assert {"none", "ablate_attention()", "ablate_recurrent()"} <= set(effects)  # a control without one side must say so here
+    assert all(figure["n"] >= 180 for some in effects.values() for figure in some.values())
 
 
 @each_model

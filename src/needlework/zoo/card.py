@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 from needlework.zoo.checkpoints import FINISHED, Progress
-from needlework.zoo.effects import CONDITIONS, Effects
+from needlework.zoo.effects import CONDITIONS, Effects, measure
 from needlework.zoo.evaluate import Figure
 from needlework.zoo.recipes import Recipe
 
@@ -35,8 +36,12 @@ def record(
         "longest_document_tokens": recipe.longest,
         "versions": versions,
         "figures": {name: figure.as_dict() for name, figure in measured.items()},
-        "effects": {text: {task: f.as_dict() for task, f in some.items()} for text, some in effects.items()},
+        "effects": as_dicts(effects),
     }
+
+
+def as_dicts(effects: Effects) -> dict[str, dict[str, dict[str, float]]]:
+    return {text: {task: figure.as_dict() for task, figure in some.items()} for text, some in effects.items()}
 
 
 def _figure_rows(figures: dict[str, dict[str, float]]) -> str:
@@ -126,3 +131,16 @@ def write(out: Path, recipe: Recipe, progress: Progress, made: Record) -> None:
     half = out / f"{FINISHED}.tmp"
     half.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
     half.replace(out / FINISHED)
+
+
+def renew(folder: Path) -> None:
+    """`python -m needlework.zoo.card DIR`: measure again what silencing does to a trained model, and rewrite its card."""
+    made = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+    made["effects"] = as_dicts(measure(folder, made["longest_document_tokens"]))
+    (folder / "README.md").write_text(text(made), encoding="utf-8")
+    (folder / FINISHED).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    for place in sys.argv[1:]:
+        renew(Path(place))

@@ -22,6 +22,7 @@ Effects = dict[str, dict[str, Figure]]  # intervention -> task -> its figure
 
 def measure(folder: Path, longest: int, per_depth: int = 40) -> Effects:
     """Needles among three distractors and closed-book facts under every condition that this model has the parts for."""
+    from needlework.interventions import parse
     from needlework.subject import load
     from needlework.tasks import make_task
 
@@ -31,9 +32,10 @@ def measure(folder: Path, longest: int, per_depth: int = 40) -> Effects:
     found: Effects = {}
     for text in CONDITIONS:
         try:
-            found[text] = {name: _figure(subject, task, text) for name, task in tasks.items()}
+            parse(text).check(subject.anatomy)
         except NeedleworkError:  # a model without such a part: nothing to silence, nothing to say
             continue
+        found[text] = {name: _figure(subject, task, text) for name, task in tasks.items()}
     return found
 
 
