@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sqlite3
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import synthetic
 
 from needlework import stats
-from needlework.report import maps
+from needlework.report import curves, maps
 from needlework.report.browser import Browser, needle_characters, pieces, shortened
 from needlework.report.conditions import few, place
 from needlework.report.evidence import Bench, collect, helped_by_reading_twice
@@ -244,3 +245,17 @@ def test_crossed_limits_are_a_map(frame: Frame) -> None:
     bench = Bench(frame, "tiny-jamba")
     assert corner is not None
     assert corner.y == bench.accuracy(bench.retrieval("none"))
+
+
+def test_a_control_is_drawn_only_where_it_was_measured(tmp_path: Path) -> None:
+    """No heads and all heads belong to every way of choosing: two end points alone are no random control."""
+    directory = synthetic.write(tmp_path / "run", models=("tiny-jamba",), per_cell=1)
+    whole = load([directory])
+    drawn = [series.label for panel in curves.heads(whole, Browser(whole)).panels for series in panel.series]
+    assert any("random" in label for label in drawn)
+    with sqlite3.connect(next(directory.glob("*.sqlite"))) as database:
+        database.execute("DELETE FROM trials WHERE intervention LIKE '%random%'")
+    frame = load([directory])
+    panels = curves.heads(frame, Browser(frame)).panels
+    assert panels
+    assert not any("random" in series.label for panel in panels for series in panel.series)
