@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
-from needlework.zoo import build, checkpoints, recipes
+from needlework.zoo import build, checkpoints, optimisers, recipes
 from needlework.zoo.errors import ZooError
-from needlework.zoo.train import _optimiser, learning_rate, train, train_step
+from needlework.zoo.train import learning_rate, train, train_step
 
 TINY: dict[str, Any] = {
     "name": "tiny-test",
@@ -37,7 +37,7 @@ TINY: dict[str, Any] = {
     ],
     "batch_tokens": 128,
     "steps": 40,
-    "optimiser": {"lr": 0.003, "warmup_steps": 5},
+    "optimiser": {"lr": 0.003, "matrix_lr": 0.005, "warmup_steps": 5},
 }
 QUICK: dict[str, Any] = {"progress": False, "checkpoint_steps": 4, "card_samples": 4}
 
@@ -90,10 +90,12 @@ def test_seed_and_steps_decide_the_weights(recipe_file: Path, trained: Path, tmp
     assert weights_of(tmp_path / "other") != weights_of(trained)
 
 
-def test_the_loss_falls() -> None:
-    recipe = recipes.checked({**TINY, "steps": 200, "optimiser": {"lr": 0.01, "warmup_steps": 5}}, "tiny")
+@pytest.mark.parametrize("matrices", [{}, {"matrix_lr": 0.01}])
+def test_the_loss_falls(matrices: dict[str, float]) -> None:
+    settings = {"lr": 0.01, "warmup_steps": 5, **matrices}
+    recipe = recipes.checked({**TINY, "steps": 200, "optimiser": settings}, "tiny")
     model = build.model(recipe)
-    optimiser = _optimiser(recipe, model)
+    optimiser = optimisers.for_model(recipe.optimiser, model)
     losses = [train_step(recipe, model, optimiser, step) for step in range(40)]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
@@ -190,8 +192,31 @@ def test_a_damaged_checkpoint_is_named(recipe_file: Path, tmp_path: Path) -> Non
 
 def test_the_learning_rate_warms_up_and_comes_down() -> None:
     recipe = recipes.checked(TINY, "tiny")
-    rates = [learning_rate(recipe, step) for step in range(40)]
+    rates = [learning_rate(recipe, step, 0.003) for step in range(40)]
     assert rates[0] < rates[2] < rates[4]
     assert max(rates) <= 0.003
     assert rates[5:] == sorted(rates[5:], reverse=True)
     assert 0.05 * 0.003 <= rates[-1] < 0.06 * 0.003
+
+
+def test_muon_steps_are_orthogonal_and_torch_agrees() -> None:
+    """All singular values of a step are near one size, and torch.optim.Muon (in bfloat16) goes the same way."""
+    import torch
+
+    torch.manual_seed(0)
+    for shape in ((24, 40), (40, 24)):
+        start, gradient = torch.randn(shape), torch.randn(shape)
+        ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
+        muon = optimisers.Muon([ours], lr=0.01, weight_decay=0.1)
+        stock = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        for _ in range(3):
+            before = ours.detach().clone()
+            ours.grad, theirs.grad = gradient.clone(), gradient.clone()
+            muon.step()
+            stock.step()
+            gradient = torch.randn(shape)
+        step = (ours.detach() - before * (1 - 0.01 * 0.1)) / (0.01 * 0.2 * 40**0.5)
+        sizes = torch.linalg.svdvals(step)
+        assert sizes.min() > 0.5 and sizes.max() < 1.3
+        moved, wanted = ours.detach() - start, theirs.detach() - start
+        assert (moved - wanted).norm() < 0.03 * wanted.norm()

@@ -56,9 +56,13 @@ class Stage(_Strict):
 
 
 class Optimiser(_Strict):
-    """AdamW with linear warm-up and a cosine down to `final_lr_share` of the peak."""
+    """AdamW with linear warm-up and a cosine down to `final_lr_share` of the peak.
+
+    With `matrix_lr`, linear maps inside the model are trained by Muon at that peak, all else by AdamW at `lr`.
+    """
 
     lr: Annotated[float, Field(gt=0)]
+    matrix_lr: Annotated[float, Field(gt=0)] | None = None
     betas: tuple[float, float] = (0.9, 0.98)
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
     warmup_steps: Annotated[int, Field(ge=1)] = 100
@@ -128,6 +132,8 @@ class Recipe(_Strict):
         content = {**self.model_dump(mode="json", exclude={"name", "about"}), "data_version": DATA_VERSION}
         if not self.initial_std:  # says nothing, so it names nothing
             del content["initial_std"]
+        if self.optimiser.matrix_lr is None:
+            del content["optimiser"]["matrix_lr"]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

@@ -37,23 +37,12 @@ def one_pace(threads: int) -> Iterator[None]:
         numba.set_num_threads(before[1])
 
 
-def learning_rate(recipe: Recipe, step: int) -> float:
+def learning_rate(recipe: Recipe, step: int, peak: float) -> float:
     """A pure function of the step: nothing to save in a checkpoint."""
     o = recipe.optimiser
     warm = min(1.0, (step + 1) / o.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
-    return o.lr * warm * (o.final_lr_share + (1 - o.final_lr_share) * cosine)
-
-
-def _optimiser(recipe: Recipe, model: Any) -> Any:
-    import torch
-
-    o = recipe.optimiser
-    # Weight decay is for matrices: norms, biases and decay rates of recurrences have no reason to shrink.
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": o.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=o.lr, betas=o.betas, fused=True)
+    return peak * warm * (o.final_lr_share + (1 - o.final_lr_share) * cosine)
 
 
 def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
@@ -68,12 +57,10 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     loss = (each * weights.flatten()).sum() / weights.sum()
-    for group in optimiser.param_groups:
-        group["lr"] = learning_rate(recipe, step)
-    optimiser.zero_grad(set_to_none=True)
+    optimiser.zero_grad()
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimiser.clip)
-    optimiser.step()
+    optimiser.step(lambda peak: learning_rate(recipe, step, peak))
     return float(loss.item())
 
 
@@ -163,12 +150,13 @@ def train(
     weights equal those of an uninterrupted run, bit for bit, on the same machine with the same thread count.
     """
     from needlework.subjects.seams import fast_kernels
+    from needlework.zoo import optimisers
 
     found = recipe if isinstance(recipe, Recipe) else recipes.find(recipe)
     chosen = found.changed(steps=steps, seed=seed)
     folder = Path(out)
     model = build.model(chosen)
-    optimiser = _optimiser(chosen, model)
+    optimiser = optimisers.for_model(chosen.optimiser, model)
     with checkpoints.claimed(folder), one_pace(chosen.threads):
         with fast_kernels(model):
             done = checkpoints.load(folder, chosen, model, optimiser)
