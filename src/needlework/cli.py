@@ -132,7 +132,7 @@ def train(
     Console().print(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}")
 
 
-@command("needlework plan plans/02-head-sweep.yaml")
+@command("needlework plan plans/02-head-sparsification.yaml")
 def plan(
     file: Annotated[Path, typer.Argument(help="A plan in YAML.")],
     model: Annotated[list[str], typer.Option(help="Instead of the plan's models; may be repeated.")] = [],  # noqa: B006
@@ -149,7 +149,7 @@ def plan(
     typer.echo(json.dumps(asdict(found), indent=1) if as_json else found.text())
 
 
-@command("needlework run plans/02-head-sweep.yaml --out runs/sweep")
+@command("needlework run plans/02-head-sparsification.yaml --out runs/sweep")
 def run(
     file: Annotated[Path, typer.Argument(help="A plan in YAML.")],
     out: Out,

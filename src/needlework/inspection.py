@@ -81,17 +81,40 @@ def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answe
     return rows
 
 
+_ZOO_ROWS = {
+    "needle, {n} tokens": "niah_{n}_1_needle",
+    "  among 8 others": "niah_{n}_8_distractors",
+    "needle, {2n} tokens": "niah_{2n}_1_needle",
+    "  among 8 others ": "niah_{2n}_8_distractors",
+    "facts, cloze": "cloze_question",
+    "facts, letter": "letter_choice",
+}
+_SILENCED_ROWS = {"ablate_attention()": "no heads", "keep_heads(fraction=0.15)": "15 % heads", "ablate_recurrent()": "no memory"}
+
+
 def zoo_table(entries: Mapping[str, Any]) -> Table:
-    """One row a model. NIAH at the longest training length and at twice that, with one needle and with eight distractors."""
-    rows = Table(title="the zoo (% of n = 1,000 held-out questions each; `--json` and the cards have more)", title_justify="left")
-    rows.add_column("name")
-    for name in ("parameters", "needle", "of 9", "2x: needle", "2x: of 9", "facts", "letters", "no heads: needle", "facts"):
-        rows.add_column(name, justify="right")
-    for name, entry in entries.items():
-        record, figures, longest = entry.record, entry.record["figures"], entry.record["longest_document_tokens"]
-        lengths = [f"niah_{times * longest}_{what}" for times in (1, 2) for what in ("1_needle", "8_distractors")]
-        silenced = record["effects"].get("ablate_attention()", {})
-        cells = [figures.get(key) for key in (*lengths, "cloze_question", "letter_choice")]
-        cells += [silenced.get("niah"), silenced.get("cloze")]
-        rows.add_row(name, f"{record['parameters']:,}", *("" if f is None else f"{100 * f['value']:.1f}" for f in cells))
+    """One column a model: eighty columns of a terminal hold six of them."""
+    rows = Table(title="the zoo: % right of held-out questions (n and intervals: `--json`, cards)", title_justify="left")
+    rows.add_column("")
+    for name in entries:
+        rows.add_column(name.replace("-", "-\n"), justify="right")
+    records = [entry.record for entry in entries.values()]
+    if not records:
+        return rows
+    rows.add_row("parameters", *(f"{record['parameters'] / 1e6:.2f} M" for record in records))
+    for label, key in _ZOO_ROWS.items():
+        rows.add_row(_at(label, records[0]), *(_percent(record["figures"].get(_at(key, record))) for record in records))
+    for act, label in _SILENCED_ROWS.items():
+        for task, what in (("niah", "needle"), ("cloze", "facts")):
+            cells = [_percent(record["effects"].get(act, {}).get(task)) for record in records]
+            rows.add_row(f"{label}: {what}", *cells)
     return rows
+
+
+def _at(key: str, record: Mapping[str, Any]) -> str:
+    longest = record["longest_document_tokens"]
+    return key.replace("{n}", str(longest)).replace("{2n}", str(2 * longest))
+
+
+def _percent(figure: Mapping[str, float] | None) -> str:
+    return "-" if figure is None else f"{100 * figure['value']:.1f}"

@@ -146,11 +146,7 @@ def resolve(source: str | Path) -> str | Path:
     """The directory of a model that comes with needlework, or the source as it is."""
     from needlework import zoo
 
-    if str(source) == "smollm2-135m":
-        from needlework.zoo import smollm2
-
-        return smollm2.path()
-    return zoo.path(str(source)) if str(source) in zoo.catalog() and not Path(source).exists() else source
+    return zoo.path(str(source)) if str(source) in zoo.names() and not Path(source).exists() else source
 
 
 def load(

@@ -67,3 +67,16 @@ def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
     assert smollm2.cache_directory() == tmp_path / "needlework"
     monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path / "mine"))
     assert smollm2.cache_directory() == tmp_path / "mine"
+
+
+def test_its_name_works_wherever_a_model_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from needlework import zoo
+    from needlework.experiments.plan import Model
+    from needlework.experiments.sketch import locate
+    from needlework.subject import resolve
+
+    monkeypatch.setattr(smollm2, "_convert", lambda file, into: None)
+    where = smollm2.path()
+    assert smollm2.NAME in zoo.names()
+    assert zoo.path(smollm2.NAME) == resolve(smollm2.NAME) == where
+    assert locate(Model(None, smollm2.NAME, smollm2.NAME)) == where  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ class Budget:
     """A number of bytes, and what a prompt or a row costs. Estimates: the engine halves when they prove too low."""
 
     def __init__(self, body: Body, limit: int | None) -> None:
-        self.limit = limit or _available(body.device) // 2
+        self.limit = limit or default_limit(body.device)
         self.body = body
         config = body.model.config.get_text_config(decoder=True)
         self.bytes = int(next(body.model.parameters()).element_size())
@@ -87,7 +87,8 @@ def out_of_memory(error: Exception) -> bool:
     )
 
 
-def _available(device: torch.device) -> int:
+def default_limit(device: torch.device) -> int:
+    """Half of what is free."""
     if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
+        return int(torch.cuda.mem_get_info(device)[0]) // 2
+    return int(psutil.virtual_memory().available) // 2

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
+
+from needlework.engine.budget import default_limit
 from needlework.experiments.asks import Ask, Work, answer_tokens
 from needlework.experiments.live import LiveModels, Models
 from needlework.experiments.plan import Plan
@@ -139,6 +142,8 @@ def _total(work: Work) -> Total:
     rows = min(_ROWS, len(work.asks))
     memory = rows * (2 * longest * sketch.anatomy.kv_bytes_per_token + 2 * sketch.anatomy.state_bytes)
     memory += rows * 12 * sketch.anatomy.vocabulary  # logits of a step, in fp32, and what is sorted out of them
+    if sketch.model.device == "cpu":
+        memory = min(memory, default_limit(torch.device("cpu")))  # the engine takes in no more rows than fit
     weights = sketch.anatomy.parameters * _BYTES[sketch.model.dtype]
     return Total(sketch.name, trials, len(work.asks), prefills, seconds, weights + memory)
 

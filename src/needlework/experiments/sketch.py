@@ -89,13 +89,13 @@ def sketch(model: Model) -> Sketch:
 
 def locate(model: Model) -> Path:
     """The directory or .gguf file of a model: a path, a zoo name, or a hub id (fetched, or found in the hub's cache)."""
-    from needlework.zoo import catalog, path
+    from needlework import zoo
 
     here = Path(model.source).expanduser()
     if here.is_dir() or here.is_file():
         return here
-    if model.source in catalog() or "/" not in model.source:
-        return path(model.source)  # raises with the nearest name
+    if model.source in zoo.names() or "/" not in model.source:
+        return zoo.path(model.source)  # raises with the nearest name
     if here.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
         raise NeedleworkError(f"there is no {model.source}; give a model directory, a .gguf file, a zoo name or a hub id")
     from huggingface_hub import snapshot_download

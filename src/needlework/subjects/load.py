@@ -85,16 +85,12 @@ def _origin(source: str | Path) -> _Origin:
         return _Origin(str(path), True)
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise NeedleworkError(f"there is no directory {path}; give a model directory, a .gguf file or a hub id such as org/name")
-    close = difflib.get_close_matches(text, [*PRESETS, *zoo_names()], n=1, cutoff=0.7)
+    from needlework import zoo
+
+    close = difflib.get_close_matches(text, [*PRESETS, *zoo.names()], n=1, cutoff=0.7)
     if "/" not in text and close:
         raise NeedleworkError(f"there is no model {text!r}; did you mean {close[0]!r}?")
     return _Origin(text, False)
-
-
-def zoo_names() -> list[str]:
-    from needlework import zoo
-
-    return [*zoo.catalog(), "smollm2-135m"]
 
 
 def _config(origin: _Origin, options: dict[str, Any]) -> Any:

@@ -5,6 +5,6 @@ this package imports neither torch nor transformers.
 """
 
 from needlework.zoo.errors import ZooError
-from needlework.zoo.shelf import Entry, catalog, path
+from needlework.zoo.shelf import Entry, catalog, names, path
 
-__all__ = ["Entry", "ZooError", "catalog", "path"]
+__all__ = ["Entry", "ZooError", "catalog", "names", "path"]

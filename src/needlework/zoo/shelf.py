@@ -8,6 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from needlework.zoo import smollm2
 from needlework.zoo.errors import ZooError, did_you_mean
 
 FIGURES = "figures.json"
@@ -41,9 +42,16 @@ def catalog() -> dict[str, Entry]:
     return found
 
 
+def names() -> list[str]:
+    """All names that `path` knows: the shipped models, and the real one that comes as an extra."""
+    return [*catalog(), smollm2.NAME]
+
+
 def path(name: str) -> Path:
-    """The directory of a shipped model, fit for `from_pretrained`."""
+    """The directory of a model by its name, fit for `from_pretrained`."""
+    if name == smollm2.NAME:
+        return smollm2.path()
     folder = weights_directory() / name
     if name and (folder / FIGURES).is_file() and folder.parent == weights_directory():
         return folder
-    raise ZooError(f"no zoo model is called {name!r}: {did_you_mean(name, catalog())}")
+    raise ZooError(f"no zoo model is called {name!r}: {did_you_mean(name, names())}")
