@@ -79,4 +79,4 @@ def test_its_name_works_wherever_a_model_is_named(source: Path, monkeypatch: pyt
     where = smollm2.path()
     assert smollm2.NAME in zoo.names()
     assert zoo.path(smollm2.NAME) == resolve(smollm2.NAME) == where
-    assert locate(Model(None, smollm2.NAME, smollm2.NAME)) == where  # type: ignore[arg-type]
+    assert locate(Model("plan.yaml:1", smollm2.NAME, smollm2.NAME)) == where
