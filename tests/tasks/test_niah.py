@@ -138,6 +138,9 @@ def test_toy_lengths_fit_the_model(toy: Any) -> None:
         found = items(toy, most=256, layout=layout)
         assert max(len(item.prompt) for item in found) > 200
         assert len({item.facts["length_tokens"] for item in found}) == 4
+    # a model that could hold far more than it was trained on is asked at the toy world's own lengths
+    for most in (None, 2_048, 262_144):
+        assert sorted({item.facts["length_tokens"] for item in items(toy, most=most, depths=[0])}) == list(niah.TOY_LENGTHS)
 
 
 def test_what_does_not_fit_is_refused(toy: Any) -> None:

@@ -75,10 +75,10 @@ class Niah(Retrieval):
             return self.lengths
         if not is_toy:
             return LENGTHS
-        if max_tokens is None:
-            return TOY_LENGTHS
         copies = 2 if self.layout == "jrt" else 1
-        most = (max_tokens - copies * QUESTION_ROOM - self.toy_new_tokens) // copies
+        most = TOY_LENGTHS[-1] if max_tokens is None else (max_tokens - self.toy_new_tokens) // copies - QUESTION_ROOM
+        if most >= TOY_LENGTHS[-1]:  # what a model could hold says nothing of how long its training documents were
+            return TOY_LENGTHS
         return tuple(most * part // 4 for part in (1, 2, 3, 4))
 
     def _toy(self, tokenizer: Tokenizer, cell: Cell) -> Item:
