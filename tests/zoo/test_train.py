@@ -199,18 +199,6 @@ def test_the_learning_rate_warms_up_and_comes_down() -> None:
     assert 0.05 * 0.003 <= rates[-1] < 0.06 * 0.003
 
 
-def test_a_second_cycle_changes_nothing_before_it() -> None:
-    """So a recipe can be made longer, and its first part is still the training that it was."""
-    cycles = {"cycles": [{"until": 0.8}, {"until": 1.0, "peak": 0.5}]}
-    once = recipes.checked(TINY, "tiny")
-    twice = recipes.checked({**TINY, "steps": 50, "optimiser": {**TINY["optimiser"], **cycles}}, "tiny")
-    first, second = ([learning_rate(recipe, step, 0.003) for step in range(recipe.steps)] for recipe in (once, twice))
-    assert second[:40] == first
-    assert second[40] == pytest.approx(0.003 * (0.05 + 0.95 * 0.5))
-    assert second[40:] == sorted(second[40:], reverse=True)
-    assert once.hash() != twice.hash()
-
-
 def test_muon_steps_are_orthogonal_and_torch_agrees() -> None:
     """All singular values of a step are near one size, and torch.optim.Muon (in bfloat16) goes the same way."""
     import torch

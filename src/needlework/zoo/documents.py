@@ -19,7 +19,7 @@ from needlework.zoo.sample import Sample, Stream
 DATA_VERSION = 2
 
 # Kinds of row: how a whole document is laid out.
-ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "pairs", "phone", "copy", "letters", "letter_pairs", "short")
+ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "pairs", "phone", "copy", "letters", "short")
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
 ITEM_SHARES = {
@@ -39,7 +39,6 @@ LIST_FRAME = 6  # words of a key-value list that are not keys or values
 SHORTEST_LIST = LIST_FRAME + 8
 SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
 SHORTEST_LETTERS = 32  # four options and one question with its answer
-SHORTEST_LETTER_PAIRS = 42  # four options, three keys and two questions with their answers
 NAMING_SHARE = 0.4
 QUOTE_SHARE = 0.15
 ONE_RELATION_SHARE = 0.7
@@ -189,22 +188,6 @@ def _letter_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
     _short_row(stream, row, items)
 
 
-def _letter_pair_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
-    """Lettered options asked for as key-value lists are, then by name: a model that knows such lists learns letters so."""
-    while row.room >= SHORTEST_LETTER_PAIRS:
-        options = stream.some(facts.SUBJECTS[stream.pick(facts.SUBJECT_NAMES)].options(), stream.between(2, 4))
-        row.add(["pairs", ":", *facts.lettered(options), ".", "ask", ":"])
-        # Asked with replacement: asked once each, the last ones are found by leaving out the others.
-        for i in (stream.below(len(options)) for _ in range(3)):
-            row.add((options[i],))
-            row.add_answer((w.LETTERS[i],), "")
-        row.add((".",))
-        for i in (stream.below(len(options)) for _ in range(2)):
-            row.add(facts.naming(options[i]))
-            row.add_answer((w.LETTERS[i],), ".")
-    _short_row(stream, row, items)
-
-
 def _short_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
     """Fill the rest of a row with small texts; the last few words may stay empty."""
     misses = 0
@@ -229,8 +212,6 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _question_first_row(stream, made, diet.relations)
     elif kind == "letters":
         _letter_row(stream, made, diet.items)
-    elif kind == "letter_pairs":
-        _letter_pair_row(stream, made, diet.items)
     elif kind in ("pairs", "phone", "copy"):
         _recall_row(stream, made, kind, diet.items)
     else:

@@ -159,8 +159,7 @@ def letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before
     )
 
 
-def naming(option: str) -> list[str]:
-    """The question for the letter behind an option, which it names."""
+def _naming(option: str) -> list[str]:
     return ["question", ":", "which", "one", "is", option, "?", "answer", ":"]
 
 
@@ -174,7 +173,7 @@ def letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], W
     lines: list[tuple[list[str], Words]] = []
     for i in stream.mixed(range(len(options))):
         if stream.chance(naming_share):
-            question = naming(options[i])
+            question = _naming(options[i])
         else:
             key = stream.pick(_KEYS[subject, options[i]])
             question = ["question", ":", *_filled(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
@@ -187,7 +186,7 @@ def letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
     subject = stream.pick(SUBJECT_NAMES)
     options = stream.some(SUBJECTS[subject].options(), 4)
     right = stream.below(4)
-    body = [*lettered(options), *naming(options[right])]
+    body = [*lettered(options), *_naming(options[right])]
     return Sample(
         task="letter_lookup",
         prompt=(*before, *body),

@@ -32,11 +32,6 @@ def _known(shares: dict[str, float], known: tuple[str, ...], what: str) -> dict[
     return shares
 
 
-def _rising(ends: list[float], what: str) -> None:
-    if ends != sorted(set(ends)) or ends[-1] != 1.0:
-        raise ValueError(f"`until` of the {what} must rise and end at 1.0")
-
-
 class Stage(_Strict):
     """One part of the curriculum: up to share `until` of all steps, rows have one of `lengths` and these kinds.
 
@@ -60,15 +55,8 @@ class Stage(_Strict):
         return _known(shares, ROW_KINDS, "row kind")
 
 
-class Cycle(_Strict):
-    """One fall of the learning rate: up to share `until` of all steps, from `peak` times the peak downwards."""
-
-    until: Annotated[float, Field(gt=0, le=1)]
-    peak: Annotated[float, Field(gt=0, le=1)] = 1.0
-
-
 class Optimiser(_Strict):
-    """AdamW with linear warm-up and a cosine down to `final_lr_share` of the peak, once or in several `cycles`.
+    """AdamW with linear warm-up and a cosine down to `final_lr_share` of the peak.
 
     With `matrix_lr`, linear maps inside the model are trained by Muon at that peak, all else by AdamW at `lr`.
     """
@@ -80,13 +68,6 @@ class Optimiser(_Strict):
     warmup_steps: Annotated[int, Field(ge=1)] = 100
     final_lr_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     clip: Annotated[float, Field(gt=0)] = 1.0
-    cycles: Annotated[list[Cycle], Field(min_length=1)] = [Cycle(until=1.0)]
-
-    @field_validator("cycles")
-    @classmethod
-    def _cycles_in_order(cls, cycles: list[Cycle]) -> list[Cycle]:
-        _rising([cycle.until for cycle in cycles], "cycles")
-        return cycles
 
 
 class Recipe(_Strict):
@@ -120,7 +101,9 @@ class Recipe(_Strict):
 
     @model_validator(mode="after")
     def _stages_in_order(self) -> Recipe:
-        _rising([stage.until for stage in self.stages], "stages")
+        ends = [stage.until for stage in self.stages]
+        if ends != sorted(set(ends)) or ends[-1] != 1.0:
+            raise ValueError("`until` of the stages must rise and end at 1.0")
         if self.batch_tokens < self.longest:
             raise ValueError(f"batch_tokens must be at least the longest row, {self.longest}")
         return self
@@ -151,8 +134,6 @@ class Recipe(_Strict):
             del content["initial_std"]
         if self.optimiser.matrix_lr is None:
             del content["optimiser"]["matrix_lr"]
-        if len(self.optimiser.cycles) == 1:
-            del content["optimiser"]["cycles"]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

@@ -41,13 +41,7 @@ def learning_rate(recipe: Recipe, step: int, peak: float) -> float:
     """A pure function of the step: nothing to save in a checkpoint."""
     o = recipe.optimiser
     warm = min(1.0, (step + 1) / o.warmup_steps)
-    start = 0
-    for cycle in o.cycles:
-        end = round(cycle.until * recipe.steps)
-        if step < end:
-            break
-        start = end
-    cosine = cycle.peak * 0.5 * (1 + math.cos(math.pi * (step - start) / (end - start)))
+    cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
     return peak * warm * (o.final_lr_share + (1 - o.final_lr_share) * cosine)
 
 
