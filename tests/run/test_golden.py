@@ -12,7 +12,7 @@ NEAR = 2  # trials: sums may round otherwise on another machine
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny-griffin"])
+@pytest.mark.parametrize("model", ["tiny-griffin", "tiny-jamba"])
 def test_plans_give_the_recorded_verdicts_and_counts(model: str, tmp_path: Path) -> None:
     recorded = json.loads((golden.FOLDER / f"{model}.json").read_text())
     found = golden.find(model, tmp_path)
