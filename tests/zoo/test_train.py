@@ -217,6 +217,7 @@ def test_muon_steps_are_orthogonal_and_torch_agrees() -> None:
             gradient = torch.randn(shape)
         step = (ours.detach() - before * (1 - 0.01 * 0.1)) / (0.01 * 0.2 * 40**0.5)
         sizes = torch.linalg.svdvals(step)
-        assert sizes.min() > 0.5 and sizes.max() < 1.3
+        assert sizes.min() > 0.5
+        assert sizes.max() < 1.3
         moved, wanted = ours.detach() - start, theirs.detach() - start
         assert (moved - wanted).norm() < 0.03 * wanted.norm()
