@@ -259,3 +259,24 @@ def test_a_control_is_drawn_only_where_it_was_measured(tmp_path: Path) -> None:
     panels = curves.heads(frame, Browser(frame)).panels
     assert panels
     assert not any("random" in series.label for panel in panels for series in panel.series)
+
+
+def test_what_was_never_known_has_no_share_left(tmp_path: Path) -> None:
+    """A baseline at chance, divided by itself, says nothing: its curve is left out, the others stay."""
+    directory = synthetic.write(tmp_path / "run", models=("tiny-jamba",), per_cell=1)
+
+    def left() -> set[str]:
+        frame = load([directory])
+        panels = curves.heads(frame, Browser(frame)).panels
+        return {series.label for panel in panels if "left" in panel.title for series in panel.series}
+
+    before = left()
+    forms = before & {"cloze", "letter"}
+    assert forms
+    gone = sorted(forms)[0]
+    with sqlite3.connect(next(directory.glob("*.sqlite"))) as database:
+        database.execute(
+            "UPDATE trials SET scores = json_set(scores, '$.correct', 0.0) WHERE intervention = 'none' AND task LIKE ?",
+            (f"%{gone}%",),
+        )
+    assert left() == before - {gone}

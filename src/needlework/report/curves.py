@@ -96,6 +96,10 @@ def _left(bench: Bench, browser: Browser) -> Lines:
 
     series = [_series(bench, browser, "retained", "retrieval", 1, way, "both", bench.retrieval, retrieval)]
     for form, color in (("cloze", 4), ("letter", 5)):
+        base = bench.knowledge("none", form)
+        if len(base) and bench.accuracy(base).low <= bench.frame.chance(base):
+            continue  # never known, so nothing can be left of it: shares of almost nothing would fill the picture
+
         def rows(text: str, form: str = form) -> Ints:
             return bench.knowledge(text, form)
 
