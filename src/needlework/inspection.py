@@ -81,14 +81,14 @@ def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answe
     return rows
 
 
-_ZOO_ROWS = {
-    "needle, {n} tokens": "niah_{n}_1_needle",
-    "  among 8 others": "niah_{n}_8_distractors",
-    "needle, {2n} tokens": "niah_{2n}_1_needle",
-    "  among 8 others ": "niah_{2n}_8_distractors",
-    "facts, cloze": "cloze_question",
-    "facts, letter": "letter_choice",
-}
+_ZOO_ROWS = (
+    ("needle, {n} tokens", "niah_{n}_1_needle"),
+    ("  among 8 others", "niah_{n}_8_distractors"),
+    ("needle, {2n} tokens", "niah_{2n}_1_needle"),
+    ("  among 8 others", "niah_{2n}_8_distractors"),
+    ("facts, cloze", "cloze_question"),
+    ("facts, letter", "letter_choice"),
+)
 _SILENCED_ROWS = {"ablate_attention()": "no heads", "keep_heads(fraction=0.15)": "15 % heads", "ablate_recurrent()": "no memory"}
 
 
@@ -102,7 +102,7 @@ def zoo_table(entries: Mapping[str, Any]) -> Table:
     if not records:
         return rows
     rows.add_row("parameters", *(f"{record['parameters'] / 1e6:.2f} M" for record in records))
-    for label, key in _ZOO_ROWS.items():
+    for label, key in _ZOO_ROWS:
         rows.add_row(_at(label, records[0]), *(_percent(record["figures"].get(_at(key, record))) for record in records))
     for act, label in _SILENCED_ROWS.items():
         for task, what in (("niah", "needle"), ("cloze", "facts")):

@@ -92,6 +92,16 @@ def test_every_column_is_documented() -> None:
     assert "store version 1" in text.lower()
 
 
+def test_no_more_memory_is_told_than_the_engine_takes(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> int:
+        return describe(load(plan_file, make_task=fakes.make_task), fakes.FakeModels()).memory_bytes
+
+    free = told()
+    monkeypatch.setattr("needlework.experiments.describe.default_limit", lambda device: 7)
+    weights = told() - 7
+    assert 0 <= weights < free - 7
+
+
 def test_the_description_is_what_runs(plan_file: Path, finished: Path) -> None:
     told = describe(load(plan_file, make_task=fakes.make_task), fakes.FakeModels())
     assert told.trials == len(Store(finished).done())
