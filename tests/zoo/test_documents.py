@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from needlework.zoo import documents, world
+from needlework.zoo import documents, recall, world
 from needlework.zoo.documents import ITEM_KINDS, ITEM_SHARES, ROW_KINDS, Diet
 from needlework.zoo.sample import Stream
+from needlework.zoo.words import LETTERS, NAMES
 
 EVERY = Diet(rows=dict.fromkeys(ROW_KINDS, 1.0), items=ITEM_SHARES, answer_weight=4.0)
 
@@ -37,15 +38,14 @@ def test_only_answers_have_the_answer_weight() -> None:
         words, weights = documents.row(Stream("test", i), 160, EVERY)
         for j in range(1, len(words)):
             if weights[j] == 4.0 and weights[j - 1] != 4.0:  # an answer begins: after a colon, a key or a statement
-                assert words[j - 1] == ":" or words[j - 1] in {*world_names(), *statement_ends()}
+                assert words[j - 1] == ":" or words[j - 1] in {*keys(), *statement_ends()}
             if weights[j - 1] == 4.0 and weights[j] != 4.0:
-                assert words[j] in (".", *world_names())
+                assert words[j] in (".", *keys())
 
 
-def world_names() -> set[str]:
-    from needlework.zoo.words import NAMES
-
-    return set(NAMES)
+def keys() -> set[str]:
+    """What a key-value list is asked for: names, or options."""
+    return {*NAMES, *(option for subject in world.SUBJECTS.values() for option in subject.options())}
 
 
 def statement_ends() -> set[str]:
@@ -65,6 +65,21 @@ def test_needle_rows_answer_what_the_context_says() -> None:
             name, rest = question.split(" ? answer : ")[0], question.split(" ? ")[1]
             if rest.startswith("answer"):
                 assert f"the secret code of {name} is {rest.split()[2]}" in text
+
+
+def test_lists_of_any_kind_meet_in_every_combination_and_are_answered_by_what_stands_behind_the_key() -> None:
+    seen = set()
+    for i in range(300):
+        lines = recall.any_pairs(Stream("test", "any", i), 6)
+        named = "question" in lines[0][0]
+        listed = lines[0][0][:-9] if named else lines[0][0][2:-4]
+        pairs = dict(zip(listed[::2], listed[1::2], strict=True))
+        assert len(pairs) == len(set(pairs.values())) == len(listed) // 2 >= 2
+        for words, answer in lines:
+            key = words[-4] if named else words[-1]
+            assert answer == (pairs[key],)
+            seen.add((named, key in NAMES, answer[0] in LETTERS))
+    assert len(seen) == 8  # both ways to ask, names and options, letters and words
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:

@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 from needlework.zoo import facts, judgements, recall
 from needlework.zoo import words as w
 from needlework.zoo.needles import LAYOUTS, RELATION_NAMES, RELATIONS, Needle, ask, fresh_values, scene, sentence
-from needlework.zoo.sample import Sample, Stream
+from needlework.zoo.sample import Sample, Stream, Words
 
 # Part of every recipe hash: raise it when the documents of a given (seed, step) change.
 DATA_VERSION = 2
 
 # Kinds of row: how a whole document is laid out.
-ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "pairs", "phone", "copy", "letters", "short")
+ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "pairs", "any_pairs", "phone", "copy", "letters", "short")
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
 ITEM_SHARES = {
@@ -37,6 +37,7 @@ DENSE_NEEDLE_WORDS = 24  # one needle sentence and one question with its answer,
 MOST_PAIRS = 40
 LIST_FRAME = 6  # words of a key-value list that are not keys or values
 SHORTEST_LIST = LIST_FRAME + 8
+SHORTEST_ANY_PAIRS = LIST_FRAME + 10  # two pairs, named in a question of nine words with one answer
 SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
 SHORTEST_LETTERS = 32  # four options and one question with its answer
 NAMING_SHARE = 0.4
@@ -86,6 +87,14 @@ class _Row:
         for sample in samples:
             self.add(sample.prompt[len(self.words) - start :])
             self.add_answer(sample.target, sample.stop)
+
+    def add_lines(self, lines: list[tuple[list[str], Words]], stop: str) -> None:
+        """Words and the answer to them, in turn, as many as there is room for."""
+        for words, answer in lines:
+            if len(words) + len(answer) + 1 > self.room:
+                break
+            self.add(words)
+            self.add_answer(answer, stop)
 
 
 def _hidden(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Needle]:
@@ -144,17 +153,24 @@ def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -
         row.add_sample(ask(stream, place, hidden.index(asked), layout="question_first", form=form, quote=quote))
 
 
+def _pairs_row(stream: Stream, row: _Row) -> None:
+    while row.room >= SHORTEST_LIST:
+        # Short lists are the common ones: with two or three keys the right one is found by chance often enough
+        # for look-up by key to be learnt at all; long lists alone taught nothing.
+        longest = min(MOST_PAIRS, (row.room - LIST_FRAME) // 4)
+        pairs = stream.between(2, stream.between(2, longest))
+        row.add_series(recall.key_values(stream, pairs, pairs))
+        row.add((".",))
+
+
+def _any_pairs_row(stream: Stream, row: _Row) -> None:
+    while row.room >= SHORTEST_ANY_PAIRS:
+        row.add_lines(recall.any_pairs(stream, (row.room - LIST_FRAME) // 4), "")
+        row.add((".",))
+
+
 def _recall_row(stream: Stream, row: _Row, kind: str, items: dict[str, float]) -> None:
-    """A key-value list, a phone book or a text to copy; what room is left is filled with small texts."""
-    if kind == "pairs":
-        while row.room >= SHORTEST_LIST:
-            # Short lists are the common ones: with two or three keys the right one is found by chance often enough
-            # for look-up by key to be learnt at all; long lists alone taught nothing.
-            longest = min(MOST_PAIRS, (row.room - LIST_FRAME) // 4)
-            pairs = stream.between(2, stream.between(2, longest))
-            row.add_series(recall.key_values(stream, pairs, pairs))
-            row.add((".",))
-        return
+    """A phone book or a text to copy; what room is left is filled with small texts."""
     if kind == "phone":
         entries = max(1, stream.between(1, (row.room - 4) // 22))
         row.add_series(recall.phone_book(stream, entries, max(1, min(entries, (row.room - 4 - 6 * entries) // 17))))
@@ -180,11 +196,7 @@ def _item(stream: Stream, kind: str) -> Sample | list[str]:
 def _letter_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
     """Lists of four lettered options, each asked for all of its letters, by naming the option or by a fact."""
     while row.room >= SHORTEST_LETTERS:
-        for words, answer in facts.letter_lines(stream, NAMING_SHARE):
-            if len(words) + len(answer) + 1 > row.room:
-                break
-            row.add(words)
-            row.add_answer(answer, ".")
+        row.add_lines(facts.letter_lines(stream, NAMING_SHARE), ".")
     _short_row(stream, row, items)
 
 
@@ -212,7 +224,11 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _question_first_row(stream, made, diet.relations)
     elif kind == "letters":
         _letter_row(stream, made, diet.items)
-    elif kind in ("pairs", "phone", "copy"):
+    elif kind == "pairs":
+        _pairs_row(stream, made)
+    elif kind == "any_pairs":
+        _any_pairs_row(stream, made)
+    elif kind in ("phone", "copy"):
         _recall_row(stream, made, kind, diet.items)
     else:
         _needle_row(stream, made, kind, diet.relations)

@@ -159,7 +159,8 @@ def letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before
     )
 
 
-def _naming(option: str) -> list[str]:
+def naming(option: str) -> list[str]:
+    """The question for what stands behind a word in a list."""
     return ["question", ":", "which", "one", "is", option, "?", "answer", ":"]
 
 
@@ -173,7 +174,7 @@ def letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], W
     lines: list[tuple[list[str], Words]] = []
     for i in stream.mixed(range(len(options))):
         if stream.chance(naming_share):
-            question = _naming(options[i])
+            question = naming(options[i])
         else:
             key = stream.pick(_KEYS[subject, options[i]])
             question = ["question", ":", *_filled(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
@@ -186,7 +187,7 @@ def letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
     subject = stream.pick(SUBJECT_NAMES)
     options = stream.some(SUBJECTS[subject].options(), 4)
     right = stream.below(4)
-    body = [*lettered(options), *_naming(options[right])]
+    body = [*lettered(options), *naming(options[right])]
     return Sample(
         task="letter_lookup",
         prompt=(*before, *body),

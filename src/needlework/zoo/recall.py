@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from needlework.zoo import facts
 from needlework.zoo import words as w
 from needlework.zoo.sample import Sample, Span, Stream, Words
 
@@ -38,6 +39,27 @@ def key_values(stream: Stream, pairs: int, queries: int = 1) -> list[Sample]:
         )
         prompt.append(values[i])
     return samples
+
+
+def any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
+    """Training only: a key-value list of any kinds of word, asked as lists are or as letters are; (words, answer) in turn.
+
+    Names with words alone teach a look-up of names and words: neither an option as key nor a letter as value follows from
+    it, nor another way to ask. Here they meet in every combination, so each is learnt beside others that are known.
+    """
+    options = [facts.SUBJECTS[subject].options() for subject in stream.some(facts.SUBJECT_NAMES, 2)]
+    keys, values = stream.pick((w.NAMES, options[0])), stream.pick((PLAIN_WORDS, w.LETTERS, options[1]))
+    pairs = stream.between(2, min(most, len(keys), len(values)))
+    listed = list(zip(stream.some(keys, pairs), stream.some(values, pairs), strict=True))
+    named = stream.chance(0.5)
+    words = [word for pair in listed for word in pair]
+    words = words if named else ["pairs", ":", *words, ".", "ask", ":"]
+    lines: list[tuple[list[str], Words]] = []
+    # With replacement: asked once each, the last ones are found by leaving out the others.
+    for key, value in (stream.pick(listed) for _ in range(min(pairs, 4))):
+        lines.append(([*words, *(facts.naming(key) if named else [key])], (value,)))
+        words = ["."] if named else []
+    return lines
 
 
 def phone_book(stream: Stream, entries: int, queries: int = 1) -> list[Sample]:
