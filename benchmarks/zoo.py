@@ -2,7 +2,7 @@
 
     python benchmarks/zoo.py [--rows 16] [--length 256] [--steps 3] [--samples 1000]
 
-Both sides of the throughput train the same recipe on the same documents with the same thread count; only the scans differ.
+Both sides of the throughput do the forward and backward passes of the same recipe on the same documents with the same thread count; only the scans differ.
 Cards are measured on held-out samples of another seed. Exit code 1 if a goal is missed.
 """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -100,14 +102,47 @@ def test_padding_weighs_nothing() -> None:
     assert (weights[:, 1:][~pad[:, 1:]] > 0).all()
 
 
-def test_every_item_kind_comes_up() -> None:
-    marks = {
-        "letter": "A",
-        "acceptability": "judge",
-        "entailment": "so",
-        "paraphrase": "same",
-        "letter_lookup": "which",
-    }
-    words = {word for i in range(60) for word in documents.row(Stream("test", i), 256, only("short"))[0]}
-    assert set(marks) < set(ITEM_KINDS)
-    assert set(marks.values()) <= words
+MARKS = {
+    "sentence": " at the garden .",
+    "statement": "lives in the",
+    "cloze": "lives in the",
+    "letter": " D question : ",
+    "letter_lookup": "which one is",
+    "acceptability": "judge :",
+    "entailment": " so ",
+    "paraphrase": " same ",
+}
+
+
+@pytest.mark.parametrize("kind", ITEM_KINDS)
+def test_every_item_kind_comes_up(kind: str) -> None:
+    diet = Diet(rows={"short": 1.0}, items={kind: 1.0}, answer_weight=4.0)
+    rows = [documents.row(Stream("test", i), 256, diet) for i in range(20)]
+    text = " ".join(word for words, _ in rows for word in words)
+    assert MARKS[kind] in text
+    assert any(4.0 in weights for _, weights in rows) == (kind not in ("sentence", "statement"))
+
+
+# Recipe hashes stand for the documents, too: where one of these changes, DATA_VERSION must.
+DIGESTS = {
+    "dense": "604e5cb4f974",
+    "sparse": "4883aa9ecf67",
+    "jrt": "f4ef917c24eb",
+    "question_first": "59b3d119faa8",
+    "pairs": "8cc3a156e45c",
+    "any_pairs": "80a229eb697e",
+    "phone": "e7b3f3777fa0",
+    "copy": "77c38f25022d",
+    "letters": "49dd00b4213b",
+    "short": "b5c47387459c",
+}
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_documents_change_with_the_data_version_alone(kind: str) -> None:
+    digest = hashlib.blake2b(digest_size=6)
+    for step, length in ((0, 64), (1, 256)):
+        ids, weights = documents.batch(0, step, 6, length, only(kind))
+        digest.update(ids.tobytes() + weights.tobytes())
+    assert documents.DATA_VERSION == 2
+    assert digest.hexdigest() == DIGESTS[kind]

@@ -41,17 +41,52 @@ def test_exact_match_is_what_greedy_decoding_gives() -> None:
     assert 5 < sum(greedy) < 25
 
 
-def test_evaluation_shares_no_document_with_training() -> None:
+def test_evaluation_shares_no_document_with_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held out by the split: training draws from "train" alone, figures from "eval" alone."""
+    splits: list[str] = []
+
+    class Noting(Stream):
+        def __init__(self, split: str, *parts: str | int) -> None:
+            splits.append(split)
+            super().__init__(split, *parts)
+
     recipe = recipes.find("tiny-griffin")
+    monkeypatch.setattr(documents, "Stream", Noting)
+    documents.batch(0, 0, 4, 96, recipe.diet(recipe.stages[0]))
+    assert splits == ["train"] * 4
+    splits.clear()
+    monkeypatch.setattr(evaluate, "Stream", Noting)
     for name, make in evaluate.suite(recipe.longest).items():
         if name.startswith(("niah", "recall", "phone", "copy")):
-            held_out = {sample.prompt for sample in evaluate.samples(name, make, 20)}
-            trained = {make(Stream("train", name, 0, i)).prompt for i in range(20)}
-            assert len(held_out) == 20
-            assert not held_out & trained
-    assert world.TRAIN_SPLIT != world.EVAL_SPLIT
-    words = " ".join(documents.row(Stream(world.TRAIN_SPLIT, 0, 0, 0), 96, recipe.diet(recipe.stages[0]))[0])
-    assert all(sample.text not in words for sample in evaluate.samples("x", evaluate.suite(64)["niah_64_1_needle"], 20))
+            assert len({sample.prompt for sample in evaluate.samples(name, make, 20)}) == 20
+    assert set(splits) == {"eval"}
+
+
+def test_card_figures_are_what_task_and_engine_give() -> None:
+    """The same questions as Items through the engine and as Samples through one forward pass: right on the same ones."""
+    from needlework import load
+    from needlework.interventions import NONE
+    from needlework.requests import Request
+    from needlework.tasks import make_task
+    from needlework.tasks.base import Outcome
+
+    subject = load("tiny-griffin")
+    told = {"kind": "niah", "lengths": [440], "depths": [0, 50], "samples": 30, "distractors": 8}
+    task = make_task(told)
+    most, stop = task.ending(subject.tokenizer)
+    items = list(task.items(subject.tokenizer, 3, None, None))
+    ends = frozenset([subject.tokenizer.convert_tokens_to_ids(stop)])
+    answers = subject.answer([Request(item.prompt, NONE, max_new_tokens=most, stop=ends) for item in items])
+    by_engine = [bool(task.score(item, Outcome(text=a.text))["correct"]) for item, a in zip(items, answers, strict=True)]
+    bos = subject.tokenizer.bos_token_id
+    asked = [[t for t in item.prompt if t != bos] for item in items]
+    words = [subject.tokenizer.convert_ids_to_tokens(ids) for ids in asked]
+    group = [
+        world.Sample(task="niah", prompt=tuple(prompt), target=tuple(item.target.split()))
+        for prompt, item in zip(words, items, strict=True)
+    ]
+    assert evaluate.exact(subject.model, group) == by_engine
+    assert 0 < by_engine.count(False) < 30
 
 
 def test_prompts_of_the_suite_have_the_length_in_their_name() -> None:

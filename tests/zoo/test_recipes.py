@@ -17,7 +17,7 @@ GOOD: dict[str, Any] = {
     "config": {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
     "stages": [
         {"until": 0.5, "lengths": [64], "rows": {"dense": 1}},
-        {"until": 1.0, "lengths": [96], "rows": {"short": 1}},
+        {"until": 1.0, "lengths": [128], "rows": {"short": 1}},
     ],
     "batch_tokens": 192,
     "steps": 10,
@@ -54,7 +54,9 @@ def test_the_paper_classes_are_all_there() -> None:
         ({"stages": [{"until": 0.9, "lengths": [64], "rows": {"dense": 1}}]}, "end at 1.0"),
         ({"stages": [{"until": 1.0, "lengths": [8], "rows": {"dense": 1}}]}, "greater than or equal to 48"),
         ({"items": {"clozze": 1}}, "item kind 'clozze': did you mean 'cloze'"),
-        ({"batch_tokens": 80}, "at least the longest row, 96"),
+        ({"batch_tokens": 80}, "at least the longest row, 128"),
+        ({"stages": [{"until": 1.0, "lengths": [127], "rows": {"dense": 1}}]}, "at least 128 tokens"),
+        ({"optimiser": {"lr": 1e-3, "betas": [1.5, 0.9]}}, "optimiser.betas.0: Input should be less than 1"),
         ({"name": "a/b"}, "name"),
         ({"steps": 0}, "steps"),
         ({"optimiser": {}}, "optimiser.lr"),
@@ -71,11 +73,13 @@ def test_a_bad_recipe_is_told_what_is_wrong(change: dict[str, Any], message: str
         ({"architecture": "LamaForCausalLM"}, "did you mean 'LlamaForCausalLM'"),
         ({"config": {"hiden_size": 16}}, "config.hiden_size: did you mean 'hidden_size'"),
         ({"config": {"vocab_size": 16}}, "config.vocab_size is given by the toy language"),
+        ({"config": {"hidden_size": "wide"}}, "LlamaForCausalLM refuses this config"),
+        ({"config": {"hidden_size": 100, "num_attention_heads": 16}}, "LlamaForCausalLM refuses this config"),
     ],
 )
 def test_a_bad_model_is_told_what_is_wrong(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ZooError, match=message):
-        build.configuration(recipes.checked(with_change(**change), "mine.yaml"))
+        build.model(recipes.checked(with_change(**change), "mine.yaml"))
 
 
 def test_unknown_names_and_unreadable_files(tmp_path: Path) -> None:
@@ -98,7 +102,7 @@ def test_a_recipe_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
 
 def test_the_hash_follows_what_decides_the_weights() -> None:
     recipe = recipes.checked(GOOD, "mine")
-    assert recipe.hash() == "e324a1bcc804"
+    assert recipe.hash() == "2a7a2b459b45"
     assert recipes.checked(with_change(name="other", about="text"), "mine").hash() == recipe.hash()
     others = [recipe.changed(steps=11), recipe.changed(seed=1), recipes.checked(with_change(batch_tokens=200), "x")]
     assert len({recipe.hash(), *(other.hash() for other in others)}) == 4
@@ -107,8 +111,8 @@ def test_the_hash_follows_what_decides_the_weights() -> None:
 
 def test_stages_follow_the_step() -> None:
     recipe = recipes.checked(GOOD, "mine")
-    assert [recipe.stage_at(step).lengths[0] for step in (0, 4, 5, 9)] == [64, 64, 96, 96]
-    assert recipe.longest == 96
+    assert [recipe.stage_at(step).lengths[0] for step in (0, 4, 5, 9)] == [64, 64, 128, 128]
+    assert recipe.longest == 128
 
 
 def test_parameters_start_as_large_as_the_recipe_says() -> None:

@@ -30,10 +30,7 @@ def configuration(recipe: Recipe) -> Any:
         if key not in known:
             raise ZooError(f"recipe {recipe.name}: unknown key config.{key}: {did_you_mean(key, known)}")
     ids = {f"{name}_token_id": w.WORD_ID[word] for name, word in (("pad", w.PAD), ("bos", w.BOS), ("eos", w.EOS))}
-    try:
-        return kind(vocab_size=len(w.VOCABULARY), **ids, **recipe.config)
-    except (TypeError, ValueError) as error:
-        raise ZooError(f"recipe {recipe.name}: {kind.__name__} refuses this config: {error}") from None
+    return kind(vocab_size=len(w.VOCABULARY), **ids, **recipe.config)
 
 
 def model(recipe: Recipe) -> Any:
@@ -41,7 +38,12 @@ def model(recipe: Recipe) -> Any:
     import torch
 
     torch.manual_seed(recipe.seed)
-    made = model_class(recipe.architecture)(configuration(recipe)).float()
+    try:
+        made = model_class(recipe.architecture)(configuration(recipe)).float()
+    except ZooError:
+        raise
+    except Exception as error:  # classes check their configuration in many ways, and all of it comes from the recipe
+        raise ZooError(f"recipe {recipe.name}: {recipe.architecture} refuses this config: {error}") from None
     with torch.no_grad():
         for part, std in recipe.initial_std.items():
             chosen = [p for name, p in made.named_parameters() if part in name and p.ndim > 1]

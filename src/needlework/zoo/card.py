@@ -83,8 +83,8 @@ A {made["architecture"]} of {made["parameters"]:,} parameters, trained from noth
 ## Held-out figures
 
 Exact match of the greedy answer, with 95 % Wilson intervals. Samples come from the split "eval", which training never
-draws from. `niah_L_...` has prompts of about L tokens; letter questions have four options (chance 25 %), judgements two
-(chance 50 %), all others count only the right answer over the whole vocabulary.
+draws from. `niah_L_...` has prompts of about L tokens. An answer must be the likeliest of the whole vocabulary; a model that
+knows the form of the answer alone has 25 % of the letters and 50 % of the judgements.
 
 | figure | value | interval | n |
 |---|---|---|---|
@@ -127,6 +127,10 @@ def write(out: Path, recipe: Recipe, progress: Progress, made: Record) -> None:
     """figures.json comes last and whole: its presence says that the directory is complete."""
     (out / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     picture(out / "curve.png", recipe, progress)
+    _write_record(out, made)
+
+
+def _write_record(out: Path, made: Record) -> None:
     (out / "README.md").write_text(text(made), encoding="utf-8")
     half = out / f"{FINISHED}.tmp"
     half.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
@@ -137,8 +141,7 @@ def renew(folder: Path) -> None:
     """`python -m needlework.zoo.card DIR`: measure again what silencing does to a trained model, and rewrite its card."""
     made = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
     made["effects"] = as_dicts(measure(folder, made["longest_document_tokens"]))
-    (folder / "README.md").write_text(text(made), encoding="utf-8")
-    (folder / FINISHED).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    _write_record(folder, made)
 
 
 if __name__ == "__main__":

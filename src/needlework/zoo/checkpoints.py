@@ -56,6 +56,8 @@ def load(out: Path, recipe: Recipe, model: Any, optimiser: Any) -> Progress:
         state = torch.load(path, weights_only=True)
     except Exception as error:  # torch raises many kinds for a damaged file
         raise ZooError(f"{path} is not a readable checkpoint ({error}); remove it to start again") from None
+    if not isinstance(state, dict):
+        raise ZooError(f"{path} is not a checkpoint of a training; remove it to start again")
     if state.get("recipe_hash") != recipe.hash():
         raise ZooError(
             f"{path} belongs to another training (recipe {state.get('recipe_name')!r}, "
@@ -67,10 +69,20 @@ def load(out: Path, recipe: Recipe, model: Any, optimiser: Any) -> Progress:
     return Progress(**state["progress"])
 
 
+def _refuse_strangers(out: Path) -> None:
+    if (out / FINISHED).exists():
+        raise ZooError(f"{out} holds a finished model; choose another --out, or remove it first")
+    if out.is_dir() and not (out / CHECKPOINT).exists():
+        strangers = sorted(entry.name for entry in out.iterdir() if entry.name not in (f"{CHECKPOINT}.tmp", LOCK))
+        if strangers:
+            raise ZooError(f"{out} holds other files ({', '.join(strangers[:3])}); choose an empty directory")
+
+
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
-    """Own the output directory while training: made if missing, refused if it holds other things or is in use."""
+    """Own the output directory while training: made if missing, left as it was if it holds other things or is in use."""
     try:
+        _refuse_strangers(out)
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("a")
     except OSError as error:
@@ -80,11 +92,8 @@ def claimed(out: Path) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ZooError(f"another training is writing into {out}; wait for it or choose another --out") from None
-        if (out / FINISHED).exists():
-            raise ZooError(f"{out} holds a finished model; choose another --out, or remove it first")
-        allowed = {CHECKPOINT, f"{CHECKPOINT}.tmp", LOCK}
-        strangers = sorted(entry.name for entry in out.iterdir() if entry.name not in allowed)
-        if strangers and not (out / CHECKPOINT).exists():
-            raise ZooError(f"{out} holds other files ({', '.join(strangers[:3])}); choose an empty directory")
-        yield
-    (out / LOCK).unlink(missing_ok=True)
+        try:
+            _refuse_strangers(out)  # again: another training may have ended just now
+            yield
+        finally:
+            (out / LOCK).unlink(missing_ok=True)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from needlework.zoo import facts, judgements, recall
 from needlework.zoo import words as w
 from needlework.zoo.needles import LAYOUTS, RELATION_NAMES, RELATIONS, Needle, ask, fresh_values, scene, sentence
-from needlework.zoo.sample import Sample, Stream, Words
+from needlework.zoo.sample import TRAIN_SPLIT, Sample, Stream, Words
 
 # Part of every recipe hash: raise it when the documents of a given (seed, step) change.
 DATA_VERSION = 2
@@ -194,7 +194,7 @@ def _item(stream: Stream, kind: str) -> Sample | list[str]:
 
 
 def _letter_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
-    """Lists of four lettered options, each asked for all of its letters, by naming the option or by a fact."""
+    """Lists of two to four lettered options, each asked for all of its letters, by naming the option or by a fact."""
     while row.room >= SHORTEST_LETTERS:
         row.add_lines(facts.letter_lines(stream, NAMING_SHARE), ".")
     _short_row(stream, row, items)
@@ -215,7 +215,7 @@ def _short_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
 
 
 def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]]:
-    """One document of at most `length` words, BOS included, and the loss weight of predicting each of them."""
+    """One document of at most `length` words, BOS included, and the loss weight of predicting each of them; cut at the length."""
     kind = stream.weighted(diet.rows)
     made = _Row(length, diet.answer_weight)
     if kind == "short":
@@ -240,7 +240,7 @@ def batch(seed: int, step: int, rows: int, length: int, diet: Diet) -> tuple[NDA
     ids = np.full((rows, length), w.WORD_ID[w.PAD], dtype=np.int64)
     weights = np.zeros((rows, length), dtype=np.float32)
     for i in range(rows):
-        words, row_weights = row(Stream("train", seed, step, i), length, diet)
+        words, row_weights = row(Stream(TRAIN_SPLIT, seed, step, i), length, diet)
         ids[i, : len(words)] = [w.WORD_ID[word] for word in words]
         weights[i, : len(words)] = row_weights
     return ids, weights

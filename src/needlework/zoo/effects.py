@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework.errors import NeedleworkError
+from needlework.zoo.errors import ZooError
 from needlework.zoo.evaluate import Figure
 
 CONDITIONS = {
@@ -49,5 +50,8 @@ def _figure(subject: Any, task: Any, text: str) -> Figure:
     act = parse(text)
     items = list(task.items(subject.tokenizer, 0, subject.anatomy.window, subject.anatomy.max_tokens))
     answers = subject.answer([Request(item.prompt, act, max_new_tokens=most, stop=ends, spans=item.spans) for item in items])
+    failed = next((answer.error for answer in answers if answer.finish == "failed"), None)
+    if failed is not None:  # nothing was measured: not a wrong answer
+        raise ZooError(f"{text} could not be carried out: {failed}")
     right = [task.score(item, Outcome(text=answer.text))["correct"] for item, answer in zip(items, answers, strict=True)]
     return Figure(int(sum(right)), len(right))

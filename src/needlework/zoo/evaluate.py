@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from needlework import stats
 from needlework.zoo import world
 from needlework.zoo.sample import Sample, Stream
 
@@ -27,11 +27,8 @@ class Figure:
         return self.correct / self.n
 
     def interval(self) -> tuple[float, float]:
-        z = 1.959963984540054
-        p, n = self.value, self.n
-        middle = (p + z * z / (2 * n)) / (1 + z * z / n)
-        half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / (1 + z * z / n)
-        return max(0.0, middle - half), min(1.0, middle + half)
+        share = stats.wilson(self.correct, self.n)
+        return share.low, share.high
 
     def as_dict(self) -> dict[str, float]:
         low, high = self.interval()

@@ -165,7 +165,7 @@ def naming(option: str) -> list[str]:
 
 
 def letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], Words]]:
-    """Training only: four lettered options, then a question for each of them, as (words, answer) one after the other.
+    """Training only: two to four lettered options, then a question for each of them, as (words, answer) one after the other.
 
     One list asked four times teaches the look-up four times as fast as four lists asked once.
     """

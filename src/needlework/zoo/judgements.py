@@ -70,7 +70,7 @@ def _verdict(task: str, prompt: Sequence[str], yes: bool, before: Sequence[str],
 
 
 def acceptability(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
-    """Bad sentences have two neighbouring parts in the wrong order: verb before subject, or object before verb."""
+    """Bad sentences have two neighbours in the wrong order: subject and verb, verb and object, or a noun and what precedes it."""
     c = clause(stream)
     yes = stream.chance(0.5)
     text = c.words()

@@ -16,7 +16,9 @@ from needlework.zoo.errors import ZooError, did_you_mean
 from needlework.zoo.needles import RELATION_NAMES
 
 Share = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 SHORTEST_ROW = 48  # the longest single item of a short row must have room
+SHORTEST_LONGEST = 128  # cards ask for a needle among eight others, and read four of them twice
 
 
 class _Strict(BaseModel):
@@ -63,7 +65,7 @@ class Optimiser(_Strict):
 
     lr: Annotated[float, Field(gt=0)]
     matrix_lr: Annotated[float, Field(gt=0)] | None = None
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Beta, Beta] = (0.9, 0.98)
     weight_decay: Annotated[float, Field(ge=0)] = 0.05
     warmup_steps: Annotated[int, Field(ge=1)] = 100
     final_lr_share: Annotated[float, Field(ge=0, le=1)] = 0.05
@@ -104,6 +106,8 @@ class Recipe(_Strict):
         ends = [stage.until for stage in self.stages]
         if ends != sorted(set(ends)) or ends[-1] != 1.0:
             raise ValueError("`until` of the stages must rise and end at 1.0")
+        if self.longest < SHORTEST_LONGEST:
+            raise ValueError(f"the longest rows must have at least {SHORTEST_LONGEST} tokens: the card's figures need that room")
         if self.batch_tokens < self.longest:
             raise ValueError(f"batch_tokens must be at least the longest row, {self.longest}")
         return self

@@ -12,6 +12,7 @@ T = TypeVar("T")
 
 Words = tuple[str, ...]
 
+TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 BOS_OFFSET = 1  # every word is one token and the tokenizer puts one BOS before the first: token index = word index + 1
 
 

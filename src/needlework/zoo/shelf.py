@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from needlework.zoo import smollm2
+from needlework.zoo.checkpoints import FINISHED
 from needlework.zoo.errors import ZooError, did_you_mean
-
-FIGURES = "figures.json"
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ def weights_directory() -> Path:
 def catalog() -> dict[str, Entry]:
     """All shipped models by name."""
     found = {}
-    for path in sorted(weights_directory().glob(f"*/{FIGURES}")):
+    for path in sorted(weights_directory().glob(f"*/{FINISHED}")):
         folder = path.parent
         found[folder.name] = Entry(folder.name, folder, json.loads(path.read_text(encoding="utf-8")))
     return found
@@ -52,6 +51,6 @@ def path(name: str) -> Path:
     if name == smollm2.NAME:
         return smollm2.path()
     folder = weights_directory() / name
-    if name and (folder / FIGURES).is_file() and folder.parent == weights_directory():
+    if name and (folder / FINISHED).is_file() and folder.parent == weights_directory():
         return folder
     raise ZooError(f"no zoo model is called {name!r}: {did_you_mean(name, names())}")

@@ -13,7 +13,7 @@ from typing import Any
 from needlework.zoo import build, card, checkpoints, documents, effects, evaluate, recipes, tokenizer
 from needlework.zoo.checkpoints import Progress
 from needlework.zoo.recipes import Recipe
-from needlework.zoo.sample import Stream
+from needlework.zoo.sample import TRAIN_SPLIT, Stream
 
 CHECKPOINT_STEPS = 50
 PROBE_STEPS = 200
@@ -50,10 +50,11 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
     import torch
 
     stage = recipe.stage_at(step)
-    length = Stream("train", recipe.seed, step, "length").pick(stage.lengths)
+    length = Stream(TRAIN_SPLIT, recipe.seed, step, "length").pick(stage.lengths)
     rows = max(1, recipe.batch_tokens // length)
     ids_array, weights_array = documents.batch(recipe.seed, step, rows, length, recipe.diet(stage))
     ids, weights = torch.from_numpy(ids_array), torch.from_numpy(weights_array)[:, 1:]
+    torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout, where a model has it, is a function of (seed, step) too
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     loss = (each * weights.flatten()).sum() / weights.sum()

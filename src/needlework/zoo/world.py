@@ -35,11 +35,8 @@ from needlework.zoo.needles import (
     sentence,
 )
 from needlework.zoo.recall import copying, key_values, phone_book
-from needlework.zoo.sample import BOS_OFFSET, Sample, Span, Stream, Words
+from needlework.zoo.sample import BOS_OFFSET, EVAL_SPLIT, TRAIN_SPLIT, Sample, Span, Stream, Words
 from needlework.zoo.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
-
-TRAIN_SPLIT = "train"
-EVAL_SPLIT = "eval"
 
 __all__ = [
     "ALL_FACTS",
