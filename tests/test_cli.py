@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import cases
 from needlework.cli import app, read_bytes
 from needlework.errors import NeedleworkError
+from needlework.zoo import catalog
 
 runner = CliRunner()
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
@@ -65,6 +66,17 @@ def test_a_mistake_is_named_with_its_cure_and_exits_with_2(
     assert part in " ".join(shown.output.split())
     assert "Traceback" not in shown.output
     assert not list(tmp_path.iterdir()), "nothing is written"
+
+
+def test_the_zoo_is_listed_with_what_was_measured() -> None:
+    shown = runner.invoke(app, ["zoo"], env={"COLUMNS": "160"})
+    assert shown.exit_code == 0
+    found = json.loads(runner.invoke(app, ["zoo", "--json"]).output)
+    assert set(found) == set(catalog())
+    for name, record in found.items():
+        assert name in shown.output
+        assert f"{100 * record['figures']['letter_choice']['value']:.1f}" in shown.output
+        assert record["figures"]["cloze_statement"]["n"] >= 1000
 
 
 def test_text_needs_a_tokenizer(checkpoint: Path) -> None:

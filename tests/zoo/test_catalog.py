@@ -8,12 +8,32 @@ from pathlib import Path
 import pytest
 
 from needlework import zoo
-from needlework.zoo import evaluate, recipes, shelf
+from needlework.zoo import evaluate, recipes, shelf, world
 from needlework.zoo.errors import ZooError
 
 SHIPPED = sorted(zoo.catalog())
 MISSING_PART = {"tiny-mamba": {"ablate_attention()"}, "tiny-transformer": {"ablate_recurrent()"}}  # the two controls
 each_model = pytest.mark.parametrize("name", SHIPPED)
+
+
+def test_every_recipe_has_its_model() -> None:
+    assert tuple(SHIPPED) == recipes.builtin()
+
+
+def test_the_controls_saw_the_same_documents_for_as_long() -> None:
+    a, b = recipes.find("tiny-transformer"), recipes.find("tiny-mamba")
+    assert (a.stages, a.items, a.steps, a.seed, a.batch_tokens) == (b.stages, b.items, b.steps, b.seed, b.batch_tokens)
+
+
+@each_model
+def test_a_shipped_model_loads_by_name_with_its_tokenizer(name: str) -> None:
+    from transformers import AutoTokenizer
+
+    import needlework as nw
+
+    subject = nw.load(name)
+    assert subject.anatomy.parameters == zoo.catalog()[name].record["parameters"]
+    assert AutoTokenizer.from_pretrained(zoo.path(name)).get_vocab() == world.WORD_ID
 
 
 def test_all_weights_together_stay_small() -> None:

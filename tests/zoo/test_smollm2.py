@@ -80,3 +80,19 @@ def test_its_name_works_wherever_a_model_is_named(source: Path, monkeypatch: pyt
     assert smollm2.NAME in zoo.names()
     assert zoo.path(smollm2.NAME) == resolve(smollm2.NAME) == where
     assert locate(Model("plan.yaml:1", smollm2.NAME, smollm2.NAME)) == where
+
+
+@pytest.mark.slow
+def test_the_real_one_is_converted_and_speaks_english(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole way: GGUF from its package, safetensors in the cache, loaded by name, asked."""
+    import needlework as nw
+
+    monkeypatch.setenv(smollm2.CACHE_VARIABLE, str(tmp_path))
+    subject = nw.load(smollm2.NAME)
+    assert [file.name for file in tmp_path.iterdir()] == [smollm2.NAME], "nothing half-made is left"
+    assert [layer.kind for layer in subject.anatomy.layers] == ["attention"] * 30
+    answers = subject.generate(
+        ["The capital of France is"] * 2, interventions=[nw.NONE, nw.AblateAttention()], max_new_tokens=4
+    )
+    assert "Paris" in answers[0].text
+    assert "Paris" not in answers[1].text

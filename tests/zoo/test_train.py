@@ -126,8 +126,8 @@ def test_the_card_says_how_it_was_made(trained: Path, recipe_file: Path) -> None
     assert recipes.find(trained / "recipe.yaml") == recipe
     assert record["threads"] == 1
     assert (record["seed"], record["steps"]) == (recipe.seed, recipe.steps)
-    for line in (f"| seed | {recipe.seed} |", f"| steps | {recipe.steps} |", f"| wall time | {record['train_minutes']} minutes |"):
-        assert line in card
+    for what, value in (("seed", recipe.seed), ("steps", recipe.steps), ("wall time", f"{record['train_minutes']} minutes")):
+        assert f"| {what} | {value} |" in card
     for name, figure in record["figures"].items():
         assert name in card
         assert figure["n"] == 4
