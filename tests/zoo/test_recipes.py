@@ -60,6 +60,7 @@ def test_the_paper_classes_are_all_there() -> None:
         ({"name": "a/b"}, "name"),
         ({"steps": 0}, "steps"),
         ({"optimiser": {}}, "optimiser.lr"),
+        ({"optimiser": {"lr": 1e-3, "cycles": [{"until": 0.5}]}}, "cycles must rise and end at 1.0"),
     ],
 )
 def test_a_bad_recipe_is_told_what_is_wrong(change: dict[str, Any], message: str) -> None:

@@ -257,6 +257,35 @@ def test_the_learning_rate_warms_up_and_comes_down() -> None:
     assert 0.05 * 0.003 <= rates[-1] < 0.06 * 0.003
 
 
+def test_a_second_cycle_goes_on_from_the_weights_of_the_first_recipe(trained: Path) -> None:
+    """A recipe made longer by a cycle is the shorter one up to there, and then needs nothing but its weights."""
+    import torch
+    from safetensors.torch import load_file
+
+    stages = [{**stage, "until": until} for stage, until in zip(TINY["stages"], (0.4, 1.0), strict=True)]
+    cycles = {"cycles": [{"until": 0.8}, {"until": 1.0, "peak": 0.5}]}
+    once = recipes.checked(TINY, "tiny")
+    twice = recipes.checked({**TINY, "steps": 50, "stages": stages, "optimiser": {**TINY["optimiser"], **cycles}}, "tiny")
+    first, second = ([learning_rate(recipe, step, 0.003) for step in range(recipe.steps)] for recipe in (once, twice))
+    assert second[:40] == first
+    assert second[40] < second[42] < second[44] <= 0.0015
+    assert second[45:] == sorted(second[45:], reverse=True)
+    assert once.hash() != twice.hash()
+
+    def run(model: Any, steps: range) -> Any:
+        optimiser = optimisers.for_model(twice.optimiser, model)
+        with one_pace(1), fast_kernels(model):
+            for step in steps:
+                train_step(twice, model, optimiser, step)
+        return model
+
+    whole = run(build.model(twice).train(), range(42)).state_dict()
+    resumed = build.model(twice).train()
+    resumed.load_state_dict(load_file(trained / "model.safetensors"), strict=False)
+    again = run(resumed, range(40, 42)).state_dict()
+    assert all(torch.equal(weight, again[name]) for name, weight in whole.items())
+
+
 def test_muon_steps_are_orthogonal_and_torch_agrees() -> None:
     """All singular values of a step are near one size, and torch.optim.Muon (in bfloat16) goes the same way."""
     import torch

@@ -79,6 +79,11 @@ class Together:
                 group["lr"] = rate(group["peak"])
             part.step()
 
+    def forget(self) -> None:
+        """Drop all momenta, as if nothing had been trained yet."""
+        for part in self.parts:
+            part.state.clear()
+
     def state_dict(self) -> list[dict[str, Any]]:
         return [part.state_dict() for part in self.parts]
 

@@ -34,6 +34,11 @@ def _known(shares: dict[str, float], known: tuple[str, ...], what: str) -> dict[
     return shares
 
 
+def _rising(ends: list[float], what: str) -> None:
+    if ends != sorted(set(ends)) or ends[-1] != 1.0:
+        raise ValueError(f"`until` of the {what} must rise and end at 1.0")
+
+
 class Stage(_Strict):
     """One part of the curriculum: up to share `until` of all steps, rows have one of `lengths` and these kinds.
 
@@ -57,9 +62,17 @@ class Stage(_Strict):
         return _known(shares, ROW_KINDS, "row kind")
 
 
-class Optimiser(_Strict):
-    """AdamW with linear warm-up and a cosine down to `final_lr_share` of the peak.
+class Cycle(_Strict):
+    """One warm-up and fall of the learning rate, up to share `until` of all steps, from `peak` times the optimiser's peak."""
 
+    until: Annotated[float, Field(gt=0, le=1)]
+    peak: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Optimiser(_Strict):
+    """AdamW with linear warm-up and a cosine down to `final_lr_share` of the peak, once or in `cycles`.
+
+    A cycle starts with a fresh optimiser: a recipe that is made longer by one leaves its first part as it was, bit for bit.
     With `matrix_lr`, linear maps inside the model are trained by Muon at that peak, all else by AdamW at `lr`.
     """
 
@@ -70,6 +83,13 @@ class Optimiser(_Strict):
     warmup_steps: Annotated[int, Field(ge=1)] = 100
     final_lr_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     clip: Annotated[float, Field(gt=0)] = 1.0
+    cycles: Annotated[list[Cycle], Field(min_length=1)] = [Cycle(until=1.0)]
+
+    @field_validator("cycles")
+    @classmethod
+    def _cycles_in_order(cls, cycles: list[Cycle]) -> list[Cycle]:
+        _rising([cycle.until for cycle in cycles], "cycles")
+        return cycles
 
 
 class Recipe(_Strict):
@@ -103,9 +123,7 @@ class Recipe(_Strict):
 
     @model_validator(mode="after")
     def _stages_in_order(self) -> Recipe:
-        ends = [stage.until for stage in self.stages]
-        if ends != sorted(set(ends)) or ends[-1] != 1.0:
-            raise ValueError("`until` of the stages must rise and end at 1.0")
+        _rising([stage.until for stage in self.stages], "stages")
         if self.longest < SHORTEST_LONGEST:
             raise ValueError(f"the longest rows must have at least {SHORTEST_LONGEST} tokens: the card's figures need that room")
         if self.batch_tokens < self.longest:
@@ -120,6 +138,16 @@ class Recipe(_Strict):
     def stage_at(self, step: int) -> Stage:
         share = step / self.steps
         return next((stage for stage in self.stages if share < stage.until), self.stages[-1])
+
+    def cycle_at(self, step: int) -> tuple[int, int, float]:
+        """First step, end and peak of the cycle that a step lies in."""
+        start = 0
+        for cycle in self.optimiser.cycles:
+            end = round(cycle.until * self.steps)
+            if step < end:
+                break
+            start = end
+        return start, end, cycle.peak
 
     def diet(self, stage: Stage) -> Diet:
         return Diet(
@@ -138,6 +166,8 @@ class Recipe(_Strict):
             del content["initial_std"]
         if self.optimiser.matrix_lr is None:
             del content["optimiser"]["matrix_lr"]
+        if self.optimiser.cycles == [Cycle(until=1.0)]:
+            del content["optimiser"]["cycles"]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 

@@ -40,8 +40,9 @@ def one_pace(threads: int) -> Iterator[None]:
 def learning_rate(recipe: Recipe, step: int, peak: float) -> float:
     """A pure function of the step: nothing to save in a checkpoint."""
     o = recipe.optimiser
-    warm = min(1.0, (step + 1) / o.warmup_steps)
-    cosine = 0.5 * (1 + math.cos(math.pi * step / recipe.steps))
+    start, end, share = recipe.cycle_at(step)
+    warm = share * min(1.0, (step - start + 1) / o.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - start) / (end - start)))
     return peak * warm * (o.final_lr_share + (1 - o.final_lr_share) * cosine)
 
 
@@ -58,6 +59,8 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     loss = (each * weights.flatten()).sum() / weights.sum()
+    if step == recipe.cycle_at(step)[0]:
+        optimiser.forget()
     optimiser.zero_grad()
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimiser.clip)
