@@ -69,20 +69,10 @@ def load(out: Path, recipe: Recipe, model: Any, optimiser: Any) -> Progress:
     return Progress(**state["progress"])
 
 
-def _refuse_strangers(out: Path) -> None:
-    if (out / FINISHED).exists():
-        raise ZooError(f"{out} holds a finished model; choose another --out, or remove it first")
-    if out.is_dir() and not (out / CHECKPOINT).exists():
-        strangers = sorted(entry.name for entry in out.iterdir() if entry.name not in (f"{CHECKPOINT}.tmp", LOCK))
-        if strangers:
-            raise ZooError(f"{out} holds other files ({', '.join(strangers[:3])}); choose an empty directory")
-
-
 @contextmanager
 def claimed(out: Path) -> Iterator[None]:
     """Own the output directory while training: made if missing, left as it was if it holds other things or is in use."""
     try:
-        _refuse_strangers(out)
         out.mkdir(parents=True, exist_ok=True)
         lock = (out / LOCK).open("a")
     except OSError as error:
@@ -93,7 +83,11 @@ def claimed(out: Path) -> Iterator[None]:
         except OSError:
             raise ZooError(f"another training is writing into {out}; wait for it or choose another --out") from None
         try:
-            _refuse_strangers(out)  # again: another training may have ended just now
+            if (out / FINISHED).exists():
+                raise ZooError(f"{out} holds a finished model; choose another --out, or remove it first")
+            strangers = sorted(entry.name for entry in out.iterdir() if entry.name not in (f"{CHECKPOINT}.tmp", LOCK))
+            if strangers and CHECKPOINT not in strangers:
+                raise ZooError(f"{out} holds other files ({', '.join(strangers[:3])}); choose an empty directory")
             yield
         finally:
             (out / LOCK).unlink(missing_ok=True)
