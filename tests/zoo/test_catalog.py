@@ -13,11 +13,12 @@ from needlework.zoo.errors import ZooError
 
 SHIPPED = sorted(zoo.catalog())
 MISSING_PART = {"tiny-mamba": {"ablate_attention()"}, "tiny-transformer": {"ablate_recurrent()"}}  # the two controls
+NOT_LEARNT_YET = {"tiny-granite"}  # docs/log.md says why
 each_model = pytest.mark.parametrize("name", SHIPPED)
 
 
 def test_every_recipe_has_its_model() -> None:
-    assert tuple(SHIPPED) == recipes.builtin()
+    assert {*SHIPPED, *NOT_LEARNT_YET} == {*recipes.builtin()}
 
 
 def test_the_controls_saw_the_same_documents_for_as_long() -> None:
