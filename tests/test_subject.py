@@ -14,6 +14,8 @@ import needlework as nw
 class Letters:
     """The smallest tokenizer: one token a letter."""
 
+    all_special_ids: tuple[int, ...] = (1,)
+
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [1] * add_special_tokens + [ord(c) - 90 for c in text]}
 
@@ -121,6 +123,21 @@ def test_texts_go_through_the_tokenizer() -> None:
     assert subject.generate(["abcab"], max_new_tokens=3, stop=[stop])[0].finish == "stop"
     with pytest.raises(nw.NeedleworkError, match="a stop must be one token"):
         subject.generate(["abc"], stop=["ab"])
+
+
+def test_the_special_token_that_ends_an_answer_is_not_part_of_its_text() -> None:
+    """Left in, "... on a sunny day.<|im_end|>" is not the needle "... on a sunny day."."""
+    letters = Letters()
+    subject = nw.wrap(cases.build("llama"), letters)
+    tokens = subject.generate(["abcab"], max_new_tokens=3)[0].tokens
+    last = next(i for i, token in enumerate(tokens) if token not in tokens[:i] and i)
+    stop, before = letters.decode(tokens[last : last + 1]), letters.decode(tokens[:last])
+    assert subject.generate(["abcab"], max_new_tokens=3, stop=[stop])[0].text == before + stop, "a stop of one's own is said"
+    letters.all_special_ids = (tokens[last], tokens[0])
+    ended = subject.generate(["abcab"], max_new_tokens=3, stop=[stop])[0]
+    assert ended.tokens == tokens[: last + 1]
+    assert ended.text == before, "only the last one is left out, and the tokens are whole"
+    assert subject.generate(["abcab"], max_new_tokens=3)[0].text == letters.decode(tokens), "what did not end it is said"
 
 
 def test_the_parts_stay_within_reach() -> None:

@@ -120,7 +120,13 @@ class Subject:
         self.body.means[means.hash] = means.tensors
 
     def _with_text(self, answer: Answer) -> Answer:
-        return answer if self.tokenizer is None else answer.with_text(self.tokenizer.decode(answer.tokens))
+        if self.tokenizer is None:
+            return answer
+        said = answer.tokens
+        # The special token that ended the answer was not said: left in, it would stick to the last word.
+        if answer.finish == "stop" and said[-1] in self.tokenizer.all_special_ids:
+            said = said[:-1]
+        return answer.with_text(self.tokenizer.decode(said))
 
     def _stops(self, stop: Sequence[int | str]) -> frozenset[int]:
         ends = set()

@@ -233,8 +233,8 @@ def test_a_store_of_other_semantics_or_schema_is_refused(
     plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go(plan_file, tmp_path / "out")
-    monkeypatch.setattr(run, "SEMANTICS_VERSION", 2)
-    with pytest.raises(NeedleworkError, match="semantics version 1, this is version 2"):
+    monkeypatch.setattr(run, "SEMANTICS_VERSION", 3)
+    with pytest.raises(NeedleworkError, match="semantics version 2, this is version 3"):
         go(plan_file, tmp_path / "out")
     monkeypatch.undo()
     store = Store(tmp_path / "out")

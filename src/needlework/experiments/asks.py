@@ -16,7 +16,7 @@ from needlework.requests import Request, sample_key
 from needlework.tasks.base import Item, Mode
 
 # Rises when an intervention, a phase, a task's prompt or a score changes its meaning: old answers are then no answers.
-SEMANTICS_VERSION = 1
+SEMANTICS_VERSION = 2
 
 Key = tuple[str, str, str]  # experiment, task, trial id: a row of one model
 
