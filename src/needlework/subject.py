@@ -73,7 +73,7 @@ class Subject:
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
         """Answers to requests, in order, with their text."""
         answers: dict[int, Answer] = dict(self.engine.run(requests))
-        return [self._with_text(answers[i]) for i in range(len(requests))]
+        return [self.with_text(answers[i]) for i in range(len(requests))]
 
     def logits(
         self,
@@ -119,7 +119,8 @@ class Subject:
         """Make calibrated means (`nw.calibrate`, `nw.Means.load`) known to interventions that name their hash."""
         self.body.means[means.hash] = means.tensors
 
-    def _with_text(self, answer: Answer) -> Answer:
+    def with_text(self, answer: Answer) -> Answer:
+        """An answer of the engine with what was said."""
         if self.tokenizer is None:
             return answer
         said = answer.tokens

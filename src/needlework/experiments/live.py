@@ -85,9 +85,8 @@ class LiveActor:
         self.subject, self.model = subject, model
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        decode = self.subject.tokenizer.decode
         for i, answer in self.subject.engine.run(requests):
-            yield i, answer.with_text(decode(answer.tokens))
+            yield i, self.subject.with_text(answer)
 
     def scores(self, asked: Sequence[tuple[Request, Options]]) -> Iterator[tuple[int, Scored]]:
         from needlework.engine.scoring import choices
