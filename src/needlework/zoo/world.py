@@ -35,7 +35,7 @@ from needlework.zoo.needles import (
     sentence,
 )
 from needlework.zoo.recall import copying, key_values, phone_book
-from needlework.zoo.sample import BOS_OFFSET, EVAL_SPLIT, TRAIN_SPLIT, Sample, Span, Stream, Words
+from needlework.zoo.sample import BOS_OFFSET, EVAL_SPLIT, Sample, Span, Stream, Words
 from needlework.zoo.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
 
 __all__ = [
@@ -51,7 +51,6 @@ __all__ = [
     "RELATION_NAMES",
     "SUBJECTS",
     "SUBJECT_NAMES",
-    "TRAIN_SPLIT",
     "UNK",
     "VOCABULARY",
     "WORD_ID",
