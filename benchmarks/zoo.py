@@ -3,7 +3,8 @@
     python benchmarks/zoo.py [--rows 16] [--length 256] [--steps 3] [--samples 1000]
 
 Both sides of the throughput do the forward and backward passes of one recipe on the same documents with the same thread
-count; only the scans differ.
+count; only the scans differ. `free_scan` is stock transformers with RecurrentGemma's loop over tokens left out: how far any
+faster scan could get.
 Cards are measured on held-out samples of another seed. Exit code 1 if a goal is missed.
 """
 
@@ -13,10 +14,12 @@ import argparse
 import json
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import torch
+from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from needlework import zoo
 from needlework.subjects.seams import fast_kernels
@@ -49,6 +52,15 @@ def seconds_per_step(model: Any, ids: torch.Tensor, steps: int) -> float:
     return min(times)
 
 
+def free_scan() -> AbstractContextManager[Any]:
+    """Stock RecurrentGemma whose recurrence costs nothing (and does nothing)."""
+
+    def passed_on(self: Any, hidden_states: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden_states, hidden_states[:, -1]
+
+    return patch.object(RecurrentGemmaRglru, "_rnn_scan", passed_on)
+
+
 def compare(name: str, rows: int, length: int, steps: int, threads: int) -> dict[str, Any]:
     recipe = recipes.find(name)
     array, _ = documents.batch(0, 0, rows, length, recipe.diet(recipe.stages[-1]))
@@ -56,7 +68,9 @@ def compare(name: str, rows: int, length: int, steps: int, threads: int) -> dict
     model = build.model(recipe).train()
     rates = {}
     with one_pace(threads):
-        for side, scope in (("needlework", fast_kernels(model)), ("transformers", nullcontext())):
+        sides = {"needlework": fast_kernels(model), "transformers": nullcontext()}
+        sides |= {"free_scan": free_scan()} if name == "tiny-griffin" else {}
+        for side, scope in sides.items():
             with scope:
                 if side == "needlework":
                     seconds_per_step(model, ids[:2, :32], 1)  # compiles

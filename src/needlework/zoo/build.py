@@ -46,12 +46,20 @@ def model(recipe: Recipe) -> Any:
         raise ZooError(f"recipe {recipe.name}: {recipe.architecture} refuses this config: {error}") from None
     with torch.no_grad():
         for part, std in recipe.initial_std.items():
-            chosen = [p for name, p in made.named_parameters() if part in name and p.ndim > 1]
-            if not chosen:
-                raise ZooError(f"recipe {recipe.name}: initial_std names {part!r}, and no matrix of the model is called so")
-            for weight in chosen:
+            for weight in _named(made, recipe, "initial_std", part, vectors=False):
                 weight.mul_(std / weight.std())
+        for part, (first, last) in recipe.initial_range.items():
+            for weight in _named(made, recipe, "initial_range", part, vectors=True):
+                weight.copy_(torch.linspace(first, last, len(weight)))
     return made
+
+
+def _named(made: Any, recipe: Recipe, key: str, part: str, *, vectors: bool) -> list[Any]:
+    chosen = [p for name, p in made.named_parameters() if part in name and (p.ndim == 1) == vectors]
+    if not chosen:
+        kind = "vector" if vectors else "matrix"
+        raise ZooError(f"recipe {recipe.name}: {key} names {part!r}, and no {kind} of the model is called so")
+    return chosen
 
 
 def parameter_count(built: Any) -> int:

@@ -98,7 +98,8 @@ class Recipe(_Strict):
     `config` is handed to the class's own configuration; vocabulary size and special token ids are filled in.
     `initial_std` sets how large parameters start, by a part of their name; the class decides about all others. Where all
     start at 1/sqrt(width), attention and feed-forward layers write ten times as much into the residual stream as embeddings
-    and convolutions do, and tokens are lost in it.
+    and convolutions do, and tokens are lost in it. `initial_range` does the same for vectors: their entries start evenly
+    spaced between two ends (a state-space layer's `dt_bias`, say, which decides how far back each of its heads can see).
     Training is done on one thread unless `threads` says otherwise: sums depend on the thread count, weights too.
     """
 
@@ -107,6 +108,7 @@ class Recipe(_Strict):
     architecture: str
     config: dict[str, Any]
     initial_std: dict[str, Annotated[float, Field(gt=0)]] = {}
+    initial_range: dict[str, tuple[float, float]] = {}
     stages: Annotated[list[Stage], Field(min_length=1)]
     items: dict[str, Share] = Field(default_factory=lambda: dict(ITEM_SHARES))
     answer_weight: Annotated[float, Field(gt=0)] = 4.0
@@ -162,8 +164,9 @@ class Recipe(_Strict):
     def hash(self) -> str:
         """12 hex digits over all that decides the weights; the name and the description do not."""
         content = {**self.model_dump(mode="json", exclude={"name", "about"}), "data_version": DATA_VERSION}
-        if not self.initial_std:  # says nothing, so it names nothing
-            del content["initial_std"]
+        for unsaid in ("initial_std", "initial_range"):  # says nothing, so it names nothing
+            if not content[unsaid]:
+                del content[unsaid]
         if self.optimiser.matrix_lr is None:
             del content["optimiser"]["matrix_lr"]
         if self.optimiser.cycles == [Cycle(until=1.0)]:
