@@ -101,6 +101,19 @@ def test_a_recipe_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
     assert recipes.find(tmp_path / "mine.yaml") == recipes.checked(GOOD, "mine")
 
 
+def test_a_recipe_can_take_over_the_training_of_another(tmp_path: Path) -> None:
+    model = {key: GOOD[key] for key in ("name", "architecture", "config")}
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({**model, "trained_like": "tiny-transformer", "steps": 7}))
+    mine, theirs = recipes.find(tmp_path / "mine.yaml"), recipes.find("tiny-transformer")
+    assert (mine.stages, mine.items, mine.optimiser) == (theirs.stages, theirs.items, theirs.optimiser)
+    assert (mine.answer_weight, mine.batch_tokens) == (theirs.answer_weight, theirs.batch_tokens)
+    assert (mine.steps, mine.config, mine.initial_std) == (7, GOOD["config"], {})
+    written_out = recipes.checked(yaml.safe_load(mine.to_yaml()), "again")
+    assert written_out.hash() == mine.hash()  # whichever way it was said
+    with pytest.raises(ZooError, match="trained_like names no built-in recipe: did you mean 'tiny-jamba'"):
+        recipes.checked({**model, "trained_like": "tiny-jambo"}, "mine")
+
+
 def test_the_hash_follows_what_decides_the_weights() -> None:
     recipe = recipes.checked(GOOD, "mine")
     assert recipe.hash() == "2a7a2b459b45"

@@ -18,6 +18,7 @@ from needlework.zoo.needles import RELATION_NAMES
 Share = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 SHORTEST_ROW = 48  # the longest single item of a short row must have room
+TRAINING = ("stages", "items", "answer_weight", "batch_tokens", "steps", "optimiser")  # all but the model and its seed
 SHORTEST_LONGEST = 128  # cards ask for a needle among eight others, and read four of them twice
 
 
@@ -193,11 +194,22 @@ def _explain(error: ValidationError, source: str) -> ZooError:
     return ZooError(f"{source}: " + "; ".join(lines))
 
 
+def _with_training(content: dict[Any, Any], source: str) -> dict[Any, Any]:
+    """`trained_like: NAME` stands for what that built-in recipe says of its training; what a recipe says itself goes first."""
+    if "trained_like" not in content:
+        return content
+    own = {key: value for key, value in content.items() if key != "trained_like"}
+    name = content["trained_like"]
+    if name not in builtin():
+        raise ZooError(f"{source}: trained_like names no built-in recipe: {did_you_mean(str(name), builtin())}")
+    return {**find(name).model_dump(include=set(TRAINING)), **own}
+
+
 def checked(content: Any, source: str) -> Recipe:
     if not isinstance(content, dict):
         raise ZooError(f"{source}: a recipe is a mapping of keys to values; see an existing one for its shape")
     try:
-        return Recipe.model_validate(content)
+        return Recipe.model_validate(_with_training(content, source))
     except ValidationError as error:
         raise _explain(error, source) from None
 
