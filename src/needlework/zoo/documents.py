@@ -98,7 +98,11 @@ class _Row:
 
 
 def _hidden(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Needle]:
-    """Needles for one document: mostly of one relation; else mixed, and then one name may hold several values."""
+    """Needles for one document: mostly of one relation; else mixed, and then one name may hold several values.
+
+    At most one for each name, and fewer of a relation that has few values: a long document has more haystack instead.
+    """
+    count = min(count, len(w.NAMES))
     if stream.chance(ONE_RELATION_SHARE):
         kinds = [stream.pick(relations)] * count
         names = stream.some(w.NAMES, count)
@@ -108,7 +112,7 @@ def _hidden(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Need
     hidden: dict[tuple[str, str], Needle] = {}
     for kind, name in zip(kinds, names, strict=True):
         taken = [needle.value for needle in hidden.values() if needle.relation == kind]
-        if len(taken) < len(RELATIONS[kind].values):
+        if len(taken) < RELATIONS[kind].most:
             hidden[kind, name] = Needle(kind, name, fresh_values(stream, kind, 1, taken)[0])
     return list(hidden.values())
 
@@ -172,7 +176,7 @@ def _any_pairs_row(stream: Stream, row: _Row) -> None:
 def _recall_row(stream: Stream, row: _Row, kind: str, items: dict[str, float]) -> None:
     """A phone book or a text to copy; what room is left is filled with small texts."""
     if kind == "phone":
-        entries = max(1, stream.between(1, (row.room - 4) // 22))
+        entries = max(1, stream.between(1, min(len(w.NAMES), (row.room - 4) // 22)))
         row.add_series(recall.phone_book(stream, entries, max(1, min(entries, (row.room - 4 - 6 * entries) // 17))))
     else:
         row.add_sample(recall.copying(stream, stream.between(4, min(60, (row.room - 6) // 2))))

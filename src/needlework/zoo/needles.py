@@ -12,6 +12,7 @@ from needlework.zoo.sample import Sample, Span, Stream, Words
 LAYOUTS = ("plain", "jrt", "question_first")
 FACT_SHARE = 0.2  # of haystack sentences that state a fact of the fixed world
 SHORTEST_SENTENCE = 6
+ABSENT_VALUES = 3  # that a forced choice sets against the true one
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class Relation:
     questions: tuple[tuple[str, ...], ...]
     values: Words
     length: int
+
+    @property
+    def most(self) -> int:
+        """How many needles of this kind a document can hold so that enough values stay absent from it."""
+        return len(self.values) ** self.length - ABSENT_VALUES
 
 
 def _relation(name: str, sentence: str, questions: str, values: Words, length: int) -> Relation:
@@ -205,14 +211,14 @@ def ask(
         spans.append(Span("value", start + len(text) - len(needle.value), start + len(text)))
         prompt += words
     prompt += ["quote" if quote else "answer", ":"]
-    others = [n.value for n in place.needles if n.relation == needle.relation and n != needle]
+    told = [n.value for n in place.needles if n.relation == needle.relation]
     return Sample(
         task="niah",
         prompt=tuple(prompt),
         target=tuple(text) if quote else needle.value,
         spans=tuple(spans),
-        distractors=tuple(dict.fromkeys(v for v in others if v != needle.value)),
-        absent=tuple(fresh_values(stream, needle.relation, 3, [n.value for n in place.needles])),
+        distractors=tuple(dict.fromkeys(v for v in told if v != needle.value)),
+        absent=tuple(fresh_values(stream, needle.relation, ABSENT_VALUES, told)),
         relation=needle.relation,
         key=needle.name,
         form=f"{'quote' if quote else 'question'}-{form}",
