@@ -95,6 +95,8 @@ _SILENCED_ROWS = {"ablate_attention()": "no heads", "keep_heads(fraction=0.15)":
 def zoo_table(entries: Mapping[str, Any]) -> Table:
     """One column a model: eighty columns of a terminal hold six of them."""
     rows = Table(title="the zoo: % right of held-out questions (n and intervals: `--json`, cards)", title_justify="left")
+    rows.caption = "and smollm2-135m, a pretrained Transformer: needlework\\[smollm2]"
+    rows.caption_justify = "left"
     rows.add_column("")
     for name in entries:
         rows.add_column(name.replace("-", "-\n"), justify="right")
