@@ -129,7 +129,7 @@ def train(
     from needlework.zoo.train import train as run
 
     record = run(recipe, out, steps=steps, seed=seed)
-    Console().print(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}")
+    Console().print(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", markup=False)
 
 
 @command("needlework plan plans/02-head-sparsification.yaml")

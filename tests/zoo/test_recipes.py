@@ -59,6 +59,9 @@ def test_the_paper_classes_are_all_there() -> None:
         ({"optimiser": {"lr": 1e-3, "betas": [1.5, 0.9]}}, "optimiser.betas.0: Input should be less than 1"),
         ({"name": "a/b"}, "name"),
         ({"steps": 0}, "steps"),
+        ({"seed": 20241117123456}, "seed: Input should be less than"),
+        ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
+        ({"optimiser": {"lr": float("inf")}}, "optimiser.lr: Input should be a finite number"),
         ({"optimiser": {}}, "optimiser.lr"),
         ({"optimiser": {"lr": 1e-3, "cycles": [{"until": 0.5}]}}, "cycles must rise and end at 1.0"),
     ],
@@ -94,6 +97,18 @@ def test_unknown_names_and_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "broken.yaml").write_text("a: [1\n")
     with pytest.raises(ZooError, match="not valid YAML"):
         recipes.find(tmp_path / "broken.yaml")
+
+
+def test_a_number_may_be_written_as_people_write_it(tmp_path: Path) -> None:
+    """YAML 1.1 takes 1e-6 for text; a class of transformers would then refuse its own kind of number."""
+    text = yaml.safe_dump(with_change(config={**GOOD["config"], "rms_norm_eps": "SMALL"}))
+    (tmp_path / "mine.yaml").write_text(text.replace("SMALL", "1e-6"))
+    assert recipes.find(tmp_path / "mine.yaml").config["rms_norm_eps"] == 1e-6
+    build.model(recipes.find(tmp_path / "mine.yaml"))
+
+
+def test_classes_by_another_kind_of_name_are_known() -> None:
+    assert build.model_class("GPT2LMHeadModel").__name__ == "GPT2LMHeadModel"
 
 
 def test_a_recipe_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:

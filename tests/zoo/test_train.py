@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from needlework.subjects.seams import fast_kernels
-from needlework.zoo import build, card, checkpoints, effects, optimisers, recipes
+from needlework.zoo import build, card, checkpoints, effects, optimisers, recipes, rehearsal
 from needlework.zoo.errors import ZooError
 from needlework.zoo.train import learning_rate, one_pace, train, train_step
 
@@ -183,6 +184,42 @@ def test_a_read_only_directory_is_refused(recipe_file: Path, tmp_path: Path) -> 
     (tmp_path / "locked").mkdir(mode=0o500)
     with pytest.raises(ZooError, match="cannot write into"):
         train(recipe_file, tmp_path / "locked", **QUICK)
+
+
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "message"),
+    [
+        ("RobertaForCausalLM", {**SMALL, "intermediate_size": 16, "max_position_embeddings": 300}, "sees words that come later"),
+        ("OPTForCausalLM", {**SMALL, "ffn_dim": 16, "max_position_embeddings": 128}, "not measured afterwards.*256 tokens"),
+    ],
+)
+def test_what_could_not_be_measured_is_not_trained(
+    architecture: str, config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    recipe = recipes.checked({**TINY, "architecture": architecture, "config": config}, "test")
+    with pytest.raises(ZooError, match=message):
+        train(recipe, tmp_path / "out", **QUICK)
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_rehearsal_leaves_the_model_as_it_was(recipe_file: Path) -> None:
+    recipe = recipes.find(recipe_file)
+    model = build.model(recipe).train()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    rehearsal.rehearse(recipe, model)
+    assert model.training
+    assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
+
+
+def test_a_training_that_diverges_stops_and_keeps_its_last_checkpoint(tmp_path: Path) -> None:
+    recipe = recipes.checked({**TINY, "optimiser": {"lr": 1e30, "warmup_steps": 1, "clip": 1e30}}, "test")
+    with pytest.raises(ZooError, match=r"not finite at step \d+.*Lower optimiser.lr"):
+        train(recipe, tmp_path / "out", **{**QUICK, "checkpoint_steps": 1})
+    kept = torch.load(tmp_path / "out" / checkpoints.CHECKPOINT, weights_only=True)
+    assert kept["progress"]["step"] >= 1
 
 
 def test_two_trainings_into_one_directory_are_refused(recipe_file: Path, tmp_path: Path) -> None:

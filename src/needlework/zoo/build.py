@@ -13,8 +13,10 @@ _FILLED_IN = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 
 def model_class(architecture: str) -> Any:
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    known = [name for name in dir(transformers) if name.endswith("ForCausalLM")]
+    suffixed = {name for name in dir(transformers) if name.endswith("ForCausalLM")}
+    known = sorted(suffixed | {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
     if architecture not in known:
         raise ZooError(f"unknown architecture {architecture!r} in transformers: {did_you_mean(architecture, known)}")
     return getattr(transformers, architecture)

@@ -21,7 +21,7 @@ ROOM = 40  # words that question and answer need around the context, at most
 Effects = dict[str, dict[str, Figure]]  # intervention -> task -> its figure
 
 
-def measure(folder: Path, longest: int, per_depth: int = 40) -> Effects:
+def measure(folder: Path, longest: int, per_depth: int = 40, per_subject: int | None = None, seed: int = 0) -> Effects:
     """Needles among three distractors and closed-book facts under every condition that this model has the parts for."""
     from needlework.interventions import parse
     from needlework.subject import load
@@ -29,18 +29,18 @@ def measure(folder: Path, longest: int, per_depth: int = 40) -> Effects:
 
     subject = load(folder)
     niah = {"kind": "niah", "lengths": [longest - ROOM], "depths": [0, 25, 50, 75, 100], "samples": per_depth, "distractors": 3}
-    tasks = {"niah": make_task(niah), "cloze": make_task({"kind": "cloze"})}
+    tasks = {"niah": make_task(niah), "cloze": make_task({"kind": "cloze", "per_subject": per_subject})}
     found: Effects = {}
     for text in CONDITIONS:
         try:
             parse(text).check(subject.anatomy)
         except NeedleworkError:  # a model without such a part: nothing to silence, nothing to say
             continue
-        found[text] = {name: _figure(subject, task, text) for name, task in tasks.items()}
+        found[text] = {name: _figure(subject, task, text, seed) for name, task in tasks.items()}
     return found
 
 
-def _figure(subject: Any, task: Any, text: str) -> Figure:
+def _figure(subject: Any, task: Any, text: str, seed: int) -> Figure:
     from needlework.interventions import parse
     from needlework.requests import Request
     from needlework.tasks.base import Outcome
@@ -48,7 +48,7 @@ def _figure(subject: Any, task: Any, text: str) -> Figure:
     most, stop = task.ending(subject.tokenizer)
     ends = frozenset() if stop is None else frozenset([subject.tokenizer.convert_tokens_to_ids(stop)])
     act = parse(text)
-    items = list(task.items(subject.tokenizer, 0, subject.anatomy.window, subject.anatomy.max_tokens))
+    items = list(task.items(subject.tokenizer, seed, subject.anatomy.window, subject.anatomy.max_tokens))
     answers = subject.answer([Request(item.prompt, act, max_new_tokens=most, stop=ends, spans=item.spans) for item in items])
     failed = next((answer.error for answer in answers if answer.finish == "failed"), None)
     if failed is not None:  # nothing was measured: not a wrong answer

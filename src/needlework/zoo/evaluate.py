@@ -50,6 +50,11 @@ def _niah(context_tokens: int, distractors: int, layout: str = "plain", quote: b
     return make
 
 
+def _fact(asked: bool) -> Maker:
+    """There are few facts and few ways to ask for one, and training has seen them all: a new sentence stands before each."""
+    return lambda stream: world.cloze(stream, asked=asked, before=world.sentence(stream))
+
+
 def _judge(kind: str) -> Maker:
     return lambda stream: world.judgement(stream, kind)
 
@@ -65,8 +70,8 @@ def suite(longest: int) -> dict[str, Maker]:
         f"niah_{longest}_3_distractors_jrt": _niah((longest - 2 * QUESTION_ROOM) // 2, 3, "jrt"),
         f"niah_{longest}_3_distractors_question_first": _niah(at, 3, "question_first"),
         f"niah_{longest}_3_distractors_quote": _niah(at, 3, quote=True),
-        "cloze_statement": lambda stream: world.cloze(stream, asked=False),
-        "cloze_question": lambda stream: world.cloze(stream, asked=True),
+        "cloze_statement": _fact(asked=False),
+        "cloze_question": _fact(asked=True),
         "letter_choice": lambda stream: world.letter_choice(stream),
         "letter_lookup": lambda stream: world.letter_lookup(stream),
         "acceptability": _judge("acceptability"),

@@ -28,7 +28,7 @@ class Relation:
     @property
     def most(self) -> int:
         """How many needles of this kind a document can hold so that enough values stay absent from it."""
-        return len(self.values) ** self.length - ABSENT_VALUES
+        return int(len(self.values) ** self.length) - ABSENT_VALUES
 
 
 def _relation(name: str, sentence: str, questions: str, values: Words, length: int) -> Relation:

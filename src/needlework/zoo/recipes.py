@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ SHORTEST_LONGEST = 128  # cards ask for a needle among eight others, and read fo
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _known(shares: dict[str, float], known: tuple[str, ...], what: str) -> dict[str, float]:
@@ -115,7 +116,7 @@ class Recipe(_Strict):
     answer_weight: Annotated[float, Field(gt=0)] = 4.0
     batch_tokens: Annotated[int, Field(ge=SHORTEST_ROW)]
     steps: Annotated[int, Field(ge=1)]
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     threads: Annotated[int, Field(ge=1)] = 1
     optimiser: Optimiser
 
@@ -214,10 +215,19 @@ def checked(content: Any, source: str) -> Recipe:
         raise _explain(error, source) from None
 
 
+class _Yaml(yaml.SafeLoader):
+    """Safe YAML in which 1e-6 is a number, as people expect; PyYAML takes it for text unless it is written 1.0e-6."""
+
+
+_Yaml.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
 def read(path: Path) -> Recipe:
     """A recipe from a YAML file of your own."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _Yaml)
     except OSError as error:
         raise ZooError(f"cannot read recipe {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:

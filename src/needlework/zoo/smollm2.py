@@ -66,13 +66,20 @@ def _convert(source: Path, into: Path) -> None:
     tokenizer.save_pretrained(into)
 
 
+def _is_done(target: Path, mark: dict[str, Any]) -> bool:
+    try:
+        told = json.loads((target / COMPLETE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return bool(told == mark)
+
+
 def path() -> Path:
     """The directory of the converted model, made on first use (about a minute, 540 MB)."""
     source = gguf_file()
     mark = {"file": source.name, "bytes": source.stat().st_size}
     target = cache_directory() / NAME
-    done = target / COMPLETE
-    if done.is_file() and json.loads(done.read_text(encoding="utf-8")) == mark:
+    if _is_done(target, mark):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -84,11 +91,13 @@ def path() -> Path:
     try:
         _convert(source, half)
         (half / COMPLETE).write_text(json.dumps(mark), encoding="utf-8")
+        if _is_done(target, mark):  # another process was faster: its copy is as good, and may be in use
+            return target
         shutil.rmtree(target, ignore_errors=True)
         try:
             half.replace(target)
-        except OSError:  # another process was faster: its copy is as good, if it is whole
-            if not done.is_file():
+        except OSError:
+            if not _is_done(target, mark):
                 raise
     finally:
         shutil.rmtree(half, ignore_errors=True)

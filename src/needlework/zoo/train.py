@@ -10,8 +10,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from needlework.zoo import build, card, checkpoints, documents, effects, evaluate, recipes, tokenizer
+from needlework.zoo import build, card, checkpoints, documents, effects, evaluate, recipes, rehearsal, tokenizer
 from needlework.zoo.checkpoints import Progress
+from needlework.zoo.errors import ZooError
 from needlework.zoo.recipes import Recipe
 from needlework.zoo.sample import TRAIN_SPLIT, Stream
 
@@ -59,6 +60,11 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     loss = (each * weights.flatten()).sum() / weights.sum()
+    if not math.isfinite(float(loss.item())):
+        raise ZooError(
+            f"the loss is not finite at step {step}: the training has diverged. Lower optimiser.lr or matrix_lr "
+            "(another recipe, so give another --out)"
+        )
     if step == recipe.cycle_at(step)[0]:
         optimiser.forget()
     optimiser.zero_grad()
@@ -162,6 +168,8 @@ def train(
     model = build.model(chosen)
     optimiser = optimisers.for_model(chosen.optimiser, model)
     with checkpoints.claimed(folder), one_pace(chosen.threads):
+        if not (folder / checkpoints.CHECKPOINT).exists():
+            rehearsal.rehearse(chosen, model)
         with fast_kernels(model):
             done = checkpoints.load(folder, chosen, model, optimiser)
             model.train()
