@@ -42,6 +42,24 @@ def test_it_is_converted_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert (smollm2.path() / "model.safetensors").read_bytes() == b"other weights"
 
 
+def test_a_copy_that_another_process_finished_meanwhile_is_left_alone(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def convert(_: Path, into: Path) -> None:
+        monkeypatch.setattr(smollm2, "_convert", lambda _, into: (into / "theirs").touch())
+        if not (smollm2.cache_directory() / smollm2.NAME).exists():
+            smollm2.path()
+        (into / "ours").touch()
+
+    monkeypatch.setattr(smollm2, "_convert", convert)
+    assert [file.name for file in smollm2.path().iterdir() if file.name != smollm2.COMPLETE] == ["theirs"]
+    assert [folder.name for folder in smollm2.cache_directory().iterdir()] == [smollm2.NAME]
+
+
+def test_a_damaged_mark_means_that_the_cache_is_made_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(smollm2, "_convert", lambda _, into: (into / "model.safetensors").touch())
+    (smollm2.path() / smollm2.COMPLETE).write_text("")
+    assert "bytes" in (smollm2.path() / smollm2.COMPLETE).read_text()
+
+
 def test_a_conversion_that_fails_leaves_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: Path, into: Path) -> None:
         (into / "model.safetensors").write_bytes(b"half")

@@ -257,13 +257,16 @@ def test_an_effect_that_could_not_be_measured_is_not_zero(trained: Path, monkeyp
         effects.measure(trained, 128, per_depth=1)
 
 
-def test_effects_can_be_measured_again(trained: Path, tmp_path: Path) -> None:
+def test_a_card_can_be_measured_again(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "model")
-    card.renew(tmp_path / "model")
-    before, after = (json.loads((folder / checkpoints.FINISHED).read_text()) for folder in (trained, tmp_path / "model"))
-    assert after["figures"] == before["figures"]
-    assert {f["n"] for some in after["effects"].values() for f in some.values()} == {180, 200}
-    assert "(n = 200)" in (tmp_path / "model" / "README.md").read_text()
+    card.renew(tmp_path / "model", samples=QUICK["card_samples"])
+    before, same = (json.loads((folder / checkpoints.FINISHED).read_text()) for folder in (trained, tmp_path / "model"))
+    assert same == before
+    card.renew(tmp_path / "model", samples=50)
+    after = json.loads((tmp_path / "model" / checkpoints.FINISHED).read_text())
+    assert {f["n"] for f in after["figures"].values()} == {50}
+    assert {f["n"] for some in after["effects"].values() for f in some.values()} == {180, 10}
+    assert "(n = 10)" in (tmp_path / "model" / "README.md").read_text()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 from needlework.zoo.checkpoints import FINISHED, Progress
 from needlework.zoo.effects import CONDITIONS, Effects, measure
-from needlework.zoo.evaluate import Figure
+from needlework.zoo.evaluate import Figure, figures_of
 from needlework.zoo.recipes import Recipe
 
 Record = dict[str, Any]
@@ -35,13 +35,17 @@ def record(
         "train_minutes": round(progress.seconds / 60, 1),
         "longest_document_tokens": recipe.longest,
         "versions": versions,
-        "figures": {name: figure.as_dict() for name, figure in measured.items()},
+        "figures": as_dict(measured),
         "effects": as_dicts(effects),
     }
 
 
+def as_dict(figures: dict[str, Figure]) -> dict[str, dict[str, float]]:
+    return {name: figure.as_dict() for name, figure in figures.items()}
+
+
 def as_dicts(effects: Effects) -> dict[str, dict[str, dict[str, float]]]:
-    return {text: {task: figure.as_dict() for task, figure in some.items()} for text, some in effects.items()}
+    return {text: as_dict(some) for text, some in effects.items()}
 
 
 def _figure_rows(figures: dict[str, dict[str, float]]) -> str:
@@ -137,10 +141,12 @@ def _write_record(out: Path, made: Record) -> None:
     half.replace(out / FINISHED)
 
 
-def renew(folder: Path) -> None:
-    """`python -m needlework.zoo.card DIR`: measure again what silencing does to a trained model, and rewrite its card."""
+def renew(folder: Path, samples: int = 1000) -> None:
+    """`python -m needlework.zoo.card DIR`: measure a trained model again, and rewrite its card."""
     made = json.loads((folder / FINISHED).read_text(encoding="utf-8"))
-    made["effects"] = as_dicts(measure(folder, made["longest_document_tokens"]))
+    longest = made["longest_document_tokens"]
+    made["figures"] = as_dict(figures_of(folder, longest, samples))
+    made["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25)))
     _write_record(folder, made)
 
 

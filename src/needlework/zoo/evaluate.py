@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from needlework import stats
@@ -128,6 +129,19 @@ def figures(model: Any, longest: int, n: int, names: Sequence[str] | None = None
         }
     finally:
         model.train(was_training)
+
+
+def figures_of(
+    folder: Path, longest: int, n: int, names: Sequence[str] | None = None, seed: int = 0
+) -> dict[str, Figure]:
+    """The figures of a model on disk."""
+    from transformers import AutoModelForCausalLM
+
+    from needlework.subjects.seams import fast_kernels
+
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with fast_kernels(model):
+        return figures(model, longest, n, names, seed)
 
 
 def probe_names(longest: int) -> tuple[str, ...]:
