@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 export TRANSFORMERS_VERBOSITY := error
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo check test test-fast bench clean
+.PHONY: setup demo docs check test test-fast bench clean
 
 setup: $(STAMP)
 
@@ -28,8 +28,12 @@ $(BROWSER): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/needlework demo --out runs/demo
 
+# README's table and pictures, from the demo; the log's tables of the zoo, from the cards.
+docs: $(BROWSER) demo
+	$(BIN)/python docs/figures.py runs/demo
+
 check: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -26,7 +26,7 @@ def works(plan: Plan) -> list[Work]:
     found = []
     for name in plan.models:
         config = recipes.find(name).config
-        pattern = {"tiny-griffin": (2, 4), "tiny-jamba": (2, 4), "tiny-transformer": (4, 0), "tiny-mamba": (0, 8)}[name]
+        pattern = {"tiny-transformer": (4, 0), "tiny-mamba": (0, 8)}.get(name, (2, 4))
         shape = fakes.anatomy(*pattern, heads=config.get("num_attention_heads", 0))
         shape = type(shape)(**{**vars(shape), "max_tokens": None, "vocabulary": tokenizer.size()})
         found.append(expand(plan, Sketch(Model("zoo:1", name, name), name, "t", shape, tokenizer.build())))
