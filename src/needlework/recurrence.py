@@ -147,11 +147,29 @@ def _each_token_alone(
             for key, value in kwargs.items()
         }
         plain = [None if _is_cache(value) else lone(value, part) for value in args]
-        out = _first(mixer.module.forward(*plain, **named))
+        with _chunks_of_one(mixer.module, cut.device):
+            out = _first(mixer.module.forward(*plain, **named))
         pieces.append(out.reshape(len(chosen), part.stop - part.start, *out.shape[2:]))
     for name, value in zip(mixer.state_names, kept, strict=True):
         setattr(*_holder(mixer.module, name), value)
     return torch.cat(pieces, 1)
+
+
+@contextmanager
+def _chunks_of_one(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Mamba-2 mixers pad every sequence to whole chunks: on a CPU, a lone token need not cost as much as a chunk.
+
+    Libraries for other devices have smallest chunks of their own, so there nothing is changed.
+    """
+    size = getattr(module, "chunk_size", None)
+    if not isinstance(size, int) or device.type != "cpu":
+        yield
+        return
+    try:
+        module.chunk_size = 1  # type: ignore[assignment]
+        yield
+    finally:
+        module.chunk_size = size  # type: ignore[assignment]
 
 
 def _is_cache(value: Any) -> bool:
