@@ -219,3 +219,33 @@ def test_receipts_count_cuts_drops_and_resets(name: str) -> None:
         assert reset.receipt.total("states_cleared", layer=layer) == 1
     assert dropped.receipt.total("blocks_dropped", "prefill") == prompt - 1
     assert dropped.receipt.total("blocks_dropped", layer=layers[0]) == prompt - 1 + len(dropped.tokens)
+
+
+@cases.each(("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2"))
+def test_lone_tokens_are_not_padded_to_a_chunk_and_leave_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mamba-2 pads a sequence to whole chunks, 256 tokens in published models: 255 of 256 for nothing where each stands alone."""
+    subject = cases.subject(name)
+    mixers = [module for module in subject.model.modules() if isinstance(getattr(module, "chunk_size", None), int)]
+    before = [module.chunk_size for module in mixers]
+    assert mixers
+    assert min(before) > 1
+    kind = type(mixers[0])
+    stock = kind.forward
+    seen = []
+
+    def noting(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        seen.append((hidden_states.shape[1], self.chunk_size))
+        if len(seen) == failing:
+            raise RuntimeError("in the middle")
+        return stock(self, hidden_states, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "forward", noting)
+    failing = 0
+    subject.logits(IDS, nw.AblateRecurrent())
+    assert set(seen) == {(IDS.shape[1], before[0]), (1, 1)}
+    seen.clear()
+    failing = 2
+    with pytest.raises(RuntimeError, match="in the middle"):
+        subject.logits(IDS, nw.AblateRecurrent())
+    assert seen[-1] == (1, 1)
+    assert [module.chunk_size for module in mixers] == before
