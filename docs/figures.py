@@ -53,7 +53,7 @@ EFFECTS = {
 
 
 def row(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
@@ -79,6 +79,8 @@ def demo_table(run: Path) -> list[str]:
     found: dict[tuple[str, str, str], dict[str, bool]] = defaultdict(dict)
     store = Store(run)
     for trial in store.trials():
+        if trial.task not in TASKS:
+            continue
         found[trial.model, trial.intervention, trial.task][trial.id] = bool(trial.scores["correct"])
     store.close()
 
@@ -93,7 +95,7 @@ def demo_table(run: Path) -> list[str]:
     for model in MODELS:
         acts = [act for act in CONDITIONS if any((model, act, task) in found for task in TASKS)]
         rows += [[model if act == "none" else "", CONDITIONS[act], *(cell(model, act, t) for t in TASKS)] for act in acts]
-    return [line.replace("|  |", "| |").replace("|  |", "| |") for line in table(["model", "condition", *TASKS.values()], rows)]
+    return table(["model", "condition", *TASKS.values()], rows)
 
 
 def cards() -> list[dict[str, Any]]:
@@ -141,7 +143,7 @@ def main(run: Path) -> None:
     replace(README, demo_table(run))
     replace(LOG, figures_table(cards()))
     replace(LOG, effects_table(cards()))
-    shutil.copy(next(run.rglob("head-sweep.png")), HERE / "head-sweep.png")
+    shutil.copy(run / "figures" / "heads.png", HERE / "head-sweep.png")
     screenshot(run / "report.html", HERE / "report.png")
 
 
