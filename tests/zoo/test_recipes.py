@@ -157,7 +157,7 @@ def test_vectors_start_evenly_spaced_where_the_recipe_says_so() -> None:
     granite = recipes.find("tiny-granite").model_dump()
     spaced = build.model(recipes.checked({**granite, "initial_range": {"dt_bias": (-3.0, 3.0)}}, "test"))
     biases = [p.tolist() for name, p in spaced.named_parameters() if name.endswith("dt_bias")]
-    assert biases == [pytest.approx([-3, -1, 1, 3])] * 4
+    assert biases == [pytest.approx([-3 + 0.4 * i for i in range(16)])] * 4
     plain, ranged = (recipes.checked(with_change(**change), "test") for change in ({}, {"initial_range": {"norm": (1, 2)}}))
     assert recipes.checked(with_change(initial_range={}), "test").hash() == plain.hash() != ranged.hash()
     with pytest.raises(ZooError, match="names 'embed_tokens', and no vector"):
