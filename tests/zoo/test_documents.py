@@ -19,7 +19,7 @@ def only(kind: str) -> Diet:
     return Diet(rows={kind: 1.0}, items=ITEM_SHARES, answer_weight=4.0)
 
 
-@pytest.mark.parametrize("length", [48, 64, 97, 256, 1024, 4096])
+@pytest.mark.parametrize("length", [48, 64, 97, 256, 1024, pytest.param(4096, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_rows_fit_their_length_and_hold_answers(kind: str, length: int) -> None:
     used = answered = 0

@@ -63,6 +63,7 @@ def test_evaluation_shares_no_document_with_training(monkeypatch: pytest.MonkeyP
     assert set(splits) == {"eval"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "told",
     [

@@ -23,6 +23,8 @@ from needlework.zoo import build, card, checkpoints, effects, optimisers, recipe
 from needlework.zoo.errors import ZooError
 from needlework.zoo.train import learning_rate, one_pace, train, train_step
 
+pytestmark = pytest.mark.slow  # whole trainings, however small
+
 TINY: dict[str, Any] = {
     "name": "tiny-test",
     "about": "A model for tests.",
