@@ -16,6 +16,7 @@ from typing import Any
 
 from needlework import stats, zoo
 from needlework.store import Store
+from needlework.zoo import effects
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
@@ -42,13 +43,6 @@ FIGURES = {  # rows of the log's first table -> figures of a card
     "facts: letter of four; letter look-up": ("letter_choice", "letter_lookup"),
     "acceptability; entailment; paraphrase": ("acceptability", "entailment", "paraphrase"),
     "16 pairs; phone book of 8; copying 16": ("recall_16_pairs", "phone_book_8", "copy_16"),
-}
-EFFECTS = {
-    "none": "untouched",
-    "keep_heads(fraction=0.15)": "15 % of the heads, by entropy",
-    "keep_heads(fraction=0.15, by='random')": "15 % of the heads, at random",
-    "ablate_attention()": "no heads",
-    "ablate_recurrent()": "no recurrent memory",
 }
 
 
@@ -124,7 +118,7 @@ def effects_table(records: list[dict[str, Any]]) -> list[str]:
         return "; ".join(f"{percent(f['value'])} [{percent(f['low'], 0)}, {percent(f['high'], 0)}]" for f in shown)
 
     head = ["needles among 3 others (n = 200); facts, top-1 (n = 180)", *(r["name"] for r in records)]
-    return table(head, [[label, *(cell(r, act) for r in records)] for act, label in EFFECTS.items()])
+    return table(head, [[label, *(cell(r, act) for r in records)] for act, label in effects.CONDITIONS.items()])
 
 
 def screenshot(page: Path, picture: Path) -> None:
