@@ -16,7 +16,7 @@ from typing import Any
 
 from needlework.errors import NeedleworkError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FILE_NAME = "run.sqlite"
 LOCK_NAME = "run.lock"
 _SYNC_SECONDS = 0.5  # how often written rows are forced to the disk; the system has them at once
@@ -50,6 +50,12 @@ class Trial:
     receipt: Mapping[str, Any] = field(default_factory=dict)
     prompt_id: str = ""  # hash of the prompt's tokens, spans, twins and options
     versions: str = ""  # which row of the table `versions` made it
+    kind: str = ""  # of its task, whatever name the plan gave the task
+    ability: str = ""  # retrieval | knowledge | perplexity, as the task declares; "" is judged by no rule
+    boundary: str = ""  # who owned the last prompt token: decode | prefill; "" where nothing is decoded
+    scoring: str = ""  # hash of everything that turns its answer into scores; "" for scores of an older version
+    greedy: Sequence[bool] = ()  # of each option: the model would have said it
+    asked: int = 1  # 0: the plan that ran last no longer asks for it, so no report counts it
 
 
 @dataclass(frozen=True)
@@ -69,9 +75,9 @@ class Observation:
 
 Row = tuple[str, str, str, str]  # experiment, model, task, trial id
 
-_JSON = {"spans", "facts", "scores", "logprobs", "margins", "receipt"}
+_JSON = {"spans", "facts", "scores", "logprobs", "margins", "receipt", "greedy"}
 _REAL = {"seconds", "needle_mass", "entropy", "copy_score"}
-_WHOLE = {"seed", "prompt_tokens", "layer", "head", "samples"}
+_WHOLE = {"seed", "prompt_tokens", "layer", "head", "samples", "asked"}
 
 
 def _columns(cls: type) -> str:

@@ -9,8 +9,11 @@ from typing import Any
 
 from needlework.ability.questions import Question
 from needlework.store import Trial
+from needlework.tasks.base import Ability, Mode
 
 EXPERIMENT = "ability"
+KIND = "lm-eval"
+_ABILITIES: dict[Mode, Ability] = {"choices": "knowledge", "perplexity": "perplexity", "generate": ""}
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,9 @@ def row(question: Question, told: Told, model: str, trial: str, intervention: st
         receipt=told.receipt,
         prompt_id=question.digest(),
         versions=versions,
+        kind=KIND,
+        ability=_ABILITIES[question.mode],
+        boundary="decode" if question.mode == "generate" else "",
     )
 
 

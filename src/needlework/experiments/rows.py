@@ -100,4 +100,8 @@ def _row(ask: Ask, home: Home, result: Result, model: str, seconds: float, versi
         receipt=result.receipt or {},
         prompt_id=ask.prompt_id,
         versions=versions,
+        kind=home.task.task.kind,
+        ability=home.task.task.ability,
+        boundary=ask.settings.boundary if ask.settings.mode == "generate" else "",
+        greedy=list(result.outcome.greedy),
     )

@@ -11,6 +11,9 @@ from pydantic import BaseModel, ConfigDict
 from needlework.interventions.acts import Span
 
 Mode = Literal["generate", "choices", "perplexity"]
+# What a task asks for: something that stands in the prompt, something that was learnt in training, text as such; or none
+# of these, in which case its scores are shown and no claim is judged by them.
+Ability = Literal["retrieval", "knowledge", "perplexity", ""]
 
 
 class Tokenizer(Protocol):
@@ -53,6 +56,7 @@ class Task(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: ClassVar[str]  # the name that plans use
     mode: ClassVar[Mode]
+    ability: ClassVar[Ability] = ""
     max_new_tokens: int = 40
     stop: str | None = None  # a text of one token that ends an answer
 

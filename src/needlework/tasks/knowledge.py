@@ -13,7 +13,7 @@ from pydantic import Field
 
 from needlework.errors import NeedleworkError
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
 from needlework.tasks.registry import nearest, task
 from needlework.tasks.scores import begins, choice
 from needlework.zoo import world
@@ -25,6 +25,7 @@ Form = Literal["statement", "question", "both"]
 class Questions(Task):
     """Base: samples of the toy world, turned into items."""
 
+    ability: ClassVar[Ability] = "knowledge"
     shots: int = Field(0, ge=0)  # answered questions of the same kind that come first
 
     def named_samples(self, seed: int) -> Iterator[tuple[str, Sample]]:

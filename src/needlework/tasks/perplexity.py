@@ -16,7 +16,7 @@ from pydantic import Field
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
 from needlework.tasks import haystack, toy
-from needlework.tasks.base import Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
 from needlework.tasks.prompts import token_ids
 from needlework.tasks.registry import task
 from needlework.zoo import world as toy_world
@@ -42,6 +42,7 @@ class Perplexity(Task):
 
     kind = "perplexity"
     mode: ClassVar[Mode] = "perplexity"
+    ability: ClassVar[Ability] = "perplexity"
     world: Literal["auto", "toy", "english"] = "auto"
     text: str | None = None  # pattern of text files; none: toy-world documents or built-in English
     tokens: int | None = Field(None, ge=2)  # of each sample; none: 256, or what the model holds if that is less

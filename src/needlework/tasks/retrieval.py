@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 
 from needlework.errors import NeedleworkError
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import choice
 from needlework.zoo.sample import Stream
@@ -46,6 +46,7 @@ class Draft:
 class Retrieval(Task):
     """Fields of every task that hides something in a context and asks for it."""
 
+    ability: ClassVar[Ability] = "retrieval"
     toy_new_tokens: ClassVar[int] = 12
     world: Literal["auto", "toy", "english"] = "auto"  # auto: the toy language if the tokenizer speaks it
     samples: int = Field(1, ge=1)  # per cell of the task's grid
