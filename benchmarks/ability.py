@@ -32,7 +32,7 @@ BATCH = 32  # of lm-eval's model; its default is 1
 def checkpoint(folder: Path) -> Path:
     from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
-    from needlework.zoo import tokenizer
+    from needlework.toy import tokenizer
 
     torch.manual_seed(0)
     config = RecurrentGemmaConfig(

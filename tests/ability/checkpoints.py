@@ -13,7 +13,7 @@ CHAT = (
 
 
 def save(name: str, folder: Path, chat: bool = False, **changes: Any) -> Path:
-    from needlework.zoo import tokenizer
+    from needlework.toy import tokenizer
     from tiny import build
 
     model = build(name, vocab_size=tokenizer.size(), bos_token_id=1, eos_token_id=2, **changes)

@@ -40,7 +40,8 @@ experiments:
 
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from needlework.zoo import build, recipes, tokenizer
+    from needlework.toy import tokenizer
+    from needlework.zoo import build, recipes
 
     folder = tmp_path_factory.mktemp("live")
     recipe = recipes.find("tiny-griffin")

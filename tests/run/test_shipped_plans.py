@@ -11,7 +11,8 @@ from needlework.experiments.asks import Work
 from needlework.experiments.plan import Model, Plan, load
 from needlework.experiments.sketch import Sketch
 from needlework.experiments.trials import expand
-from needlework.zoo import recipes, smollm2, tokenizer
+from needlework.toy import tokenizer
+from needlework.zoo import recipes, smollm2
 
 FOLDER = Path(__file__).parents[2] / "plans"
 DEMO = FOLDER / "demo.yaml"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from token_kinds import KINDS
 
-from needlework.zoo import tokenizer
+from needlework.toy import tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from token_kinds import make
 from needlework.errors import NeedleworkError
 from needlework.tasks import english, haystack
 from needlework.tasks.prompts import Piece, token_ids
-from needlework.zoo.sample import Stream
+from needlework.toy.sample import Stream
 
 
 @pytest.fixture

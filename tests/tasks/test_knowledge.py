@@ -8,7 +8,7 @@ from token_kinds import make
 
 from needlework.errors import NeedleworkError
 from needlework.tasks import Outcome, make_task
-from needlework.zoo import world
+from needlework.toy import world
 
 CHOICES = ("cloze_choice", "letter", "letter_lookup", "judgements")
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from needlework.tasks import english
 from needlework.tasks.needles import KEY, NEEDLE, OTHERS, QUESTION, VALUE, filled
 from needlework.tasks.retrieval import BASE_LEAD, CHAT_END
-from needlework.zoo.sample import Stream
+from needlework.toy.sample import Stream
 
 CHAT = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} [end]{% endfor %}[bot]"
 KINDS = ("word", "byte", "joined", "unigram")

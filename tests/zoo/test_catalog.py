@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from needlework import zoo
-from needlework.zoo import evaluate, recipes, shelf, world
+from needlework.toy import world
+from needlework.zoo import evaluate, recipes, shelf
 from needlework.zoo.errors import ZooError
 
 SHIPPED = sorted(zoo.catalog())

@@ -7,10 +7,11 @@ import hashlib
 import numpy as np
 import pytest
 
-from needlework.zoo import documents, recall, world
+from needlework.toy import recall, world
+from needlework.toy.sample import Stream
+from needlework.toy.words import LETTERS, NAMES
+from needlework.zoo import documents
 from needlework.zoo.documents import ITEM_KINDS, ITEM_SHARES, ROW_KINDS, Diet
-from needlework.zoo.sample import Stream
-from needlework.zoo.words import LETTERS, NAMES
 
 EVERY = Diet(rows=dict.fromkeys(ROW_KINDS, 1.0), items=ITEM_SHARES, answer_weight=4.0)
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from needlework.zoo import build, documents, evaluate, recipes, world
+from needlework.toy import world
+from needlework.toy.sample import Stream
+from needlework.zoo import build, documents, evaluate, recipes
 from needlework.zoo.evaluate import Figure
-from needlework.zoo.sample import Stream
 
 
 def test_wilson_intervals_by_hand() -> None:

@@ -17,8 +17,8 @@ from typing import Any
 
 from needlework.tasks.knowledge import Questions
 from needlework.tasks.registry import make_task
-from needlework.zoo import world
-from needlework.zoo.sample import Sample
+from needlework.toy import world
+from needlework.toy.sample import Sample
 
 FOLDER = Path(__file__).parent.parent / "lm_tasks"
 SEED = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from needlework.zoo.sample import Stream
+from needlework.toy.sample import Stream
 
 
 def _split(text: str, mark: str = "|") -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """Haystacks: text to hide needles in, from the user's files or from the built-in generator, cut to a number of tokens.
 
-The toy world makes its own (`needlework.zoo.needles.scene`), by the same rule: a needle goes in after a sentence end.
+The toy world makes its own (`needlework.toy.needles.scene`), by the same rule: a needle goes in after a sentence end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from needlework.errors import NeedleworkError
 from needlework.tasks import english
 from needlework.tasks.base import Tokenizer
 from needlework.tasks.prompts import Piece, token_offsets
-from needlework.zoo.sample import Stream
+from needlework.toy.sample import Stream
 
 _END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)""")
 CHARACTERS_PER_TOKEN = 8  # more than in any ordinary tokenizer; too little text is doubled, so this only saves time

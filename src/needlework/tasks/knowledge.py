@@ -16,8 +16,8 @@ from needlework.tasks import toy
 from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
 from needlework.tasks.registry import nearest, task
 from needlework.tasks.scores import begins, choice
-from needlework.zoo import world
-from needlework.zoo.sample import Sample, Stream
+from needlework.toy import world
+from needlework.toy.sample import Sample, Stream
 
 Form = Literal["statement", "question", "both"]
 

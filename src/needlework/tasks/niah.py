@@ -21,8 +21,8 @@ from needlework.tasks.prompts import Piece, token_ids
 from needlework.tasks.registry import task
 from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.scores import begins, graded, holds, words_right
-from needlework.zoo import world as toy_world
-from needlework.zoo.sample import Stream
+from needlework.toy import world as toy_world
+from needlework.toy.sample import Stream
 
 LENGTHS = (250, 677, 1105, 1532, 1959, 2387, 2814, 3241, 3669, 4096)
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)

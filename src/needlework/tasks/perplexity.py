@@ -19,8 +19,8 @@ from needlework.tasks import haystack, toy
 from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
 from needlework.tasks.prompts import token_ids
 from needlework.tasks.registry import task
-from needlework.zoo import world as toy_world
-from needlework.zoo.sample import Stream
+from needlework.toy import world as toy_world
+from needlework.toy.sample import Stream
 
 DEFAULT_TOKENS = 256
 WORDS_PER_NEEDLE = 32  # of a toy document: some haystack, the needle, and its question with the answer

@@ -19,8 +19,8 @@ from needlework.tasks.prompts import Piece
 from needlework.tasks.registry import task
 from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.scores import begins, words_right
-from needlework.zoo import world as toy_world
-from needlework.zoo.sample import Sample, Stream
+from needlework.toy import world as toy_world
+from needlework.toy.sample import Sample, Stream
 
 MOST_OPTIONS = 7  # of values that stand in the list
 

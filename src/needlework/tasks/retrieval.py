@@ -18,7 +18,7 @@ from needlework.tasks import prompts, toy
 from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import choice
-from needlework.zoo.sample import Stream
+from needlework.toy.sample import Stream
 
 Sizes = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
 Layout = Literal["plain", "jrt", "question_first"]

@@ -32,7 +32,7 @@ from needlework.tasks.ruler_riddles import (
     zipf_counts,
 )
 from needlework.tasks.scores import begins, share_found
-from needlework.zoo.sample import Stream
+from needlework.toy.sample import Stream
 
 Variant = Literal["single", "multikey", "multivalue", "multiquery", "variables", "common_words", "frequent_words"]
 LENGTHS = {"english": (512, 1024, 2048, 4096), "toy": (64, 128, 192)}

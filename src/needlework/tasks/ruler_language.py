@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from needlework.tasks import english
-from needlework.zoo import words as w
-from needlework.zoo import world as toy_world
-from needlework.zoo.sample import Stream
+from needlework.toy import words as w
+from needlework.toy import world as toy_world
+from needlework.toy.sample import Stream
 
 # Words that nobody has read before: what frequent words are made of, so that only counting helps.
 COINED = tuple(

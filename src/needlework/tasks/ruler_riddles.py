@@ -9,7 +9,7 @@ from itertools import pairwise
 from needlework.errors import NeedleworkError
 from needlework.tasks.prompts import Piece
 from needlework.tasks.ruler_language import Language
-from needlework.zoo.sample import Stream
+from needlework.toy.sample import Stream
 
 SPARE = 3  # values that stand nowhere in the context
 COMMON_TIMES = 10  # a common word occurs so many times as often as any other

@@ -10,8 +10,8 @@ from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
 from needlework.tasks.base import Item, Tokenizer
 from needlework.tasks.prompts import token_ids
-from needlework.zoo.sample import Sample, Stream, Words
-from needlework.zoo.words import WORD_ID
+from needlework.toy.sample import Sample, Stream, Words
+from needlework.toy.words import WORD_ID
 
 STOP = "."  # ends every answer of the toy language
 

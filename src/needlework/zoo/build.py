@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from needlework.zoo import words as w
+from needlework.toy import words as w
 from needlework.zoo.errors import ZooError, did_you_mean
 from needlework.zoo.recipes import Recipe
 

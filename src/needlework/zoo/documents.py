@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from needlework.zoo import facts, judgements, recall
-from needlework.zoo import words as w
-from needlework.zoo.needles import LAYOUTS, RELATION_NAMES, RELATIONS, Needle, ask, fresh_values, scene, sentence
-from needlework.zoo.sample import TRAIN_SPLIT, Sample, Stream, Words
+from needlework.toy import facts, judgements, recall
+from needlework.toy import words as w
+from needlework.toy.needles import LAYOUTS, RELATION_NAMES, RELATIONS, Needle, ask, fresh_values, scene, sentence
+from needlework.toy.sample import TRAIN_SPLIT, Sample, Stream, Words
 
 # Part of every recipe hash: raise it when the documents of a given (seed, step) change.
 DATA_VERSION = 2

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from needlework import stats
-from needlework.zoo import world
-from needlework.zoo.sample import Sample, Stream
+from needlework.toy import world
+from needlework.toy.sample import Sample, Stream
 
 Maker = Callable[[Stream], Sample]
 QUESTION_ROOM = 24  # words that prompt and answer need around the context, at most

@@ -12,9 +12,9 @@ from typing import Annotated, Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from needlework.toy.needles import RELATION_NAMES
 from needlework.zoo.documents import DATA_VERSION, ITEM_KINDS, ITEM_SHARES, ROW_KINDS, Diet
 from needlework.zoo.errors import ZooError, did_you_mean
-from needlework.zoo.needles import RELATION_NAMES
 
 Share = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]

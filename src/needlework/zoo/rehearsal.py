@@ -7,7 +7,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from needlework.errors import NeedleworkError
-from needlework.zoo import effects, evaluate, tokenizer
+from needlework.toy import tokenizer
+from needlework.zoo import effects, evaluate
 from needlework.zoo.errors import ZooError
 from needlework.zoo.recipes import Recipe
 

@@ -10,11 +10,12 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from needlework.zoo import build, card, checkpoints, documents, effects, evaluate, recipes, rehearsal, tokenizer
+from needlework.toy import tokenizer
+from needlework.toy.sample import TRAIN_SPLIT, Stream
+from needlework.zoo import build, card, checkpoints, documents, effects, evaluate, recipes, rehearsal
 from needlework.zoo.checkpoints import Progress
 from needlework.zoo.errors import ZooError
 from needlework.zoo.recipes import Recipe
-from needlework.zoo.sample import TRAIN_SPLIT, Stream
 
 CHECKPOINT_STEPS = 50
 PROBE_STEPS = 200

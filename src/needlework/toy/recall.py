@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from needlework.zoo import facts
-from needlework.zoo import words as w
-from needlework.zoo.sample import Sample, Span, Stream, Words
+from needlework.toy import facts
+from needlework.toy import words as w
+from needlework.toy.sample import Sample, Span, Stream, Words
 
 PLAIN_WORDS: Words = (*w.THINGS, *w.PLACES, *w.LOOKS, *w.PEOPLE)
 

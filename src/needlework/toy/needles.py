@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from needlework.zoo import words as w
-from needlework.zoo.facts import statement
-from needlework.zoo.sample import Sample, Span, Stream, Words
+from needlework.toy import words as w
+from needlework.toy.facts import statement
+from needlework.toy.sample import Sample, Span, Stream, Words
 
 LAYOUTS = ("plain", "jrt", "question_first")
 FACT_SHARE = 0.2  # of haystack sentences that state a fact of the fixed world

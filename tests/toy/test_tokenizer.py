@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from needlework.zoo import tokenizer, world
-from needlework.zoo.sample import Stream
+from needlework.toy import tokenizer, world
+from needlework.toy.sample import Stream
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from needlework.zoo import words as w
-from needlework.zoo.sample import Sample, Span, Stream, Words
+from needlework.toy import words as w
+from needlework.toy.sample import Sample, Span, Stream, Words
 
 KINDS = ("acceptability", "entailment", "paraphrase")
 _SAME = {a: b for pair in w.SAME_VERBS for a, b in (pair, pair[::-1])}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from needlework.zoo import words as w
-from needlework.zoo.sample import Sample, Stream, Words
+from needlework.toy import words as w
+from needlework.toy.sample import Sample, Stream, Words
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from needlework.zoo.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
+from needlework.toy.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -8,7 +8,7 @@ them is the question around them: form, neighbouring text, wrong options and the
 
 from __future__ import annotations
 
-from needlework.zoo.facts import (
+from needlework.toy.facts import (
     ALL_FACTS,
     SUBJECT_NAMES,
     SUBJECTS,
@@ -18,9 +18,9 @@ from needlework.zoo.facts import (
     letter_lookup,
     statement,
 )
-from needlework.zoo.judgements import KINDS as JUDGEMENTS
-from needlework.zoo.judgements import acceptability, entailment, judgement, paraphrase
-from needlework.zoo.needles import (
+from needlework.toy.judgements import KINDS as JUDGEMENTS
+from needlework.toy.judgements import acceptability, entailment, judgement, paraphrase
+from needlework.toy.needles import (
     LAYOUTS,
     RELATION_NAMES,
     RELATIONS,
@@ -34,9 +34,9 @@ from needlework.zoo.needles import (
     scene,
     sentence,
 )
-from needlework.zoo.recall import copying, key_values, phone_book
-from needlework.zoo.sample import BOS_OFFSET, EVAL_SPLIT, Sample, Span, Stream, Words
-from needlework.zoo.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
+from needlework.toy.recall import copying, key_values, phone_book
+from needlework.toy.sample import BOS_OFFSET, EVAL_SPLIT, Sample, Span, Stream, Words
+from needlework.toy.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
 
 __all__ = [
     "ALL_FACTS",
