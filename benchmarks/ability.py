@@ -75,8 +75,8 @@ def theirs(model: Path, k: int | None) -> dict[str, Any]:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    from needlework.ability.mini import FOLDER
-    from needlework.ability.questions import quiet
+    from needlework.lmeval.mini import FOLDER
+    from needlework.lmeval.questions import quiet
 
     AttentionInterface.register("patched_eager", patched(k))
     AttentionMaskInterface.register("patched_eager", eager_mask)
@@ -88,7 +88,7 @@ def theirs(model: Path, k: int | None) -> dict[str, Any]:
 
 
 def ours(model: Path, acts: list[str]) -> list[Path]:
-    from needlework.ability.evaluate import evaluate
+    from needlework.lmeval.evaluate import evaluate
 
     with tempfile.TemporaryDirectory() as out:
         files = evaluate(model, TASKS, acts, out, limit=LIMIT, progress=False).files
@@ -112,9 +112,9 @@ def agree(folder: Path, found: dict[str, Any]) -> tuple[float, int, int]:
 
 
 def main() -> int:
-    import needlework.harness  # noqa: F401  (both sides need lm-eval: its import is nobody's time)
+    import needlework.lmeval.model  # noqa: F401  (both sides need lm-eval: its import is nobody's time)
+    from needlework.experiments.models import locate
     from needlework.experiments.plan import Model
-    from needlework.experiments.sketch import locate
 
     place = sys.argv[1] if len(sys.argv) > 1 else ""
     model = locate(Model("", place, place)) if place else checkpoint(Path(tempfile.mkdtemp()))
@@ -142,7 +142,7 @@ def main() -> int:
 
 def idle(model: Path) -> list[str]:
     """Four texts that stand for nothing: all heads are kept, by four scores."""
-    from needlework.subjects.load import blueprint
+    from needlework.model.load import blueprint
 
     heads = min(part.query_heads for _, part in blueprint(model).anatomy.attention_parts())
     return [f"keep_heads(k={heads}, by='{by}')" for by in ("entropy", "l2", "norm", "random")]

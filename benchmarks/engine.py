@@ -173,8 +173,8 @@ def fork() -> tuple[float, float]:
     """Memory of 16 forked rows of one 2,048-token prompt against 16 copies."""
     subject = nw.wrap(jamba())
     ids = torch.tensor([grid([2048], [0.5], 600)[0]])
+    from needlework.model.body import Rows
     from needlework.receipts import Tally
-    from needlework.subjects.body import Rows
 
     with subject.body.session():
         memory = subject.body.new_memory(1)

@@ -96,13 +96,13 @@ def time_first(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def selective_sides() -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
     from transformers.models.mamba import modeling_mamba
 
-    from needlework.subjects import seams
+    from needlework.model import patches
 
     stock = modeling_mamba.mamba_selective_scan
     options: dict[str, Any] = {"delta_softplus": True, "return_last_state": True}
     return {
         "loop": lambda **inputs: stock(**inputs, **options),
-        "kernel": lambda **inputs: seams._scan_for(stock)(**inputs, **options),
+        "kernel": lambda **inputs: patches._scan_for(stock)(**inputs, **options),
     }
 
 
@@ -203,7 +203,7 @@ def shares(run: Callable[[], Any]) -> str:
 
 def train(what: str, make: Callable[[], Any], target: float) -> bool:
     """Forward and backward at T = 256, batch 16: tokens a second, stock against `fast_kernels`."""
-    from needlework.subjects.seams import fast_kernels
+    from needlework.model.patches import fast_kernels
 
     torch.manual_seed(0)
     model = make().train()

@@ -24,9 +24,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
 from needlework import zoo
-from needlework.subjects.seams import fast_kernels
-from needlework.zoo import build, documents, effects, evaluate, recipes
-from needlework.zoo.train import one_pace
+from needlework.model.patches import fast_kernels
+from needlework.training import build, documents, effects, evaluate, recipes
+from needlework.training.train import one_pace
 
 SEED = 2  # cards use 0, and what is followed while training 1
 WANTED = {"tiny-griffin": 12.0, "tiny-jamba": 10.0}  # times the tokens per second of stock transformers

@@ -16,7 +16,7 @@ from typing import Any
 
 from needlework import stats, zoo
 from needlework.store import Store
-from needlework.zoo import effects
+from needlework.training import effects
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"

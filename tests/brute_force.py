@@ -1,7 +1,7 @@
 """An independent reference for interventions on attention: plain loops over layers, heads and queries.
 
 It runs the stock model with its own eager attention, reads the probabilities that this returns, and rewrites what each
-head says for each query by itself. It shares no code with `needlework.attention.function`; it knows interventions by their public
+head says for each query by itself. It shares no code with `needlework.model.attention`; it knows interventions by their public
 fields only. Phases are taken from positions: in one full forward, tokens from `prompt_tokens - 1` on count as decoded.
 """
 

@@ -9,8 +9,8 @@ import torch
 
 import cases
 import needlework as nw
-import needlework.attention.function
-from needlework.subjects.probe import attention_switched
+import needlework.model.attention
+from needlework.model.probe import attention_switched
 
 IDS = cases.tokens(2, 21)
 
@@ -49,8 +49,8 @@ def test_all_keys_in_blocks_of_queries_are_stock(name: str, monkeypatch: pytest.
     assert cases.apart(subject.logits(IDS, everything), idle) < 1e-4
     rows, queries = IDS.shape
     heads = max(part.query_heads for _, part in subject.anatomy.attention_parts())
-    monkeypatch.setattr(needlework.attention.function, "CPU_BLOCK_BYTES", 4 * rows * heads * queries * 4)  # 4 queries at a time
-    monkeypatch.setattr(needlework.attention.function, "FEWEST_QUERIES", 1)
+    monkeypatch.setattr(needlework.model.attention, "CPU_BLOCK_BYTES", 4 * rows * heads * queries * 4)  # 4 queries at a time
+    monkeypatch.setattr(needlework.model.attention, "FEWEST_QUERIES", 1)
     assert cases.apart(subject.logits(IDS, everything), idle) < 1e-4
 
 
@@ -59,15 +59,15 @@ def test_small_blocks_are_small(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     """The law above would mean nothing if blocks were not really cut: look at the scores that are computed."""
     cases.subject(name).logits(IDS, nw.LimitContext(tokens=1000))  # the first time, the model is compared with itself too
     widths = []
-    stock = needlework.attention.function.OwnKeys.scores
+    stock = needlework.model.attention.OwnKeys.scores
 
     def scores(self: Any, query: torch.Tensor, first: int, last: int) -> torch.Tensor:
         widths.append((query.shape[2], last - first))
         return stock(self, query, first, last)
 
-    monkeypatch.setattr(needlework.attention.function.OwnKeys, "scores", scores)
-    monkeypatch.setattr(needlework.attention.function, "CPU_BLOCK_BYTES", 4 * 2 * 4 * 21 * 4)
-    monkeypatch.setattr(needlework.attention.function, "FEWEST_QUERIES", 1)
+    monkeypatch.setattr(needlework.model.attention.OwnKeys, "scores", scores)
+    monkeypatch.setattr(needlework.model.attention, "CPU_BLOCK_BYTES", 4 * 2 * 4 * 21 * 4)
+    monkeypatch.setattr(needlework.model.attention, "FEWEST_QUERIES", 1)
     cases.subject(name).logits(IDS, nw.LimitContext(tokens=1000))
     step = 4 if name == "llama" else 9  # a window of 8 leaves room for more queries
     assert max(queries for queries, _ in widths) == step
@@ -83,14 +83,14 @@ def test_long_masks_cut_into_blocks_are_the_same_attention(name: str, monkeypatc
     ids = torch.arange(3, 3 + 45)[None] % 90
     whole = subject.logits(ids)
     calls = []
-    stock = needlework.attention.function.sdpa_attention_forward
+    stock = needlework.model.attention.sdpa_attention_forward
 
     def counted(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
         calls.append((query.shape[2], key.shape[2]))
         return stock(module, query, key, *rest, **options)
 
-    monkeypatch.setattr(needlework.attention.function, "sdpa_attention_forward", counted)
-    monkeypatch.setattr(needlework.attention.function, "SDPA_BLOCK", 4)
+    monkeypatch.setattr(needlework.model.attention, "sdpa_attention_forward", counted)
+    monkeypatch.setattr(needlework.model.attention, "SDPA_BLOCK", 4)
     assert cases.apart(subject.logits(ids), whole) < 1e-5
     assert 4 in {queries for queries, _ in calls}  # blocks were really cut, and saw fewer keys
     assert min(keys for _, keys in calls) < 45

@@ -7,10 +7,10 @@ import torch
 
 import cases
 import needlework as nw
+from needlework.model.memory import Memory
+from needlework.model.probe import run_model
 from needlework.receipts import Tally
 from needlework.requests import Answer
-from needlework.subjects.probe import run_model
-from needlework.subjects.state import Memory
 
 KV, RECURRENT = nw.SwapMemory(half="kv"), nw.SwapMemory(half="recurrent")
 TWINS = [{"twin": cases.TWIN}]

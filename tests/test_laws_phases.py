@@ -9,7 +9,7 @@ import torch
 
 import cases
 import needlework as nw
-import needlework.attention.function
+import needlework.model.attention
 from needlework.requests import Request
 
 DECODE, PREFILL = nw.AblateAttention(phase="decode"), nw.AblateAttention(phase="prefill")
@@ -95,9 +95,9 @@ def test_a_prompt_of_one_token() -> None:
 def test_an_intervention_that_did_nothing_fails_its_trial(act: nw.Intervention, monkeypatch: pytest.MonkeyPatch) -> None:
     """An attention function that ignores its plan: the answer looks fine, the receipt does not."""
     subject = cases.subject("llama")
-    monkeypatch.setattr(needlework.attention.function.LayerPlan, "edit_outputs", lambda self, forward, layer, out, *_: out)
-    monkeypatch.setattr(needlework.attention.function.LayerPlan, "dropped", None, raising=False)
-    monkeypatch.setattr("needlework.recurrence._block_hook", lambda layer: lambda *_: None)
+    monkeypatch.setattr(needlework.model.attention.LayerPlan, "edit_outputs", lambda self, forward, layer, out, *_: out)
+    monkeypatch.setattr(needlework.model.attention.LayerPlan, "dropped", None, raising=False)
+    monkeypatch.setattr("needlework.model.mixers._block_hook", lambda layer: lambda *_: None)
     ignored, plain = subject.generate([cases.PROMPT] * 2, interventions=[act, nw.NONE], max_new_tokens=3)
     assert ignored.finish == "failed"
     assert "should have acted in" in ignored.error
@@ -107,7 +107,7 @@ def test_an_intervention_that_did_nothing_fails_its_trial(act: nw.Intervention, 
 
 def test_a_mixer_that_was_not_cut_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = cases.subject("jamba")
-    monkeypatch.setattr("needlework.recurrence._mixer_hook", lambda mixer, clear: lambda *_: None)
+    monkeypatch.setattr("needlework.model.mixers._mixer_hook", lambda mixer, clear: lambda *_: None)
     answer = subject.generate([cases.PROMPT], nw.AblateRecurrent(), max_new_tokens=2)[0]
     assert answer.finish == "failed"
     assert "states_cut is 0" in answer.error

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import cases
 import needlework as nw
-from needlework.attention import plan as attention_plan
 from needlework.interventions import acts
+from needlework.model import plan as attention_plan
 from needlework.requests import Request
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
@@ -51,8 +51,8 @@ def test_the_choice_hangs_on_no_batch(name: str, draw: str, monkeypatch: pytest.
     batch = subject.generate([cases.TWIN, cases.PROMPT, cases.PROMPT, cases.PROMPT], interventions=others, max_new_tokens=4)
     assert batch[1].tokens == alone.tokens
     assert batch[1].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
-    monkeypatch.setattr("needlework.attention.function.CPU_BLOCK_BYTES", 600)
-    monkeypatch.setattr("needlework.attention.function.FEWEST_QUERIES", 1)
+    monkeypatch.setattr("needlework.model.attention.CPU_BLOCK_BYTES", 600)
+    monkeypatch.setattr("needlework.model.attention.FEWEST_QUERIES", 1)
     assert subject.generate([cases.PROMPT], act, max_new_tokens=4)[0].logprobs == pytest.approx(alone.logprobs, abs=1e-4)
     # `sample` names the trial: with it, one forward and token by token make one choice.
     whole, stepwise = (

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import cases
 import needlework as nw
-from needlework.attention.function import get_current
+from needlework.model.attention import get_current
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 import cases
 import needlework as nw
-from needlework.subjects.load import blueprint
-from needlework.subjects.presets import PRESETS
+from needlework.model.load import blueprint
+from needlework.model.presets import PRESETS
 
 IDS = cases.tokens(1, 12)
 

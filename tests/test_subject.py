@@ -34,7 +34,7 @@ def _no_compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         def forward(*_: Any, **__: Any) -> None:
             raise AssertionError("the model was run")
 
-        monkeypatch.setattr("needlework.subjects.body.run_model", forward)
+        monkeypatch.setattr("needlework.model.body.run_model", forward)
 
 
 def _refused(name: str, act: nw.Intervention, says: str, **options: Any) -> None:

@@ -22,7 +22,7 @@ from needlework.interventions import (
     parse,
     register,
 )
-from needlework.ranking import Ranking
+from needlework.interventions.ranking import Ranking
 
 if TYPE_CHECKING:
     from needlework.calibration import Means, calibrate

@@ -126,7 +126,7 @@ def train(
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's own seed.")] = None,
 ) -> None:
     """Train a zoo recipe or your own. A training that was stopped is taken up again by the same command."""
-    from needlework.zoo.train import train as run
+    from needlework.training.train import train as run
 
     record = run(recipe, out, steps=steps, seed=seed)
     Console().print(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", markup=False)
@@ -207,8 +207,8 @@ def evaluate(
     memory: Memory = None,
 ) -> None:
     """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop."""
-    from needlework.ability.evaluate import evaluate as run
-    from needlework.ability.evaluate import table
+    from needlework.lmeval.evaluate import evaluate as run
+    from needlework.lmeval.evaluate import table
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     found = run(model, names, intervene, out, data=data, paper=paper, limit=limit, memory_bytes=read_bytes(memory))
@@ -221,7 +221,7 @@ def lm_eval(context: typer.Context) -> None:
 
     Example: `needlework lm-eval --model needlework --model_args pretrained=DIR --tasks mini-mmlu`
     """
-    from needlework.harness import main as run
+    from needlework.lmeval.model import main as run
 
     run(context.args)
 

@@ -17,8 +17,8 @@ from needlework.requests import Answer
 
 def anatomy_of(source: str, window: str = "transformers") -> Anatomy:
     """Anatomy of a preset or configuration without weights, or of a model on disk or on the hub."""
+    from needlework.model.load import blueprint, load_body
     from needlework.subject import resolve
-    from needlework.subjects.load import blueprint, load_body
 
     found = resolve(source)
     if Path(found).is_file():  # a GGUF file has no configuration of its own apart from its weights

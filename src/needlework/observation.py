@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from needlework.attention.function import Block, Forward
 from needlework.interventions.acts import Phase
+from needlework.model.attention import Block, Forward
 from needlework.requests import Request
 
 if TYPE_CHECKING:

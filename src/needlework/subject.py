@@ -11,12 +11,12 @@ from torch import Tensor
 
 from needlework.anatomy import Anatomy
 from needlework.engine.engine import Engine
-from needlework.engine.scoring import Scores, choices, logits
+from needlework.engine.score import Scores, choices, logits
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention
+from needlework.model.body import Body, Kernels
 from needlework.requests import Answer, Request
-from needlework.subjects.body import Body, Kernels
 
 Prompt = str | Sequence[int]
 
@@ -172,7 +172,7 @@ def load(
 
     `window="deepmind"` is RecurrentGemma's own rule; `kernels="stock"` leaves transformers' own scans in place.
     """
-    from needlework.subjects.load import load_body
+    from needlework.model.load import load_body
 
     body, tokenizer = load_body(
         resolve(source), device, dtype, device_map, revision, trust_remote_code, window, kernels  # type: ignore[arg-type]
@@ -182,6 +182,6 @@ def load(
 
 def wrap(model: torch.nn.Module, tokenizer: Any = None, *, kernels: Kernels = "fast") -> Subject:
     """A subject around a model that is already in memory."""
-    from needlework.subjects.load import make_body
+    from needlework.model.load import make_body
 
     return Subject(make_body(model, "transformers", kernels), tokenizer)

@@ -13,8 +13,8 @@ from pydantic import Field
 
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
+from needlework.experiments.models import Sketch
 from needlework.experiments.plan import Model
-from needlework.experiments.sketch import Sketch
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
 from needlework.tasks.base import Item, Outcome, Task

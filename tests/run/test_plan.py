@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from needlework.experiments import run
 from needlework.experiments.asks import Settings, item_digest, trial_id
-from needlework.experiments.grid import expand as expand_text
-from needlework.experiments.marked import PlanError
+from needlework.experiments.lines import PlanError
 from needlework.experiments.plan import Model, Plan, load
 from needlework.experiments.trials import expand
 from needlework.interventions import parse
+from needlework.interventions.grid import expand as expand_text
 from needlework.tasks.base import Item
 
 GOOD = """\

@@ -41,7 +41,7 @@ experiments:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from needlework.toy import tokenizer
-    from needlework.zoo import build, recipes
+    from needlework.training import build, recipes
 
     folder = tmp_path_factory.mktemp("live")
     recipe = recipes.find("tiny-griffin")

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from needlework.experiments import grid
 from needlework.experiments.asks import Work
+from needlework.experiments.models import Sketch
 from needlework.experiments.plan import Model, Plan, load
-from needlework.experiments.sketch import Sketch
 from needlework.experiments.trials import expand
+from needlework.interventions import grid
 from needlework.toy import tokenizer
-from needlework.zoo import recipes, smollm2
+from needlework.training import recipes
+from needlework.zoo import smollm2
 
 FOLDER = Path(__file__).parents[2] / "plans"
 DEMO = FOLDER / "demo.yaml"

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from needlework import zoo
+from needlework.errors import ZooError
 from needlework.toy import world
-from needlework.zoo import evaluate, recipes, shelf
-from needlework.zoo.errors import ZooError
+from needlework.training import evaluate, recipes
+from needlework.zoo import shelf
 
 SHIPPED = sorted(zoo.catalog())
 MISSING_PART = {"tiny-mamba": {"ablate_attention()"}, "tiny-transformer": {"ablate_recurrent()"}}  # the two controls

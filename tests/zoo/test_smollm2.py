@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from needlework.errors import ZooError
 from needlework.zoo import smollm2
-from needlework.zoo.errors import ZooError
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def test_the_cache_directory_follows_the_environment(monkeypatch: pytest.MonkeyP
 
 def test_its_name_works_wherever_a_model_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from needlework import zoo
+    from needlework.experiments.models import locate
     from needlework.experiments.plan import Model
-    from needlework.experiments.sketch import locate
     from needlework.subject import resolve
 
     monkeypatch.setattr(smollm2, "_convert", lambda file, into: None)

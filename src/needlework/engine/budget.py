@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from needlework.engine.reading import readings_of
+from needlework.engine.prefill import readings_of
+from needlework.model.body import Body
 from needlework.requests import Prepared
-from needlework.subjects.body import Body
 
 if TYPE_CHECKING:
-    from needlework.engine.decoding import Track
+    from needlework.engine.decode import Track
 
 _ACTIVATIONS = 24  # values kept per token and hidden unit while a layer runs, seen over the families
 

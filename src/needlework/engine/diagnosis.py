@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from needlework.engine.decoding import Track
+from needlework.engine.decode import Track
+from needlework.model.body import Body
 from needlework.receipts import Tally
-from needlework.subjects.body import Body
 
 
 def first_bad_layer(body: Body, track: Track) -> str:

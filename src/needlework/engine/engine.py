@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from needlework.engine.budget import Budget, out_of_memory
-from needlework.engine.decoding import NOT_FINITE, Decoder, Track, choose
+from needlework.engine.decode import NOT_FINITE, Decoder, Track, choose
 from needlework.engine.diagnosis import first_bad_layer
-from needlework.engine.reading import Reader, group, readings_of
+from needlework.engine.prefill import Reader, group, readings_of
+from needlework.model.body import Body
+from needlework.model.memory import Memory
 from needlework.requests import Answer, Prepared, Request, prepare
-from needlework.subjects.body import Body
-from needlework.subjects.state import Memory
 
 logger = logging.getLogger("needlework")
 Batch = list[tuple[int, Prepared]]

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from needlework.experiments.models import Sketch
 from needlework.experiments.plan import Experiment, NamedTask
-from needlework.experiments.sketch import Sketch
 from needlework.interventions import Intervention
 from needlework.interventions.acts import Phase
 from needlework.requests import Request, sample_key

@@ -12,9 +12,8 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments import lm_eval_export
-from needlework.experiments.marked import nearest
 from needlework.store import SCHEMA_VERSION, Observation, Store, Trial
 
 _JSON = ("spans", "facts", "scores", "logprobs", "margins", "receipt")
@@ -27,7 +26,7 @@ def export(directory: Path | str, to: str, out: Path | str | None = None) -> lis
         "csv": _csv, "parquet": _parquet, "json": _json, "lm-eval": lm_eval_export.write,
     }  # fmt: skip
     if to not in writers:
-        raise NeedleworkError(f"cannot export to {to!r}: {nearest(to, writers)}")
+        raise NeedleworkError(f"cannot export to {to!r}: {did_you_mean(to, writers)}")
     store = Store(directory)
     try:
         folder = Path(out) if out is not None else Path(directory) / "export"

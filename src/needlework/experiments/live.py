@@ -6,8 +6,8 @@ import platform
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from needlework.experiments.models import Sketch, sketch
 from needlework.experiments.plan import Model
-from needlework.experiments.sketch import Sketch, sketch
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
 
@@ -89,7 +89,7 @@ class LiveActor:
             yield i, self.subject.with_text(answer)
 
     def scores(self, asked: Sequence[tuple[Request, Options]]) -> Iterator[tuple[int, Scored]]:
-        from needlework.engine.scoring import choices
+        from needlework.engine.score import choices
 
         yield from choices(self.subject.engine, asked)
 

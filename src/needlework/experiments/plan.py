@@ -10,10 +10,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from needlework.errors import NeedleworkError
-from needlework.experiments import grid
-from needlework.experiments.marked import Marked, Place, PlanError, nearest, read
-from needlework.experiments.plan_file import ExperimentFile, FastFile, ModelFile, PlanFile, Settings, keys_at
+from needlework.errors import NeedleworkError, did_you_mean
+from needlework.experiments.lines import Marked, Place, PlanError, read
+from needlework.experiments.schema import ExperimentFile, FastFile, ModelFile, PlanFile, Settings, keys_at
+from needlework.interventions import grid
 from needlework.interventions.acts import Phase
 from needlework.tasks.base import Task
 
@@ -107,7 +107,7 @@ def _explain(error: ValidationError, found: Marked) -> PlanError:
         place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
         where = ".".join(map(str, place))
         if fault["type"] == "extra_forbidden":
-            message = f"unknown key {place[-1]!r}: {nearest(str(place[-1]), keys_at(place[:-1]))}"
+            message = f"unknown key {place[-1]!r}: {did_you_mean(str(place[-1]), keys_at(place[:-1]))}"
         elif fault["type"] == "missing":
             message = f"the key {place[-1]!r} is missing" + (f" in {'.'.join(map(str, place[:-1]))}" if place[1:] else "")
         else:

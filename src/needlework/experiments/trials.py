@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from needlework.errors import NeedleworkError
-from needlework.experiments import grid
 from needlework.experiments.asks import Ask, Home, Key, Settings, Watched, Work, item_digest, trial_id
+from needlework.experiments.models import Sketch
 from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan
-from needlework.experiments.sketch import Sketch
-from needlework.interventions import Intervention, SwapMemory
+from needlework.interventions import Intervention, SwapMemory, grid
 from needlework.requests import prepare
 from needlework.tasks.base import Item
 

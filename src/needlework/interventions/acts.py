@@ -1,6 +1,6 @@
 """The small vocabulary that every intervention is lowered to: what happens in one layer, in one phase, to one row.
 
-An intervention says what a person means; acts say what `attention/` and `recurrence.py` do. A new intervention only has
+An intervention says what a person means; acts say what `attention/` and `model/mixers.py` do. A new intervention only has
 to say which acts it stands for.
 """
 
@@ -125,7 +125,7 @@ class SwapHalf(Act):
 
 
 _MASK = (1 << 64) - 1
-# Odd constants of splitmix64; `attention/plan.py` repeats this mix on tensors, a test holds them equal.
+# Odd constants of splitmix64; `model/edits.py` repeats this mix on tensors, a test holds them equal.
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 

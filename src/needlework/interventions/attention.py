@@ -12,7 +12,7 @@ from needlework.errors import NeedleworkError
 from needlework.interventions import acts
 from needlework.interventions.acts import Act, Scene
 from needlework.interventions.base import Part, register
-from needlework.ranking import Ranking
+from needlework.interventions.ranking import Ranking
 
 
 def _sorted_heads(value: Any) -> Any:

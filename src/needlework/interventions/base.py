@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Act, Phase, Scene
-from needlework.ranking import Ranking
+from needlework.interventions.ranking import Ranking
 
 When = Literal["prefill", "decode", "both"]
 

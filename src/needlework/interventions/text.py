@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import io
 import tokenize
 from typing import Any
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.base import NONE, Intervention, combine, registered
-from needlework.ranking import Ranking
+from needlework.interventions.ranking import Ranking
 
 
 def parse(text: str) -> Intervention:
@@ -38,7 +37,7 @@ def _part(call: ast.expr, text: str) -> Intervention:
     known = registered()
     name = call.func.id
     if name not in known:
-        raise _bad(text, f"unknown intervention {name!r}{_nearest(name, known)}")
+        raise _bad(text, f"unknown intervention {name!r}; {did_you_mean(name, known)}")
     cls = known[name]
     keys = {info.alias or key for key, info in cls.model_fields.items()}
     fields: dict[str, Any] = {}
@@ -50,7 +49,7 @@ def _part(call: ast.expr, text: str) -> Intervention:
     for keyword in call.keywords:
         key = (keyword.arg or "**").rstrip("_")
         if key not in keys:
-            raise _bad(text, f"{name} has no {key!r}{_nearest(key, keys)}")
+            raise _bad(text, f"{name} has no {key!r}; {did_you_mean(key, keys)}")
         fields[key] = _value(keyword.value, text)
     return cls(**fields)
 
@@ -71,11 +70,6 @@ def _escape_keywords(text: str) -> str:
         word = "from_" if token.type == tokenize.NAME and token.string == "from" else token.string
         tokens.append((token.type, word))
     return tokenize.untokenize(tokens).strip()
-
-
-def _nearest(word: str, known: Any) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(sorted(known))}"
 
 
 def _bad(text: str, why: str) -> NeedleworkError:

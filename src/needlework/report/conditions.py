@@ -18,7 +18,7 @@ from needlework.interventions import (
     SwapMemory,
     parse,
 )
-from needlework.ranking import Ranking
+from needlework.interventions.ranking import Ranking
 
 Kind = Literal["none", "heads", "recurrent", "both_off", "expose", "limit", "swap", "other"]
 EXPOSURES = ("keep", "omit", "only", "null", "balanced")

@@ -11,10 +11,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.tasks import toy
 from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
-from needlework.tasks.registry import nearest, task
+from needlework.tasks.registry import task
 from needlework.tasks.scores import begins, choice
 from needlework.toy import world
 from needlework.toy.sample import Sample, Stream
@@ -72,7 +72,7 @@ class Facts(Questions):
     def _subjects(self) -> Sequence[str]:
         wrong = [name for name in self.subjects or () if name not in world.SUBJECTS]
         if wrong:
-            raise NeedleworkError(f"{self.kind}: unknown subject {wrong[0]!r}; {nearest(wrong[0], list(world.SUBJECTS))}")
+            raise NeedleworkError(f"{self.kind}: unknown subject {wrong[0]!r}; {did_you_mean(wrong[0], list(world.SUBJECTS))}")
         return self.subjects or world.SUBJECT_NAMES
 
 

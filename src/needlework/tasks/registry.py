@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.tasks.base import Task
 
 GROUP = "needlework.tasks"
@@ -38,12 +38,6 @@ def load_plugins() -> None:
                 raise NeedleworkError(f"task plug-in {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
 
 
-def nearest(word: str, known: list[str]) -> str:
-    """The known name that was meant, or all of them."""
-    close = get_close_matches(word, known, 1, 0.5)
-    return f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(known))}"
-
-
 def make_task(spec: Mapping[str, Any]) -> Task:
     """A task from a plan's mapping: `kind` and the fields of that kind."""
     if not isinstance(spec, Mapping):
@@ -59,7 +53,7 @@ def make_task(spec: Mapping[str, Any]) -> Task:
     if kind not in TASKS:
         load_plugins()
     if kind not in TASKS:
-        raise NeedleworkError(f"unknown task kind {kind!r}; {nearest(kind, list(TASKS))}")
+        raise NeedleworkError(f"unknown task kind {kind!r}; {did_you_mean(kind, list(TASKS))}")
     cls = TASKS[kind]
     try:
         return cls(**fields)
@@ -74,7 +68,7 @@ def _told(error: ValidationError, cls: type[Task]) -> str:
     for one in error.errors():
         where = ".".join(map(str, one["loc"]))
         if one["type"] == "extra_forbidden" and len(one["loc"]) == 1:
-            messages.append(f"unknown key {where!r}; {nearest(where, list(cls.model_fields))}")
+            messages.append(f"unknown key {where!r}; {did_you_mean(where, list(cls.model_fields))}")
         else:
             messages.append(f"{where}: {one['msg']}".removeprefix(": "))
     return "; ".join(messages)

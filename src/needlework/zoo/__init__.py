@@ -4,7 +4,7 @@
 this package imports neither torch nor transformers.
 """
 
-from needlework.zoo.errors import ZooError
+from needlework.errors import ZooError
 from needlework.zoo.shelf import Entry, catalog, names, path
 
 __all__ = ["Entry", "ZooError", "catalog", "names", "path"]

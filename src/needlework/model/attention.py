@@ -1,0 +1,308 @@
+"""The one attention function that reaches every model, and its mask.
+
+Both are registered with transformers under one name. Idle, they *are* stock SDPA. While a `Forward` is current, attention
+is computed block by block from explicit positions, so that neither [heads, L, L] nor an L x L mask is ever allocated, and
+each batch row carries its own plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function, sdpa_mask
+
+from needlework.errors import TrialError
+from needlework.interventions.acts import Phase
+from needlework.model.edits import LayerPlan
+from needlework.model.keys import Keys, OwnKeys, SharedPrefix
+from needlework.receipts import Tally
+from needlework.requests import Request
+
+NAME = "needlework"
+SDPA_BLOCK = 128  # queries
+FEWEST_QUERIES = 16  # of a block
+CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one query block; small blocks stay in cache
+
+
+class Observer(Protocol):
+    """Something that watches attention probabilities as they stream by."""
+
+    def begin(self, requests: Sequence[Request], phase: Phase, device: torch.device) -> None: ...
+    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None: ...
+    def chose(self, slots: Tensor, tokens: Tensor) -> None: ...
+
+
+@dataclass
+class Forward:
+    """One call of the model, as the attention function sees it."""
+
+    phase: Phase
+    positions: Tensor  # [rows, queries] absolute positions of the tokens that are fed now
+    slots: Tensor  # [rows] which trial each row belongs to, for the tally
+    tally: Tally
+    layer_of: dict[nn.Module, int]
+    plans: dict[int, LayerPlan] = field(default_factory=dict)
+    mixers: dict[int, Any] = field(default_factory=dict)  # layer -> recurrence.MixerPlan
+    observer: Observer | None = None
+    shared: bool = False  # the memory keeps the prompt's keys once for many rows
+    windows: dict[int, int | None] = field(default_factory=dict)  # by layer; needed where keys are shared
+    fast: bool = False  # what is computed may be cut into other pieces than the model's own
+    dense_masks: bool = False  # the model computes with its masks: hand it real ones
+    masks: dict[int, tuple[MaskSpec, Tensor]] = field(default_factory=dict)  # by storage address of the stand-in
+
+    own_maths: bool = field(init=False)  # probabilities or masks are touched, so that stock SDPA cannot be asked
+
+    def __post_init__(self) -> None:
+        # Every layer asks, at every token: answered once.
+        touched = any(plan.needs_probabilities for plan in self.plans.values())
+        self.own_maths = self.shared or self.observer is not None or touched
+
+
+_CURRENT: ContextVar[Forward | None] = ContextVar("needlework_forward", default=None)
+
+
+@contextmanager
+def current(forward: Forward | None) -> Iterator[None]:
+    """Make this the forward that the attention function and the hooks of `model/mixers.py` obey."""
+    token = _CURRENT.set(forward)
+    try:
+        yield
+    finally:
+        _CURRENT.reset(token)
+
+
+def get_current() -> Forward | None:
+    return _CURRENT.get()
+
+
+@dataclass
+class MaskSpec:
+    """A mask as a function of positions, to be evaluated for one block of queries at a time."""
+
+    function: Callable[..., Tensor]
+    q_offset: int
+    kv_offset: int
+    all_visible: bool
+
+    def block(self, rows: int, queries: slice, keys: int, device: torch.device) -> Tensor | None:
+        """Visible pairs [rows or 1, 1, queries, keys]; None if all are."""
+        if self.all_visible:
+            return None
+        q = torch.arange(queries.start, queries.stop, device=device) + self.q_offset
+        k = torch.arange(keys, device=device) + self.kv_offset
+        b = torch.arange(rows, device=device)
+        seen = self.function(b[:, None, None, None], b[:1, None, None, None], q[None, None, :, None], k[None, None, None])
+        return seen.expand(-1, 1, q.numel(), keys)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Stock SDPA's mask when nothing is touched; else a stand-in without memory that the attention function recognises."""
+    forward = _CURRENT.get()
+    args = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    if forward is None or not forward.own_maths:
+        stock: Tensor | None = sdpa_mask(*args, **kwargs)
+        return stock
+    if forward.dense_masks or kwargs.get("use_vmap"):
+        dense: Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
+        return dense
+    function = mask_function
+    if attention_mask is not None:
+        missing = kv_length + kv_offset - attention_mask.shape[-1]
+        padding = nn.functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
+        function = and_masks(mask_function, padding_mask_function(padding))
+    window = kwargs.get("local_size")
+    whole = q_length == 1 and attention_mask is None and (window is None or kv_length <= window)
+    stand_in = torch.zeros(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
+    forward.masks[stand_in.untyped_storage().data_ptr()] = MaskSpec(function, q_offset, kv_offset, whole), stand_in
+    return stand_in.expand(batch_size, 1, q_length, kv_length)
+
+
+@dataclass
+class Block:
+    """Some queries against the keys that any of them may see."""
+
+    queries: slice
+    keys: slice
+    visible: Tensor | None  # [rows or 1, 1, queries, keys]
+    q_positions: Tensor  # [rows, queries]
+    k_positions: Tensor  # [rows, keys]; equals the index of the token in its own sequence
+
+
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    forward = _CURRENT.get()
+    if forward is None:
+        idle: tuple[Tensor, Tensor | None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return idle
+    layer = forward.layer_of.get(module)
+    if layer is None:
+        raise TrialError(f"attention module {type(module).__name__} was not seen when the model was probed")
+    plan = forward.plans.get(layer)
+    forward.tally.add(layer, forward.phase, "positions", forward.slots, query.shape[2])
+    if not forward.own_maths:
+        out = _sdpa(forward, module, query, key, value, attention_mask, kwargs)
+        return (out if plan is None else plan.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
+    return _blockwise(forward, layer, query, key, value, attention_mask, kwargs), None
+
+
+def _sdpa(
+    forward: Forward, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor:
+    """Stock SDPA. On a CPU it computes hidden keys too, so with fast kernels a long mask is cut into blocks of queries."""
+    queries = query.shape[2]
+    if not forward.fast or mask is None or mask.dtype != torch.bool or queries < 2 * SDPA_BLOCK or query.device.type != "cpu":
+        whole: Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
+        return whole
+    keys, parts = OwnKeys(key, value), []
+    for start in range(0, queries, SDPA_BLOCK):
+        part = slice(start, min(start + SDPA_BLOCK, queries))
+        first, last = _key_range(mask[:, :, part], keys)
+        seen = mask[:, :, part, first:last]
+        some = (query[:, :, part], key[:, :, first:last], value[:, :, first:last])
+        parts.append(sdpa_attention_forward(module, *some, seen, **kwargs)[0])
+    return torch.cat(parts, 1)
+
+
+def _blockwise(
+    forward: Forward, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor:
+    """Attention outputs [rows, queries, heads, dim], a block of queries at a time."""
+    unknown = [name for name in ("softcap", "s_aux") if kwargs.get(name) is not None]
+    if unknown:
+        raise TrialError(f"this model's attention uses {unknown[0]}, which needlework's own maths does not have")
+    rows, heads, queries, _ = query.shape
+    plan, keys = forward.plans.get(layer), _keys(forward, key, value)
+    positions = keys.positions(forward.positions)
+    out = query.new_empty(rows, queries, heads, keys.value_dim)
+    step = _block_queries(forward, layer, query, keys)
+    if plan is not None and plan.needs_all_queries:
+        step = queries
+    for start in range(0, queries, step):
+        part = slice(start, min(start + step, queries))
+        if isinstance(keys, SharedPrefix):
+            visible = _visible_by_position(forward, layer, keys, positions, part)
+        else:
+            visible = _visible(forward, mask, rows, part, keys.count, query.device)
+        first, last = _key_range(visible, keys)
+        seen = None if visible is None else visible[..., first:last]
+        block = Block(part, slice(first, last), seen, forward.positions[:, part], positions[:, first:last])
+        out[:, part] = _one_block(forward, layer, block, query[:, :, part], keys, kwargs)
+    return out
+
+
+def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys) -> int:
+    """How many queries make a block: as many as fit, but never so few that calling costs more than computing."""
+    rows, heads, queries, _ = query.shape
+    window = forward.windows.get(layer) or keys.count
+    seen = min(keys.count, window + FEWEST_QUERIES) if keys.sliceable else keys.count
+    budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
+    return min(queries, max(FEWEST_QUERIES, budget // (4 * rows * heads * seen)))
+
+
+def _one_block(
+    forward: Forward, layer: int, block: Block, query: Tensor, keys: Keys, kwargs: dict[str, Any]
+) -> Tensor:
+    plan, scaling = forward.plans.get(layer), kwargs.get("scaling")
+    if plan is not None and plan.limit is not None:
+        block.visible = plan.limit_keys(forward, layer, block)
+    scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = keys.scores(scaled, block.keys.start, block.keys.stop).float()  # [rows, heads, queries, keys]
+    if (bias := kwargs.get("position_bias")) is not None:
+        if bias.shape[-1] != keys.count:
+            raise TrialError(f"the position bias is for {bias.shape[-1]} keys, attention has {keys.count}")
+        scores = scores + bias[:, :, block.queries, block.keys].float()
+    if block.visible is not None:
+        for some in _partly_hidden(block.visible):
+            scores[..., some].masked_fill_(~block.visible[..., some], -1e30)
+    log_p = scores.log_softmax(-1)
+    p = log_p.exp()  # exactly 0 where hidden
+    if block.visible is not None and not bool((seeing := block.visible.any(-1, keepdim=True)).all()):
+        p = p.masked_fill_(~seeing, 0.0)  # a query that sees nothing gets nothing, not uniform attention
+    if forward.observer is not None:
+        forward.observer.see(forward, layer, block, p)
+    head_scores = plan.head_scores(p, log_p) if plan is not None else {}
+
+    def mix(weights: Tensor) -> Tensor:
+        """[rows, queries, heads, dim]"""
+        return keys.mix(weights.to(query.dtype), block.keys.start, block.keys.stop).transpose(1, 2)
+
+    if plan is not None and plan.expose is not None:
+        if plan.keep is not None and "norm" in plan.keep.kinds:  # heads are scored before columns are rewritten
+            head_scores["norm"] = mix(p).float().norm(dim=-1)
+        p = plan.expose_columns(forward, layer, block, p)
+    mixed = mix(p)
+    return mixed if plan is None else plan.edit_outputs(forward, layer, mixed, block.queries, head_scores)
+
+
+def _keys(forward: Forward, key: Tensor, value: Tensor) -> Keys:
+    prefix = getattr(key, "shared_prefix", None)
+    if forward.shared and prefix is None:
+        raise TrialError("the model changed its keys after the cache returned them; shared keys cannot serve it")
+    return OwnKeys(key, value) if prefix is None else SharedPrefix(prefix, key, value)
+
+
+def _visible(
+    forward: Forward, mask: Tensor | None, rows: int, queries: slice, keys: int, device: torch.device
+) -> Tensor | None:
+    if mask is None:
+        raise TrialError("the model passed no mask to attention: it would not be causal")
+    known = forward.masks.get(mask.untyped_storage().data_ptr())
+    if known is not None:
+        return known[0].block(rows, queries, keys, device)
+    dense = mask[:, :1, queries, :keys]  # built by the model itself: bool, or additive
+    return dense if dense.dtype == torch.bool else dense > torch.finfo(dense.dtype).min / 2
+
+
+def _key_range(visible: Tensor | None, keys: Keys) -> tuple[int, int]:
+    """The first and last key that any query of the block sees: windows and causality cut the work, not just the result."""
+    if visible is None or not keys.sliceable or visible.shape[2] == 1:
+        return 0, keys.count
+    columns = visible.any(0).any(1)[0].nonzero()
+    return (int(columns[0]), int(columns[-1]) + 1) if columns.numel() else (0, 1)
+
+
+def _partly_hidden(visible: Tensor) -> list[slice]:
+    """Ranges of keys that hold all that are hidden from any query: in a causal block its end, in a window its beginning too."""
+    columns = visible.all(0).all(1)[0].logical_not().nonzero()[:, 0]
+    if not columns.numel():
+        return []
+    gaps = (columns.diff() > 1).nonzero()[:, 0].tolist()
+    ends = [0, gaps[0] + 1, columns.numel()] if len(gaps) == 1 else [0, columns.numel()]
+    return [slice(int(columns[a]), int(columns[b - 1]) + 1) for a, b in pairwise(ends)]
+
+
+def _visible_by_position(
+    forward: Forward, layer: int, keys: SharedPrefix, positions: Tensor, queries: slice
+) -> Tensor | None:
+    """Shared keys have no place in the model's own mask: rows may be of different lengths. Causality and window decide."""
+    window = forward.windows[layer]
+    one = forward.positions.shape[1] == 1
+    if one and keys.prefix.complete and (window is None or keys.count <= window):
+        return None
+    q = forward.positions[:, None, queries, None]
+    k = positions[:, None, None, :]
+    visible = (k >= 0) & (k <= q)
+    return visible if window is None else visible & (k > q - window)
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _mask)

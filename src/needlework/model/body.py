@@ -1,0 +1,246 @@
+"""A loaded model that can be fed tokens while acts apply: prefill, step and fork are all there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from needlework.anatomy import Anatomy
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
+from needlework.model.attention import NAME, Forward, Observer, current
+from needlework.model.edits import LayerPlan, compile_layer
+from needlework.model.families import Family
+from needlework.model.memory import Memory
+from needlework.model.mixers import Mixer, MixerPlan, compile_mixer, hooked
+from needlework.model.patches import continues_prefill, fast_kernels
+from needlework.model.probe import Findings, attention_switched, run_model
+from needlework.receipts import Tally
+
+Kernels = Literal["fast", "stock"]
+_CHECKED_TOKENS = 12
+
+
+@dataclass
+class Rows:
+    """The acts of a batch in one phase, compiled: a plan per layer with one entry a row."""
+
+    slots: Tensor  # [rows] which trial each row belongs to
+    attention: dict[int, LayerPlan] = field(default_factory=dict)
+    mixers: dict[int, MixerPlan] = field(default_factory=dict)
+    clears: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # position -> layer -> rows
+
+    def select(self, rows: Tensor) -> Rows:
+        places = {int(row): i for i, row in enumerate(rows)}
+        return Rows(
+            self.slots[rows],
+            {layer: plan.select(rows) for layer, plan in self.attention.items()},
+            {layer: plan.select(rows) for layer, plan in self.mixers.items()},
+            {
+                position: {layer: [places[r] for r in some if r in places] for layer, some in layers.items()}
+                for position, layers in self.clears.items()
+            },
+        )
+
+
+class Body:
+    """Model, anatomy and everything needed to act on it. Knows rows and token ids, not trials."""
+
+    def __init__(self, model: Any, family: Family, findings: Findings, kernels: Kernels) -> None:
+        self.model, self.family, self.kernels = model, family, kernels
+        self.anatomy: Anatomy = findings.anatomy
+        self.attention: dict[nn.Module, int] = findings.attention
+        self.mixers: tuple[Mixer, ...] = findings.mixers
+        self.shareable = findings.shareable
+        self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
+        self.observer: Observer | None = None
+        self.device = next(model.parameters()).device
+        self._memory: Memory | None = None  # the one that is being fed; hooks clear its rows
+        self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
+        self._depth = 0
+        self._trusted = False  # our own attention maths was seen to agree with the model's
+
+    @property
+    def continues(self) -> bool:
+        """Whether a prefill can go on with several tokens at once; else the rest is fed token by token."""
+        return continues_prefill(self.anatomy.model_type, self.kernels == "fast")
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Put our attention function and kernels in place; leave no trace on the model, also after an exception."""
+        if self._depth:
+            yield
+            return
+        with ExitStack() as stack:
+            self._depth += 1
+            stack.callback(self._leave)
+            if self.attention:
+                stack.enter_context(attention_switched(self.model, NAME))
+            if self.kernels == "fast":
+                stack.enter_context(fast_kernels(self.model))
+            stack.enter_context(torch.inference_mode())
+            training = [module for module in self.model.modules() if module.training]
+            self.model.eval()
+            stack.callback(_train, training)
+            yield
+
+    def _hooked(self, rows: Rows) -> AbstractContextManager[None]:
+        """Hooks on the modules that this batch acts on and on no other: torch is slower through hooked modules."""
+        dropped = {layer for layer, plan in rows.attention.items() if plan.dropped is not None}
+        if not dropped and not rows.mixers:
+            return nullcontext()
+        mixers = [mixer for mixer in self.mixers if mixer.layer in rows.mixers]
+        blocks = {module: layer for module, layer in self.attention.items() if layer in dropped}
+        return hooked(mixers, blocks, self._clear_rows)
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        self._memory = None
+
+    def _clear_rows(self, mixer: Mixer, rows: Tensor) -> None:
+        """A mixer's memory is emptied for these rows while the model runs."""
+        for name in mixer.state_names:
+            path, _, leaf = name.rpartition(".")
+            holder = mixer.module.get_submodule(path)
+            state = getattr(holder, leaf)
+            if state is not None:
+                setattr(holder, leaf, state * (~rows).to(state.dtype).view(-1, *[1] * (state.dim() - 1)))
+        if self._memory is not None and not mixer.state_names:
+            self._memory.clear([mixer.cache_layer], rows)
+
+    def new_memory(self, rows: int) -> Memory:
+        stateful = {}
+        for mixer in self.mixers:
+            for name in mixer.state_names:
+                path, _, leaf = name.rpartition(".")
+                stateful[f"{mixer.layer}.{name}"] = (mixer.cache_layer, mixer.module.get_submodule(path), leaf)
+        return Memory(self.family.make_cache(self.model.config), stateful, rows)
+
+    def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
+        """Plans for a batch from each row's acts."""
+        compiled = Rows(slots)
+        touched = {act.layer for row in rows for act in row}
+        by_layer = {layer: [[act for act in row if act.layer == layer] for row in rows] for layer in touched}
+        for layer, part in self.anatomy.attention_parts():
+            if layer in touched:
+                means = {name: table[layer, phase] for name, table in self.means.items() if (layer, phase) in table}
+                plan = compile_layer(by_layer[layer], samples, part.query_heads, means, self.device)
+                if not plan.idle:
+                    compiled.attention[layer] = plan
+        for mixer in self.mixers:
+            if mixer.layer in touched:
+                mixer_plan = compile_mixer(by_layer[mixer.layer], self.device)
+                if not mixer_plan.idle:
+                    compiled.mixers[mixer.layer] = mixer_plan
+        for i, row in enumerate(rows):
+            for act in row:
+                if isinstance(act, ClearState):
+                    compiled.clears.setdefault(act.position, {}).setdefault(act.layer, []).append(i)
+        return compiled
+
+    def feed(
+        self,
+        ids: Tensor,
+        memory: Memory,
+        phase: Phase,
+        rows: Rows,
+        tally: Tally,
+        positions: Tensor | None = None,
+        keep: Literal["last", "all"] = "last",
+    ) -> Tensor:
+        """Feed tokens [rows, n]; logits [rows, 1 or n, vocabulary] in fp32. The memory moves on."""
+        n = ids.shape[1]
+        start = memory.length
+        if positions is None:
+            positions = torch.arange(start, start + n, device=self.device).expand(ids.shape[0], -1)
+        logits = []
+        for part in self._parts(start, n, rows):
+            self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
+            last = part.stop == n
+            out = self._forward(ids[:, part], positions[:, part], memory, phase, rows, tally, keep == "all")
+            if keep == "all" or last:
+                logits.append(out)
+        return torch.cat(logits, 1) if len(logits) > 1 else logits[0]
+
+    def _parts(self, start: int, n: int, rows: Rows) -> list[slice]:
+        """Cut where a state must be cleared first, and into single tokens where the model cannot continue a prefill."""
+        if start and n > 1 and not self.continues:
+            return [slice(i, i + 1) for i in range(n)]
+        cuts = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n)})
+        parts = [slice(a, b) for a, b in pairwise(cuts)]
+        if len(parts) > 1 and not self.continues:
+            return [parts[0], *(slice(i, i + 1) for i in range(parts[0].stop, n))]
+        return parts
+
+    def _apply_clears(self, memory: Memory, rows: Rows, tally: Tally, phase: Phase, at: Tensor) -> None:
+        if not rows.clears:
+            return
+        for i, position in enumerate(at.tolist()):
+            for layer, some in rows.clears.get(position, {}).items():
+                if i in some:
+                    mask = torch.zeros(memory.rows, dtype=torch.bool, device=self.device)
+                    mask[i] = True
+                    cache_layers = [mixer.cache_layer for mixer in self.mixers if mixer.layer == layer]
+                    memory.clear(cache_layers, mask)
+                    tally.add(layer, phase, "states_cleared", rows.slots[i : i + 1], 1)
+
+    def _forward(
+        self, ids: Tensor, positions: Tensor, memory: Memory, phase: Phase, rows: Rows, tally: Tally, all_logits: bool
+    ) -> Tensor:
+        if not self._depth:
+            raise RuntimeError("feed a body inside `with body.session():`")
+        shared = memory.shared
+        forward = Forward(
+            phase, positions, rows.slots, tally, self.attention, rows.attention, rows.mixers, self.observer,
+            shared, self._windows, self.kernels == "fast", self.family.dense_masks,
+        )  # fmt: skip
+        if not self._trusted and forward.own_maths:
+            self._check_own_maths()
+        self._memory = memory
+        with memory.mounted(), current(forward), self._hooked(rows):
+            out = run_model(self.model, ids, positions, memory, logits_to_keep=0 if all_logits else 1)
+        memory.length += ids.shape[1]
+        logits: Tensor = out.logits if all_logits else out.logits[:, -1:]
+        return logits.float()
+
+    def _check_own_maths(self) -> None:
+        """Once per model, before our maths first replaces stock attention: on a short prompt both must give one answer."""
+        self._trusted = True  # asked again while it checks
+        observer, self.observer = self.observer, None
+        try:
+            slots = torch.zeros(1, dtype=torch.int64, device=self.device)
+            ids = (torch.arange(_CHECKED_TOKENS, device=self.device) * 7 % self.anatomy.vocabulary)[None]
+            no_limit: list[Act] = [LimitKeys(layer, 1 << 30, 0) for layer in self._windows]
+            answers = []
+            for acts in ([], no_limit):
+                rows = self.compile([acts], [0], "prefill", slots)
+                answers.append(self.feed(ids, self.new_memory(1), "prefill", rows, Tally(1), keep="all"))
+        finally:
+            self.observer = observer
+        apart = float((answers[0] - answers[1]).abs().max() / answers[0].abs().max().clamp_min(1e-6))
+        if not apart <= (1e-3 if self.model.dtype == torch.float32 else 0.1):
+            self._trusted = False
+            raise NeedleworkError(
+                f"needlework's attention differs from {self.anatomy.architecture}'s own by {apart:.1e} of its largest logit on a"
+                " short prompt: this model's attention does something that needlework does not know. Nothing was run"
+            )
+
+    def check_length(self, tokens: int) -> None:
+        most = self.anatomy.max_tokens
+        if most is not None and tokens > most:
+            raise NeedleworkError(
+                f"{tokens} tokens are more than the {most} that {self.anatomy.architecture} allows;"
+                " shorten the prompt or the answer"
+            )
+
+
+def _train(modules: Sequence[nn.Module]) -> None:
+    """These modules, and no others, are in training mode again."""
+    for module in modules:
+        module.training = True

@@ -1,0 +1,306 @@
+"""Acts on one attention layer, compiled for a batch: small tensors with one entry a row, and the maths on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from needlework.errors import NeedleworkError
+from needlework.interventions import acts
+from needlework.interventions.acts import Act
+
+if TYPE_CHECKING:
+    from needlework.model.attention import Block, Forward
+
+SCORES = ("entropy", "l2", "norm", "random")
+EVERYTHING = 1 << 40  # more keys than any context has
+
+
+@dataclass
+class Keep:
+    """Per row: how many heads, by which score (index into SCORES), with which seed and sample."""
+
+    k: Tensor  # [rows]
+    by: Tensor  # [rows]
+    seed: Tensor  # [rows]
+    sample: Tensor  # [rows]
+    kinds: frozenset[str]  # the scores that any row needs
+
+    def select(self, rows: Tensor) -> Keep:
+        return Keep(self.k[rows], self.by[rows], self.seed[rows], self.sample[rows], self.kinds)
+
+
+@dataclass
+class Expose:
+    columns: Tensor  # [rows, positions] the exposed key positions
+    inside: Tensor  # [rows] factor on exposed columns
+    outside: Tensor  # [rows] factor on all others
+    balanced: Tensor  # [rows]
+    renormalize: Tensor  # [rows]
+    paper: Tensor  # [rows]
+    active: Tensor  # [rows]
+
+
+@dataclass
+class LayerPlan:
+    """What happens in one attention layer in this phase; None where no row asks for it."""
+
+    silenced: Tensor | None = None  # [rows, heads]
+    means: Tensor | None = None  # [rows, heads, dim] what silenced heads say instead of nothing
+    keep: Keep | None = None
+    limit: tuple[Tensor, Tensor] | None = None  # last tokens, sinks [rows]
+    expose: Expose | None = None
+    dropped: Tensor | None = None  # [rows] the whole block contributes nothing
+    functions: tuple[tuple[int, Callable[[Any], Any]], ...] = ()  # (row, change of its outputs)
+
+    @property
+    def idle(self) -> bool:
+        return all(value is None or value == () for value in vars(self).values())
+
+    @property
+    def needs_probabilities(self) -> bool:
+        dynamic = self.keep is not None and bool(self.keep.kinds & {"entropy", "l2"})
+        return dynamic or self.limit is not None or self.expose is not None
+
+    @property
+    def needs_all_queries(self) -> bool:
+        """The paper's `balanced` sums over all queries of a prefill, so they cannot be taken in blocks."""
+        return self.expose is not None and bool((self.expose.balanced & self.expose.paper).any())
+
+    def select(self, rows: Tensor) -> LayerPlan:
+        """The same plan for some of the rows, in a new order."""
+        places = {int(row): i for i, row in enumerate(rows)}
+        return LayerPlan(
+            silenced=_pick(self.silenced, rows),
+            means=_pick(self.means, rows),
+            keep=self.keep and self.keep.select(rows),
+            limit=self.limit and (self.limit[0][rows], self.limit[1][rows]),
+            expose=self.expose and Expose(*(x[rows] for x in vars(self.expose).values())),
+            dropped=_pick(self.dropped, rows),
+            functions=tuple((places[row], function) for row, function in self.functions if row in places),
+        )
+
+    def limit_keys(self, forward: Forward, layer: int, block: Block) -> Tensor:
+        assert self.limit is not None
+        tokens, sinks = (x[:, None, None, None] for x in self.limit)
+        q, k = block.q_positions[:, None, :, None], block.k_positions[:, None, None, :]
+        near = (k > q - tokens) | (k < sinks)
+        before = k <= q if block.visible is None else block.visible
+        forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, (before & ~near).sum((1, 2, 3)))
+        return before & near
+
+    def head_scores(self, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
+        """The scores that need probabilities, before columns are rewritten. [rows, queries, heads] `log_p` is used up."""
+        kinds = self.keep.kinds if self.keep is not None else frozenset()
+        scores = {}
+        if "entropy" in kinds:
+            scores["entropy"] = log_p.mul_(p).sum(-1).transpose(1, 2)  # the negative entropy
+        if "l2" in kinds:
+            scores["l2"] = torch.linalg.vector_norm(p, dim=-1).transpose(1, 2)
+        return scores
+
+    def expose_columns(self, forward: Forward, layer: int, block: Block, p: Tensor) -> Tensor:
+        assert self.expose is not None
+        e, rows = self.expose, p.shape[0]
+        k = block.k_positions
+        inside = (k >= 0) & (k < e.columns.shape[1])
+        columns = e.columns.gather(1, k.clamp(0, e.columns.shape[1] - 1)) & inside  # [rows, keys]
+        causal = k[:, None, None] <= block.q_positions[:, None, :, None]
+        visible = (causal if block.visible is None else block.visible & causal).expand(rows, 1, p.shape[2], -1)
+        exposed = visible & columns[:, None, None]  # [rows, 1, queries, keys]
+        act = e.active[:, None, None, None].expand_as(exposed)
+        if e.paper.any():  # the authors' code does nothing for a query that sees no needle column
+            act = act & (exposed.any(-1, keepdim=True) | ~e.paper[:, None, None, None])
+        factor = torch.where(columns, e.inside[:, None], e.outside[:, None])  # [rows, keys]
+        new = p * factor[:, None, None]
+        if e.balanced.any():
+            new = torch.where(e.balanced[:, None, None, None], self._balanced(p, exposed), new)
+        if e.renormalize.any():
+            left = new.sum(-1, keepdim=True)
+            scaled = torch.where(left > 0, new / left.clamp_min(1e-30), 0.0)
+            new = torch.where(e.renormalize[:, None, None, None], scaled, new)
+        count = forward.tally.add
+        touched = torch.where(e.balanced[:, None], True, factor != 1)[:, None, None] & visible & act
+        count(layer, forward.phase, "columns_touched", forward.slots, touched.sum((1, 2, 3)))
+        count(layer, forward.phase, "columns_exposed", forward.slots, (exposed & act).sum((1, 2, 3)))
+        return torch.where(act, new, p)
+
+    def _balanced(self, p: Tensor, exposed: Tensor) -> Tensor:
+        """Every head gets the mean over heads of the mass on exposed columns, spread evenly over them, query by query."""
+        assert self.expose is not None
+        mass = (p * exposed).sum(-1, keepdim=True).mean(1, keepdim=True)  # [rows, 1, queries, 1]
+        right = exposed * (mass / exposed.sum(-1, keepdim=True).clamp_min(1))
+        if not self.expose.paper.any():
+            return right.expand_as(p)
+        # The authors sum over the queries of the block too, and write into every query row, also before the needle.
+        columns = exposed.any(2, keepdim=True)
+        paper = columns * (mass.sum(2, keepdim=True) / columns.sum(-1, keepdim=True).clamp_min(1))
+        return torch.where(self.expose.paper[:, None, None, None], paper.expand_as(right), right).expand_as(p)
+
+    def edit_outputs(
+        self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """Silence heads and apply functions to outputs [rows, queries, heads, dim]; counts what it zeroed."""
+        for row, function in self.functions:
+            out = out.clone()
+            changed = function(out[row])
+            forward.tally.add(layer, forward.phase, "heads_changed", forward.slots[row : row + 1], changed.shape[0])
+            out[row] = changed
+        off = self._switched_off(forward, layer, out, queries, scores or {})
+        if off is None:
+            return out
+        forward.tally.add(layer, forward.phase, "heads_zeroed", forward.slots, off.sum((1, 2)))
+        if self.means is None:
+            return out.masked_fill(off[..., None], 0.0)
+        return torch.where(off[..., None], self.means[:, None].to(out.dtype), out)
+
+    def _switched_off(
+        self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor]
+    ) -> Tensor | None:
+        off: Tensor | None = None
+        if self.keep is not None:
+            score = self._score(forward, layer, out, queries, scores)
+            order = score.argsort(dim=-1, descending=True, stable=True)  # ties go to the lower head index
+            places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
+            rank = torch.empty_like(order).scatter_(-1, order, places)
+            off = rank >= self.keep.k[:, None, None]
+        if self.silenced is not None:
+            silenced = self.silenced[:, None].expand(out.shape[:3])
+            off = silenced if off is None else off | silenced
+        return off
+
+    def _score(
+        self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor]
+    ) -> Tensor:
+        """One score for each row, query and head: of the kind that the row asks for. [rows, queries, heads]"""
+        assert self.keep is not None
+        found = dict(scores)
+        if "norm" in self.keep.kinds and "norm" not in found:
+            found["norm"] = out.float().norm(dim=-1)
+        if "random" in self.keep.kinds:
+            found["random"] = hash_scores(self.keep, layer, forward.positions[:, queries], out.shape[2])
+        if len(found) == 1:
+            return next(iter(found.values()))
+        zero = torch.zeros(out.shape[:3], device=out.device)
+        stacked = torch.stack([found.get(kind, zero).float() for kind in SCORES])
+        return stacked.gather(0, self.keep.by[None, :, None, None].expand(1, *zero.shape))[0]
+
+
+def hash_scores(keep: Keep, layer: int, positions: Tensor, heads: int) -> Tensor:
+    """Random scores that depend on (seed, sample, layer, position, head) alone. [rows, queries, heads]"""
+    state = torch.zeros_like(keep.seed)[:, None, None]
+    index = torch.arange(heads, device=positions.device)
+    for key in (keep.seed[:, None, None], keep.sample[:, None, None], layer, positions[:, :, None], index):
+        state = mix(state ^ key)
+    return (state >> 40).float()  # 24 bits: exact in float32, ties go to the lower head
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >= 1 << 63 else x
+
+
+def mix(state: Tensor) -> Tensor:
+    """`acts.mix` on int64 tensors, which wrap around as unsigned numbers do."""
+    state = state + _signed(acts.GOLDEN)
+    state = (state ^ _shift(state, 30)) * _signed(acts.MIX1)
+    state = (state ^ _shift(state, 27)) * _signed(acts.MIX2)
+    return state ^ _shift(state, 31)
+
+
+A = TypeVar("A", bound=Act)
+
+
+def compile_layer(
+    rows: Sequence[Sequence[Act]], samples: Sequence[int], heads: int, means: Mapping[str, Tensor], device: torch.device
+) -> LayerPlan:
+    """One plan from each row's acts in one layer. `means`: calibrated head means [heads, dim] by hash."""
+    plan = LayerPlan()
+
+    def of(kind: type[A]) -> list[A | None]:
+        found = [[act for act in row if isinstance(act, kind)] for row in rows]
+        return [some[0] if some else None for some in found]
+
+    silences = [[act for act in row if isinstance(act, acts.SilenceHeads)] for row in rows]
+    if any(silences):
+        plan.silenced = torch.tensor(
+            [[any(h in act.heads for act in row) for h in range(heads)] for row in silences], device=device
+        )
+        plan.means = _means(silences, means, device)
+    keeps = of(acts.KeepBest)
+    if any(keeps):
+        plan.keep = Keep(
+            k=_column([heads if act is None else act.k for act in keeps], device),
+            by=_column([SCORES.index(act.by) if act else 0 for act in keeps], device),
+            seed=_column([act.seed if act else 0 for act in keeps], device),
+            sample=_column([_signed(s & (1 << 64) - 1) for s in samples], device),
+            kinds=frozenset(act.by for act in keeps if act),
+        )
+    limits = of(acts.LimitKeys)
+    if any(limits):
+        plan.limit = (
+            _column([act.tokens if act else EVERYTHING for act in limits], device),
+            _column([act.sinks if act else 0 for act in limits], device),
+        )
+    exposures = of(acts.ExposeColumns)
+    if any(exposures):
+        plan.expose = _expose(exposures, device)
+    if any(of(acts.DropAttention)):
+        plan.dropped = torch.tensor([act is not None for act in of(acts.DropAttention)], device=device)
+    plan.functions = tuple(
+        (i, act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
+    )
+    return plan
+
+
+def _pick(x: Tensor | None, rows: Tensor) -> Tensor | None:
+    return None if x is None else x[rows]
+
+
+def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _expose(exposures: Sequence[acts.ExposeColumns | None], device: torch.device) -> Expose:
+    width = 1 + max(max(act.positions) for act in exposures if act)
+    columns = torch.zeros(len(exposures), width, dtype=torch.bool, device=device)
+    for row, act in enumerate(exposures):
+        if act:
+            columns[row, list(act.positions)] = True
+
+    def flag(test: Callable[[acts.ExposeColumns], bool]) -> Tensor:
+        return torch.tensor([act is not None and test(act) for act in exposures], device=device)
+
+    return Expose(
+        columns=columns,
+        inside=1.0 - flag(lambda act: act.mode in ("omit", "null")).float(),
+        outside=1.0 - flag(lambda act: act.mode in ("only", "null")).float(),
+        balanced=flag(lambda act: act.mode == "balanced"),
+        renormalize=flag(lambda act: act.renormalize),
+        paper=flag(lambda act: act.paper),
+        active=flag(lambda act: True),
+    )
+
+
+def _means(
+    silences: Sequence[Sequence[acts.SilenceHeads]], means: Mapping[str, Tensor], device: torch.device
+) -> Tensor | None:
+    if not any(act.means for row in silences for act in row):
+        return None
+    some = next(iter(means.values()), None)
+    values = []
+    for row in silences:
+        name = next((act.means for act in row if act.means), "")
+        if name and name not in means:
+            raise NeedleworkError(f"no calibrated means {name!r} are loaded: subject.use(nw.Means.load(path)) brings them")
+        assert some is not None
+        values.append(means[name] if name else torch.zeros_like(some))
+    return torch.stack(values).to(device)

@@ -1,0 +1,256 @@
+"""Finding out what a model is made of by watching one short run of it. Works on the meta device too, without weights."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.modules.module as module_hooks
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
+from needlework.model.families import Family
+from needlework.model.memory import Memory
+from needlework.model.mixers import Mixer
+
+PROBE = "needlework_probe"
+PROBE_TOKENS = 6
+
+
+@dataclass
+class _Call:
+    """One call of the attention function."""
+
+    module: nn.Module
+    heads: int
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None
+    keys_untouched: bool  # the keys are the very tensor that the cache returned, and nothing else depends on their number
+    output: Tensor
+    gate: bool = False
+    bias: bool = False
+    projected: bool = False
+
+
+@dataclass
+class _Log:
+    calls: list[_Call] = field(default_factory=list)
+    stack: list[nn.Module] = field(default_factory=list)
+    mixers: dict[nn.Module, int] = field(default_factory=dict)  # -> layer in the cache
+    returned_keys: list[Tensor] = field(default_factory=list)
+
+
+_LOG: ContextVar[_Log | None] = ContextVar("needlework_probe_log", default=None)
+
+
+def _watch(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+    out, weights = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    log = _LOG.get()
+    if log is not None:
+        untouched = any(key is x for x in log.returned_keys) and kwargs.get("position_bias") is None
+        dims = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
+        log.calls.append(_Call(module, *dims, kwargs.get("sliding_window"), untouched, out))
+    return out, weights
+
+
+AttentionInterface.register(PROBE, _watch)
+AttentionMaskInterface.register(PROBE, sdpa_mask)
+
+
+@dataclass
+class Findings:
+    anatomy: Anatomy
+    attention: dict[nn.Module, int]  # attention module -> layer
+    mixers: tuple[Mixer, ...]
+    shareable: bool  # forked rows can read the prompt's keys in place
+
+
+@contextmanager
+def attention_switched(model: Any, name: str) -> Iterator[None]:
+    """Use this attention function for the text part of a model, and put the old one back."""
+    config = model.config
+    text = config.get_text_config(decoder=True)
+    before = text._attn_implementation
+    composite = "text_config" in getattr(config, "sub_configs", {})
+    model.set_attn_implementation({"text_config": name} if composite else name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation({"text_config": before} if composite else before)
+
+
+@contextmanager
+def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
+    """Follow which module runs, and which one touches the cache."""
+
+    def entered(module: nn.Module, args: Any) -> None:
+        log.stack.append(module)
+        call = log.calls[-1] if log.calls else None
+        if call is None or call.projected or call.module not in log.stack[:-1]:
+            return
+        if isinstance(module, nn.Linear) and args and module.in_features == call.heads * call.value_dim:
+            call.gate = _has_gate(call, args[0], call.output.flatten(2))
+            call.bias, call.projected = module.bias is not None, True
+
+    def left(module: nn.Module, args: Any, output: Any) -> None:
+        log.stack.pop()
+
+    hooks = [
+        module_hooks.register_module_forward_pre_hook(entered),
+        module_hooks.register_module_forward_hook(left, always_call=True),
+    ]
+    for name in ("update_conv_state", "update_recurrent_state", "set_linear_cache", "update"):
+        if hasattr(memory.cache, name):
+            setattr(memory.cache, name, _spied(getattr(memory.cache, name), name, log))
+    token = _LOG.set(log)
+    try:
+        yield
+    finally:
+        _LOG.reset(token)
+        for hook in hooks:
+            hook.remove()
+
+
+def _spied(method: Any, name: str, log: _Log) -> Any:
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        if name == "update":
+            log.returned_keys.append(result[0])
+        else:
+            index = next(x for x in (*args, *kwargs.values()) if isinstance(x, int))
+            log.mixers.setdefault(log.stack[-1], index)
+        return result
+
+    return spy
+
+
+def _has_gate(call: _Call, projected: Tensor, flat: Tensor) -> bool:
+    if flat.device.type == "meta":  # no values to compare: look for the gate's own projection
+        return any("gate" in name or name == "g_proj" for name, _ in call.module.named_children())
+    return not torch.equal(projected.reshape(flat.shape), flat)
+
+
+def probe(model: Any, family: Family, window_rule: str) -> Findings:
+    """Run a few tokens through the model and write down what happened."""
+    config = model.config.get_text_config(decoder=True)
+    mixers: tuple[Mixer, ...] = ()
+    device = next(model.parameters()).device
+    paths = {module: path for path, module in model.named_modules()}
+    stateful = _stateful(model, family, paths)
+    memory = Memory(family.make_cache(model.config), stateful, rows=1)
+    ids = (torch.arange(PROBE_TOKENS, device=device) % config.vocab_size)[None]
+    log = _Log()
+    with torch.no_grad(), attention_switched(model, PROBE), _recorded(log, memory), memory.mounted():
+        run_model(model, ids, torch.arange(PROBE_TOKENS, device=device)[None], memory)
+    calls = list({call.module: call for call in log.calls}.values())  # a module may be called several times
+    index_of = _layer_indices([paths[call.module] for call in calls])
+    if not family.no_mixer:
+        found = {m: int(index) for m, index in log.mixers.items()}
+        if family.mixer_class:
+            found = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
+        mixers = tuple(
+            Mixer(_number(paths[m]), m, cache_layer, family.state_names) for m, cache_layer in found.items()
+        )
+    layers = _layers(model, paths, calls, index_of, mixers, memory)
+    anatomy = Anatomy(
+        model_type=config.model_type,
+        architecture=type(model).__name__,
+        layers=layers,
+        parameters=sum(p.numel() for p in model.parameters()),
+        vocabulary=config.vocab_size,
+        max_tokens=getattr(config, "max_position_embeddings", None),
+        window_rule=window_rule,
+        no_mixer_reason=family.no_mixer,
+    )
+    attention = {call.module: index_of[paths[call.module]] for call in calls}
+    shareable = bool(calls) and all(call.keys_untouched for call in calls) and not family.dense_masks
+    return Findings(anatomy, attention, mixers, shareable)
+
+
+def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None, **kwargs: Any) -> Any:
+    """Call a model with its memory under whatever names its forward has for them."""
+    known = _parameter_names(type(model))  # type: ignore[arg-type]
+    name = "cache_params" if "cache_params" in known else "past_key_values"
+    if memory is not None:
+        kwargs[name] = memory.cache
+    if "position_ids" in known:
+        kwargs["position_ids"] = positions
+    if "logits_to_keep" not in known:
+        kwargs.pop("logits_to_keep", None)
+    return model(input_ids=ids, use_cache=memory is not None, **kwargs)
+
+
+@functools.cache
+def _parameter_names(cls: type) -> frozenset[str]:
+    return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
+
+
+def _stateful(model: Any, family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[int, nn.Module, str]]:
+    found = {}
+    for module, path in paths.items():
+        if family.mixer_class and type(module).__name__ == family.mixer_class:
+            for name in family.state_names:
+                inner, _, leaf = name.rpartition(".")
+                found[f"{path}.{name}"] = (_number(path), module.get_submodule(inner), leaf)
+    return found
+
+
+def _number(path: str) -> int:
+    """The first number in a module path: its place in the stack of layers."""
+    match = re.search(r"\.(\d+)(?:\.|$)", path)
+    return int(match.group(1)) if match else 0
+
+
+def _layer_indices(paths: list[str]) -> dict[str, int]:
+    """Layer of each attention module: its number in the stack, or its turn where several stacks repeat numbers."""
+    numbers = [_number(path) for path in paths]
+    unique = len(set(numbers)) == len(numbers)
+    return {path: number if unique else turn for turn, (path, number) in enumerate(zip(paths, numbers, strict=True))}
+
+
+def _layers(
+    model: Any,
+    paths: dict[nn.Module, str],
+    calls: list[_Call],
+    index_of: dict[str, int],
+    mixers: tuple[Mixer, ...],
+    memory: Memory,
+) -> tuple[Layer, ...]:
+    attention, recurrent = {}, {}
+    for call in calls:
+        path = paths[call.module]
+        kv_bytes = call.kv_heads * (call.key_dim + call.value_dim) * call.output.element_size()
+        attention[index_of[path]] = AttentionPart(
+            path, call.heads, call.kv_heads, call.key_dim, call.value_dim, call.window, call.gate, call.bias,
+            _parameters(call.module), kv_bytes,
+        )  # fmt: skip
+    for mixer in mixers:
+        slots = [slot.tensor for slot in memory.slots() if slot.half == "recurrent" and slot.layer == mixer.cache_layer]
+        state = sum(x.numel() * x.element_size() for x in slots)
+        name = type(mixer.module).__name__
+        recurrent[mixer.layer] = RecurrentPart(paths[mixer.module], name, _parameters(mixer.module), state)
+    count = max([_stack_size(model, paths), *(1 + i for i in (*attention, *recurrent))])
+    return tuple(Layer(i, attention.get(i), recurrent.get(i)) for i in range(count))
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _stack_size(model: Any, paths: dict[nn.Module, str]) -> int:
+    """Length of the longest list of layers at the top of the text model."""
+    lists = [m for m, path in paths.items() if isinstance(m, nn.ModuleList) and not re.search(r"\.\d+\.", path)]
+    sizes = [len(m) for m in lists if len({type(x).__name__ for x in m}) <= 3 and "vis" not in paths[m]]
+    return max(sizes, default=0)

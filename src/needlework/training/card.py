@@ -1,0 +1,156 @@
+"""What is written beside a model's weights: figures.json, the model card and the picture of its training."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from needlework.training.checkpoints import Progress
+from needlework.training.effects import CONDITIONS, Effects, measure
+from needlework.training.evaluate import Figure, figures_of
+from needlework.training.recipes import Recipe
+from needlework.zoo.shelf import RECORD
+
+Record = dict[str, Any]
+
+
+def record(
+    recipe: Recipe,
+    progress: Progress,
+    measured: dict[str, Figure],
+    effects: Effects,
+    parameters: int,
+    versions: dict[str, str],
+) -> Record:
+    return {
+        "name": recipe.name,
+        "about": recipe.about,
+        "architecture": recipe.architecture,
+        "parameters": parameters,
+        "recipe_hash": recipe.hash(),
+        "seed": recipe.seed,
+        "steps": recipe.steps,
+        "threads": recipe.threads,
+        "train_minutes": round(progress.seconds / 60, 1),
+        "longest_document_tokens": recipe.longest,
+        "versions": versions,
+        "figures": as_dict(measured),
+        "effects": as_dicts(effects),
+    }
+
+
+def as_dict(figures: dict[str, Figure]) -> dict[str, dict[str, float]]:
+    return {name: figure.as_dict() for name, figure in figures.items()}
+
+
+def as_dicts(effects: Effects) -> dict[str, dict[str, dict[str, float]]]:
+    return {text: as_dict(some) for text, some in effects.items()}
+
+
+def _figure_rows(figures: dict[str, dict[str, float]]) -> str:
+    return "\n".join(
+        f"| {name} | {100 * f['value']:.1f} % | {100 * f['low']:.1f} to {100 * f['high']:.1f} % | {int(f['n'])} |"
+        for name, f in figures.items()
+    )
+
+
+def _effect_rows(effects: dict[str, dict[str, dict[str, float]]]) -> str:
+    def cell(f: dict[str, float]) -> str:
+        return f"{100 * f['value']:.1f} % [{100 * f['low']:.1f}, {100 * f['high']:.1f}] (n = {int(f['n'])})"
+
+    return "\n".join(
+        f"| {CONDITIONS[text]} | `{text}` | {cell(some['niah'])} | {cell(some['cloze'])} |" for text, some in effects.items()
+    )
+
+
+def text(made: Record) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
+    return f"""# {made["name"]}
+
+{made["about"]}
+
+A {made["architecture"]} of {made["parameters"]:,} parameters, trained from nothing on needlework's toy language
+(generated text, no outside data). It speaks that language only. Load it with
+`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, or by its name with `needlework.load`.
+
+| training | |
+|---|---|
+| recipe hash | `{made["recipe_hash"]}` (`recipe.yaml` beside this card) |
+| seed | {made["seed"]} |
+| steps | {made["steps"]} |
+| threads | {made["threads"]} |
+| wall time | {made["train_minutes"]} minutes |
+| longest document | {made["longest_document_tokens"]} tokens |
+| versions | {versions} |
+
+## Held-out figures
+
+Exact match of the greedy answer, with 95 % Wilson intervals. Samples come from the split "eval", which training never
+draws from. `niah_L_...` has prompts of about L tokens. An answer must be the likeliest of the whole vocabulary; a model that
+knows the form of the answer alone has 25 % of the letters and 50 % of the judgements.
+
+| figure | value | interval | n |
+|---|---|---|---|
+{_figure_rows(made["figures"])}
+
+## What silencing parts of it does
+
+Needles found among three distractors in prompts of about {made["longest_document_tokens"]} tokens, and closed-book facts
+completed (top-1 over the whole vocabulary); the intervention acts in prefill and in decode.
+
+| | intervention | needles found | facts |
+|---|---|---|---|
+{_effect_rows(made["effects"])}
+
+![training curve](curve.png)
+"""
+
+
+def picture(path: Path, recipe: Recipe, progress: Progress) -> None:
+    """Loss and the followed accuracies against the step, as a small PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure as Canvas
+
+    canvas = Canvas(figsize=(7, 3), dpi=80, layout="constrained")
+    FigureCanvasAgg(canvas)
+    loss, accuracy = canvas.subplots(1, 2)
+    steps = [point["step"] for point in progress.curve]
+    loss.plot(steps, [point["loss"] for point in progress.curve], color="#444")
+    loss.set(xlabel="step", ylabel="loss", title=f"{recipe.name}: training loss")
+    for name in progress.curve[-1] if progress.curve else ():
+        if name not in ("step", "loss"):
+            known = [point for point in progress.curve if name in point]
+            accuracy.plot([p["step"] for p in known], [p[name] for p in known], label=name)
+    accuracy.set(xlabel="step", ylim=(-0.02, 1.02), title="held-out exact match")
+    accuracy.legend(fontsize=7)
+    canvas.savefig(path)
+
+
+def write(out: Path, recipe: Recipe, progress: Progress, made: Record) -> None:
+    """figures.json comes last and whole: its presence says that the directory is complete."""
+    (out / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    picture(out / "curve.png", recipe, progress)
+    _write_record(out, made)
+
+
+def _write_record(out: Path, made: Record) -> None:
+    (out / "README.md").write_text(text(made), encoding="utf-8")
+    half = out / f"{RECORD}.tmp"
+    half.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    half.replace(out / RECORD)
+
+
+def renew(folder: Path, samples: int = 1000) -> None:
+    """`python -m needlework.training.card DIR`: measure a trained model again, and rewrite its card."""
+    made = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    longest = made["longest_document_tokens"]
+    made["figures"] = as_dict(figures_of(folder, longest, samples))
+    made["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25)))
+    _write_record(folder, made)
+
+
+if __name__ == "__main__":
+    for place in sys.argv[1:]:
+        renew(Path(place))

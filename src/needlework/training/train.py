@@ -1,0 +1,180 @@
+"""Train a zoo recipe: `train(recipe, out)` gives the same weights whether or not it was killed on the way."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from needlework.errors import ZooError
+from needlework.toy import tokenizer
+from needlework.toy.sample import TRAIN_SPLIT, Stream
+from needlework.training import build, card, checkpoints, documents, effects, evaluate, recipes, rehearsal
+from needlework.training.checkpoints import Progress
+from needlework.training.recipes import Recipe
+
+CHECKPOINT_STEPS = 50
+PROBE_STEPS = 200
+PROBE_SAMPLES = 64
+CARD_SAMPLES = 1000
+
+
+@contextmanager
+def one_pace(threads: int) -> Iterator[None]:
+    """A fixed thread count for torch and numba: float sums depend on it, so the weights do."""
+    import numba
+    import torch
+
+    before = torch.get_num_threads(), numba.get_num_threads()
+    torch.set_num_threads(threads)
+    numba.set_num_threads(min(threads, before[1]))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before[0])
+        numba.set_num_threads(before[1])
+
+
+def learning_rate(recipe: Recipe, step: int, peak: float) -> float:
+    """A pure function of the step: nothing to save in a checkpoint."""
+    o = recipe.optimiser
+    start, end, share = recipe.cycle_at(step)
+    warm = share * min(1.0, (step - start + 1) / o.warmup_steps)
+    cosine = 0.5 * (1 + math.cos(math.pi * (step - start) / (end - start)))
+    return peak * warm * (o.final_lr_share + (1 - o.final_lr_share) * cosine)
+
+
+def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
+    """One step on the documents of (seed, step); returns the weighted mean loss."""
+    import torch
+
+    stage = recipe.stage_at(step)
+    length = Stream(TRAIN_SPLIT, recipe.seed, step, "length").pick(stage.lengths)
+    rows = max(1, recipe.batch_tokens // length)
+    ids_array, weights_array = documents.batch(recipe.seed, step, rows, length, recipe.diet(stage))
+    ids, weights = torch.from_numpy(ids_array), torch.from_numpy(weights_array)[:, 1:]
+    torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout, where a model has it, is a function of (seed, step) too
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
+    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    loss = (each * weights.flatten()).sum() / weights.sum()
+    if not math.isfinite(float(loss.item())):
+        raise ZooError(
+            f"the loss is not finite at step {step}: the training has diverged. Lower optimiser.lr or matrix_lr "
+            "(another recipe, so give another --out)"
+        )
+    if step == recipe.cycle_at(step)[0]:
+        optimiser.forget()
+    optimiser.zero_grad()
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimiser.clip)
+    optimiser.step(lambda peak: learning_rate(recipe, step, peak))
+    return float(loss.item())
+
+
+def _probe(recipe: Recipe, model: Any) -> dict[str, float]:
+    names = evaluate.probe_names(recipe.longest)
+    measured = evaluate.figures(model, recipe.longest, PROBE_SAMPLES, names, seed=1)
+    return {name: figure.value for name, figure in measured.items()}
+
+
+def _bar() -> Any:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+
+
+def _loop(
+    recipe: Recipe, out: Path, model: Any, optimiser: Any, done: Progress, bar: Any, checkpoint_steps: int
+) -> None:
+    row = bar.add_task(recipe.name, total=recipe.steps, completed=done.step, note="") if bar else None
+    began = time.monotonic() - done.seconds
+    recent: list[float] = []
+    while done.step < recipe.steps:
+        recent.append(train_step(recipe, model, optimiser, done.step))
+        done.step += 1
+        last = done.step == recipe.steps
+        if done.step % PROBE_STEPS == 0 or last:
+            point = {"step": float(done.step), "loss": sum(recent) / len(recent), **_probe(recipe, model)}
+            done.curve.append(point)
+            recent.clear()
+            if bar:
+                note = "  ".join(f"{name} {value:.2f}" for name, value in point.items() if name != "step")
+                bar.update(row, note=note)
+                bar.print(f"step {done.step}  {time.monotonic() - began:.0f} s  {note}", soft_wrap=True)
+        done.seconds = time.monotonic() - began
+        if done.step % checkpoint_steps == 0 or last:
+            checkpoints.save(out, recipe, done, model, optimiser)
+        if bar:
+            bar.update(row, completed=done.step)
+
+
+def versions() -> dict[str, str]:
+    import torch
+    import transformers
+
+    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _finish(
+    recipe: Recipe, out: Path, model: Any, done: Progress, measured: dict[str, evaluate.Figure], samples: int
+) -> card.Record:
+    model.save_pretrained(out)
+    tokenizer.save(out)
+    silenced = effects.measure(out, recipe.longest, per_depth=max(1, samples // 25))
+    made = card.record(recipe, done, measured, silenced, build.parameter_count(model), versions())
+    card.write(out, recipe, done, made)
+    (out / checkpoints.CHECKPOINT).unlink(missing_ok=True)
+    return made
+
+
+def train(
+    recipe: str | Path | Recipe,
+    out: str | Path,
+    *,
+    steps: int | None = None,
+    seed: int | None = None,
+    progress: bool = True,
+    checkpoint_steps: int = CHECKPOINT_STEPS,
+    card_samples: int = CARD_SAMPLES,
+) -> card.Record:
+    """Train a recipe (a name, a YAML file or a Recipe) into the directory `out` and return its record.
+
+    A training that was stopped is taken up again by the same call. Data are a function of (seed, step), so the final
+    weights equal those of an uninterrupted run, bit for bit, on the same machine with the same thread count.
+    """
+    from needlework.model.patches import fast_kernels
+    from needlework.training import optimisers
+
+    found = recipe if isinstance(recipe, Recipe) else recipes.find(recipe)
+    chosen = found.changed(steps=steps, seed=seed)
+    folder = Path(out)
+    model = build.model(chosen)
+    optimiser = optimisers.for_model(chosen.optimiser, model)
+    with checkpoints.claimed(folder), one_pace(chosen.threads):
+        if not (folder / checkpoints.CHECKPOINT).exists():
+            rehearsal.rehearse(chosen, model)
+        with fast_kernels(model):
+            done = checkpoints.load(folder, chosen, model, optimiser)
+            model.train()
+            with _bar() if progress else nullcontext() as bar:
+                _loop(chosen, folder, model, optimiser, done, bar, checkpoint_steps)
+            measured = evaluate.figures(model, chosen.longest, card_samples)
+        return _finish(chosen, folder, model, done, measured, card_samples)

@@ -1,0 +1,64 @@
+"""Retained shares and the look-up's part, on made-up rows whose answers are known; and what the shipped tasks hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from needlework.lmeval import mini
+from needlework.lmeval.retained import lines, lookups
+from needlework.store import Trial
+
+
+def trial(form: str, fact: int, act: str, correct: bool) -> Trial:
+    return Trial(
+        id=f"{form}{fact}{act}", experiment="ability", model="m", task=form, sample=f"{form}/{fact}", cluster=str(fact), seed=0,
+        intervention=act, mode="choices", prompt="", prompt_tokens=1, target="", output="", finish="scored", error="", seconds=0,
+        facts={"form": form, "chance": 0.25}, scores={"correct": float(correct)}, prompt_id=f"{form}{fact}",
+    )  # fmt: skip
+
+
+ROWS = [
+    trial(form, fact, act, right)
+    for fact in range(100)
+    for form, act, right in [
+        ("letter", "none", fact < 85), ("letter", "cut", fact < 40), ("cloze", "none", fact < 85), ("cloze", "cut", fact < 70),
+    ]
+]  # fmt: skip
+
+
+def test_retained_raw_and_above_chance() -> None:
+    found = {(line.name, line.intervention): line for line in lines(ROWS, {"letter": "letter", "cloze": "cloze"})}
+    letter = found["letter", "cut"]
+    assert letter.raw.value == pytest.approx(40 / 85)
+    assert letter.corrected.value == pytest.approx((0.40 - 0.25) / (0.85 - 0.25))
+    assert letter.corrected.low < letter.corrected.value < letter.corrected.high
+    assert found["letter", "none"].raw.value == 1
+
+
+def test_the_part_of_the_letters_loss_that_is_its_look_up() -> None:
+    (one,) = lookups(ROWS)
+    letter, cloze = 0.15 / 0.60, 0.45 / 0.60
+    assert one.part.value == pytest.approx((cloze - letter) / (1 - letter))
+    assert one.part.low < one.part.value < one.part.high
+    assert one.part.n == 100
+
+
+def test_failed_rows_count_nowhere() -> None:
+    broken = [*ROWS, Trial(**{**vars(trial("letter", 500, "cut", True)), "finish": "failed"})]
+    assert lines(broken, {"letter": "letter", "cloze": "cloze"}) == lines(ROWS, {"letter": "letter", "cloze": "cloze"})
+
+
+def test_the_shipped_tasks_are_what_the_toy_world_gives() -> None:
+    for path, text in mini.files():
+        assert (mini.FOLDER / path).read_text(encoding="utf-8") == text, f"{path}: run python -m needlework.lmeval.mini"
+    shipped = {str(p.relative_to(mini.FOLDER)) for p in mini.FOLDER.rglob("*") if p.is_file() and "__pycache__" not in str(p)}
+    assert shipped == {path for path, _ in mini.files()}
+
+
+def test_examples_never_tell_an_answer() -> None:
+    for form in ("letter", "cloze"):
+        found = mini.docs(form)
+        told = {(d["subject"], d["key"]) for d in found["dev"]}
+        assert not told & {(d["subject"], d["key"]) for d in found["test"]}
+        assert len(found["dev"]) == 6 * mini.SHOTS
+    assert [d["key"] for d in mini.docs("letter")["test"]] == [d["key"] for d in mini.docs("cloze")["test"]]

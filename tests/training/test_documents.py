@@ -1,0 +1,149 @@
+"""Laws of training documents: exact lengths, weights on answers alone, a pure function of seed and step."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from needlework.toy import recall, world
+from needlework.toy.sample import Stream
+from needlework.toy.words import LETTERS, NAMES
+from needlework.training import documents
+from needlework.training.documents import ITEM_KINDS, ITEM_SHARES, ROW_KINDS, Diet
+
+EVERY = Diet(rows=dict.fromkeys(ROW_KINDS, 1.0), items=ITEM_SHARES, answer_weight=4.0)
+
+
+def only(kind: str) -> Diet:
+    return Diet(rows={kind: 1.0}, items=ITEM_SHARES, answer_weight=4.0)
+
+
+@pytest.mark.parametrize("length", [48, 64, 97, 256, 1024, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_rows_fit_their_length_and_hold_answers(kind: str, length: int) -> None:
+    used = answered = 0
+    for i in range(60):
+        words, weights = documents.row(Stream("test", kind, i), length, only(kind))
+        assert words[0] == world.BOS
+        assert weights[0] == 0.0
+        assert len(words) == len(weights) <= length
+        assert not set(words) - set(world.VOCABULARY)
+        used += len(words)
+        answered += 4.0 in weights
+    assert used > 0.75 * 60 * length
+    assert answered > 50
+
+
+def test_only_answers_have_the_answer_weight() -> None:
+    for i in range(200):
+        words, weights = documents.row(Stream("test", i), 160, EVERY)
+        for j in range(1, len(words)):
+            if weights[j] == 4.0 and weights[j - 1] != 4.0:  # an answer begins: after a colon, a key or a statement
+                assert words[j - 1] == ":" or words[j - 1] in {*keys(), *statement_ends()}
+            if weights[j - 1] == 4.0 and weights[j] != 4.0:
+                assert words[j] in (".", *keys())
+
+
+def keys() -> set[str]:
+    """What a key-value list is asked for: names, or options."""
+    return {*NAMES, *(option for subject in world.SUBJECTS.values() for option in subject.options())}
+
+
+def statement_ends() -> set[str]:
+    ends = set()
+    for subject in world.SUBJECTS.values():
+        for template in subject.statements:
+            last = template.split()[-1]
+            ends |= set(subject.keys) if last == "{k}" else {last}
+    return ends
+
+
+def test_needle_rows_answer_what_the_context_says() -> None:
+    for i in range(100):
+        words, _ = documents.row(Stream("test", "truth", i), 200, only("sparse"))
+        text = " ".join(words)
+        for question in text.split("question : what is the secret code of ")[1:]:
+            name, rest = question.split(" ? answer : ")[0], question.split(" ? ")[1]
+            if rest.startswith("answer"):
+                assert f"the secret code of {name} is {' '.join(rest.split()[2:5])}" in text
+
+
+def test_lists_of_any_kind_meet_in_every_combination_and_are_answered_by_what_stands_behind_the_key() -> None:
+    seen = set()
+    for i in range(300):
+        lines = recall.any_pairs(Stream("test", "any", i), 6)
+        named = "question" in lines[0][0]
+        listed = lines[0][0][:-9] if named else lines[0][0][2:-4]
+        pairs = dict(zip(listed[::2], listed[1::2], strict=True))
+        assert len(pairs) == len(set(pairs.values())) == len(listed) // 2 >= 2
+        for words, answer in lines:
+            key = words[-4] if named else words[-1]
+            assert answer == (pairs[key],)
+            seen.add((named, key in NAMES, answer[0] in LETTERS))
+    assert len(seen) == 8  # both ways to ask, names and options, letters and words
+
+
+def test_a_batch_is_a_function_of_seed_and_step() -> None:
+    ids, weights = documents.batch(3, 7, 4, 96, EVERY)
+    again, _ = documents.batch(3, 7, 4, 96, EVERY)
+    assert ids.shape == weights.shape == (4, 96)
+    assert np.array_equal(ids, again)
+    assert not np.array_equal(ids, documents.batch(3, 8, 4, 96, EVERY)[0])
+    assert not np.array_equal(ids, documents.batch(4, 7, 4, 96, EVERY)[0])
+    assert len({row.tobytes() for row in ids}) == 4
+
+
+def test_padding_weighs_nothing() -> None:
+    ids, weights = documents.batch(0, 0, 64, 96, EVERY)
+    pad = ids == world.WORD_ID[world.PAD]
+    assert pad.any()
+    assert not weights[pad].any()
+    assert (weights[:, 1:][~pad[:, 1:]] > 0).all()
+
+
+MARKS = {
+    "sentence": " at the garden .",
+    "statement": "lives in the",
+    "cloze": "lives in the",
+    "letter": " D question : ",
+    "letter_lookup": "which one is",
+    "acceptability": "judge :",
+    "entailment": " so ",
+    "paraphrase": " same ",
+}
+
+
+@pytest.mark.parametrize("kind", ITEM_KINDS)
+def test_every_item_kind_comes_up(kind: str) -> None:
+    diet = Diet(rows={"short": 1.0}, items={kind: 1.0}, answer_weight=4.0)
+    rows = [documents.row(Stream("test", i), 256, diet) for i in range(20)]
+    text = " ".join(word for words, _ in rows for word in words)
+    assert MARKS[kind] in text
+    assert any(4.0 in weights for _, weights in rows) == (kind not in ("sentence", "statement"))
+
+
+# Recipe hashes stand for the documents, too: where one of these changes, DATA_VERSION must.
+DIGESTS = {
+    "dense": "604e5cb4f974",
+    "sparse": "4883aa9ecf67",
+    "jrt": "f4ef917c24eb",
+    "question_first": "59b3d119faa8",
+    "pairs": "8cc3a156e45c",
+    "any_pairs": "80a229eb697e",
+    "phone": "e7b3f3777fa0",
+    "copy": "77c38f25022d",
+    "letters": "49dd00b4213b",
+    "short": "b5c47387459c",
+}
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_documents_change_with_the_data_version_alone(kind: str) -> None:
+    digest = hashlib.blake2b(digest_size=6)
+    for step, length in ((0, 64), (1, 256)):
+        ids, weights = documents.batch(0, step, 6, length, only(kind))
+        digest.update(ids.tobytes() + weights.tobytes())
+    assert documents.DATA_VERSION == 2
+    assert digest.hexdigest() == DIGESTS[kind]

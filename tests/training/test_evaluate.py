@@ -1,0 +1,132 @@
+"""Figures: exact match equals greedy decoding, intervals are Wilson's, samples never come from the training split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from needlework.toy import world
+from needlework.toy.sample import Stream
+from needlework.training import build, documents, evaluate, recipes
+from needlework.training.evaluate import Figure
+
+
+def test_wilson_intervals_by_hand() -> None:
+    assert Figure(0, 73).interval() == pytest.approx((0.0, 0.04999), abs=1e-4)
+    assert Figure(95, 100).interval() == pytest.approx((0.8882, 0.9785), abs=1e-4)
+    assert Figure(1000, 1000).interval() == pytest.approx((0.99617, 1.0), abs=1e-4)
+
+
+def test_exact_match_is_what_greedy_decoding_gives() -> None:
+    """A model that has learnt to copy a little is right sometimes: both ways must agree on when."""
+    import torch
+
+    recipe = recipes.find("tiny-transformer")
+    model = build.model(recipe).eval()
+    with torch.no_grad():  # an untrained model that nearly repeats its input: right on some targets, wrong on others
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.02)
+            layer.mlp.down_proj.weight.mul_(0.02)
+    group = []
+    for i in range(30):
+        last = world.VOCABULARY[10 + i]
+        target = (last,) * (1 + i % 3) if i % 2 else (world.VOCABULARY[100 + i],)
+        group.append(world.Sample(task="echo", prompt=("the",) * (i % 5) + (last,), target=target))
+    greedy = []
+    for sample in group:
+        ids = torch.tensor([[world.WORD_ID[word] for word in (world.BOS, *sample.prompt)]])
+        for _ in sample.target:
+            ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+        greedy.append(ids[0, -len(sample.target) :].tolist() == [world.WORD_ID[word] for word in sample.target])
+    assert evaluate.exact(model, group) == greedy
+    assert 5 < sum(greedy) < 25
+
+
+def test_evaluation_shares_no_document_with_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held out by the split: training draws from "train" alone, figures from "eval" alone."""
+    splits: list[str] = []
+
+    class Noting(Stream):
+        def __init__(self, split: str, *parts: str | int) -> None:
+            splits.append(split)
+            super().__init__(split, *parts)
+
+    recipe = recipes.find("tiny-griffin")
+    monkeypatch.setattr(documents, "Stream", Noting)
+    documents.batch(0, 0, 4, 96, recipe.diet(recipe.stages[0]))
+    assert splits == ["train"] * 4
+    splits.clear()
+    monkeypatch.setattr(evaluate, "Stream", Noting)
+    for name, make in evaluate.suite(recipe.longest).items():
+        assert len({sample.prompt for sample in evaluate.samples(name, make, 200)}) == 200, name
+    assert set(splits) == {"eval"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"kind": "niah", "lengths": [440], "depths": [0, 50], "samples": 20, "distractors": 8},
+        {"kind": "phone_book", "sizes": [20], "samples": 40},
+        {"kind": "mqar", "sizes": [30], "samples": 40},
+        {"kind": "copy", "sizes": [30], "samples": 40},
+        {"kind": "cloze", "per_subject": 8},
+        {"kind": "letter", "per_subject": 8},
+        {"kind": "letter_lookup", "samples": 40},
+        {"kind": "judgements", "samples": 15},
+    ],
+    ids=lambda told: told["kind"],
+)
+def test_card_figures_are_what_task_and_engine_give(told: dict[str, Any]) -> None:
+    """The same questions as Items through the engine and as Samples through one forward pass: right on the same ones.
+
+    A model that knows everything could not tell the two ways apart, so it is spoilt until it knows some answers only.
+    """
+    import torch
+
+    from needlework import load
+    from needlework.tasks import make_task
+
+    subject = load("tiny-griffin")
+    task = make_task(told)
+    items = list(task.items(subject.tokenizer, 3, None, None))
+    bos = subject.tokenizer.bos_token_id
+    words = [subject.tokenizer.convert_ids_to_tokens([t for t in item.prompt if t != bos]) for item in items]
+    group = [
+        world.Sample(task="any", prompt=tuple(prompt), target=tuple(item.target.split()))
+        for prompt, item in zip(words, items, strict=True)
+    ]
+    torch.manual_seed(0)
+    right = answered(subject, task, items)
+    while all(right):
+        with torch.no_grad():
+            for weight in subject.model.parameters():
+                weight.mul_(1 + 0.15 * torch.randn_like(weight))
+        right = answered(subject, task, items)
+    assert any(right)
+    assert evaluate.exact(subject.model, group) == right
+
+
+def answered(subject: Any, task: Any, items: list[Any]) -> list[bool]:
+    """Whether each item's target is what the model says, by the task's own score."""
+    from needlework.requests import Request
+    from needlework.tasks.base import Outcome
+
+    if task.mode == "choices":
+        scored = subject.choices([item.prompt for item in items], [item.options for item in items])
+        outcomes = [Outcome(option_logprobs=tuple(map(sum, s.logprobs)), greedy=tuple(s.greedy)) for s in scored]
+        return [bool(task.score(item, outcome)["top1"]) for item, outcome in zip(items, outcomes, strict=True)]
+    most, stop = task.ending(subject.tokenizer)
+    ends = frozenset([subject.tokenizer.convert_tokens_to_ids(stop)]) if stop else frozenset()
+    answers = subject.answer([Request(item.prompt, max_new_tokens=most, stop=ends) for item in items])
+    return [bool(task.score(item, Outcome(text=a.text))["correct"]) for item, a in zip(items, answers, strict=True)]
+
+
+def test_prompts_of_the_suite_have_the_length_in_their_name() -> None:
+    for name, make in evaluate.suite(256).items():
+        if name.startswith("niah"):
+            limit = int(name.split("_")[1])
+            lengths = [1 + len(s.prompt) + len(s.target) for s in evaluate.samples(name, make, 50)]
+            assert limit - 40 < max(lengths) <= limit
