@@ -16,6 +16,7 @@ from needlework.interventions.acts import (
     CutMemory,
     DropAttention,
     DropRecurrent,
+    ExposeColumns,
     KeepBest,
     Phase,
     Scene,
@@ -97,6 +98,11 @@ class Prepared:
         random = any(isinstance(act, KeepBest) and act.by == "random" for act in self.acts["prefill"])
         tokens = self.request.prompt[: self.prefill_tokens]
         return (tokens, self.acts["prefill"], self.sample if random else None)
+
+    @property
+    def one_piece(self) -> bool:
+        """The whole prefill must be one forward: the paper's `balanced` sums over all of its queries."""
+        return any(isinstance(act, ExposeColumns) and act.paper and act.mode == "balanced" for act in self.acts["prefill"])
 
     def failure(self, receipt: Receipt) -> str:
         """Why the intervention did not do what it should have; empty if it did."""

@@ -63,6 +63,11 @@ def choices(
         engine.body.check_length(len(request.prompt) + longest - 1)  # an option's last token is never read
         scored = Request(**{**vars(request), "scoring": True, "max_new_tokens": longest})
         prepared.append(prepare(scored, engine.body.anatomy))
+        if prepared[-1].one_piece:
+            raise NeedleworkError(
+                f"{request.intervention}: the paper's balanced sums over a whole prefill, but options are read apart;"
+                " use compat='right', or logits(), which reads everything at once"
+            )
     reader = Reader(engine.body)
     reader.expect([reading for item in prepared for reading in readings_of(item).values()])
     with engine.body.session():

@@ -160,6 +160,8 @@ class ExposeTokens(Part):
         if self.compat == "paper":  # the authors' finder ignores BOS and stops at the first copy of the needle
             first = scene.spans[self.span][0] if isinstance(self.span, str) else (min(positions), max(positions) + 1)
             positions = tuple(p - 1 for p in range(*first) if p > 0)
+            if not positions:
+                raise NeedleworkError(f"{self}: the authors' columns are one token early, and before position 0 there is none")
         if self.mode != "keep":
             for index in self.where(scene.anatomy):
                 yield acts.ExposeColumns(index, self.mode, positions, self.renormalize, self.compat == "paper")
