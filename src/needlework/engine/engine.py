@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -102,8 +103,9 @@ class Engine:
             read = self.reader.read(readings)
             memory = self._fork(read.memory, homes)
             own = [home["own"] for home in homes]
-            for track, place in zip(tracks, own, strict=True):
-                track.receipt = read.receipts[place]
+            for track, home in zip(tracks, homes, strict=True):
+                swapped = tuple(half for half in track.prepared.twins if home[half] != home["own"])
+                track.receipt = replace(read.receipts[home["own"]], swapped=swapped)
             logits = read.logits[torch.tensor(own, device=self.body.device)]
         if decodes_last:
             fed = torch.tensor([item.request.prompt[-1] for _, item in batch], device=self.body.device)

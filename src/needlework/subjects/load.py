@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -31,6 +31,7 @@ def load_body(
     """A body and its tokenizer (None if there is none)."""
     if dtype not in DTYPES:
         raise NeedleworkError(f"dtype {dtype!r} is not known; choose from {', '.join(DTYPES)}")
+    _check_kernels(kernels)
     place = _device(device)
     origin = _origin(source)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, **origin.options}
@@ -47,6 +48,7 @@ def load_body(
 
 def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "fast") -> Body:
     """A body around a model that is already in memory."""
+    _check_kernels(kernels)
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
     return Body(model, kind, probe(model, kind, window), kernels)
@@ -65,6 +67,11 @@ def blueprint(source: str | Path, window: Window = "transformers") -> Body:
     with torch.device("meta"):
         model = _model_class(config)(config).to(dtype)
     return make_body(model, window, "stock")
+
+
+def _check_kernels(kernels: str) -> None:
+    if kernels not in get_args(Kernels):
+        raise NeedleworkError(f"kernels={kernels!r} is not known; choose from {', '.join(get_args(Kernels))}")
 
 
 class _Origin:
