@@ -41,11 +41,11 @@ class Engine:
         prepared = [prepare(request, self.body.anatomy) for request in requests]
         for item in prepared:
             self.body.check_length(len(item.request.prompt) + item.steps)
-        reader = self.reader = Reader(self.body)
-        reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
-        pending = deque(self.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE))
-        self._alone, self._most = len(pending) == 1, ROWS_AT_ONCE
-        with self.body.session():
+        with self.body.session():  # before anything of this engine is set: another thread's run may not be over
+            self.reader = Reader(self.body)
+            self.reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
+            pending = deque(self.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE))
+            self._alone, self._most = len(pending) == 1, ROWS_AT_ONCE
             yield from self._loop(pending)
 
     def _loop(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:

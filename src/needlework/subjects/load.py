@@ -13,6 +13,7 @@ from needlework.subjects.body import Body, Kernels
 from needlework.subjects.families import family
 from needlework.subjects.presets import PRESETS
 from needlework.subjects.probe import probe
+from needlework.subjects.turns import turn
 
 Window = Literal["transformers", "deepmind"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -40,7 +41,8 @@ def load_body(
     _set_window(config, window)
     if origin.local:
         _refuse_pickles(Path(origin.name), origin.gguf)
-    model = _weights(origin, config, DTYPES[dtype], device_map, options)
+    with turn():  # transformers changes torch's default type for as long as it loads
+        model = _weights(origin, config, DTYPES[dtype], device_map, options)
     if device_map is None:
         model = model.to(place)
     return make_body(model, window, kernels), _tokenizer(origin, options)
@@ -51,7 +53,8 @@ def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "f
     _check_kernels(kernels)
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
-    return Body(model, kind, probe(model, kind, window), kernels)
+    with turn():  # the probe watches every module of the process
+        return Body(model, kind, probe(model, kind, window), kernels)
 
 
 def blueprint(source: str | Path, window: Window = "transformers") -> Body:
