@@ -128,6 +128,22 @@ def test_nobody_is_asked_while_answering(ask: Callable[[nw.Subject], Any]) -> No
     assert subject.generate([cases.PROMPT], max_new_tokens=4) == expected
 
 
+def test_an_exception_of_who_iterates_ends_the_turn() -> None:
+    """Also while that exception is being handled: a run asks again for what it could not write."""
+    subject = cases.subject("llama")
+
+    def fail() -> None:
+        for _ in subject.engine.run([Request(cases.PROMPT, max_new_tokens=many) for many in (1, 5)]):
+            raise OSError("no room")
+
+    answers = []
+    try:
+        fail()
+    except OSError:
+        answers = subject.generate([cases.PROMPT], max_new_tokens=2)
+    assert [len(answer.tokens) for answer in answers] == [2]
+
+
 class Holder:
     """Holds an iteration, and itself."""
 
