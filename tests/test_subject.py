@@ -203,7 +203,8 @@ def test_refused_twins_that_change_nothing() -> None:
             subject.generate([cases.PROMPT], nw.SwapMemory(half="kv"), twins=[{"twin": twin}], boundary=boundary)
 
 
-def test_refused_kernels() -> None:
+def test_refused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("needlework.subjects.load._weights", lambda *_: pytest.fail("weights were loaded first"))
     with pytest.raises(nw.NeedleworkError, match="kernels='x' is not known; choose from fast, stock"):
         nw.load("tiny-griffin", kernels="x")  # type: ignore[arg-type]
     with pytest.raises(nw.NeedleworkError, match="kernels='x' is not known"):
