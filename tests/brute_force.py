@@ -86,11 +86,14 @@ class Run:
         _, p = eager(module, query, key, value, mask, **kwargs)  # [1, heads, queries, keys]
         p, value = p[0].float(), value[0].repeat_interleave(heads // value.shape[1], 0).float()
         out = torch.zeros(1, queries, heads, value.shape[-1])
+        authors = self._authors(layer, p, visible)
         for q in range(queries):
             seen = [int(k) for k in visible[q].nonzero()[:, 0]]
             rewritten = self._expose(layer, q, p[:, q], seen)
             for h in range(heads):
                 out[0, q, h] = torch.tensor([rewritten[h][k] for k in seen]) @ value[h, seen]
+                if (q, h) in authors:
+                    out[0, q, h] = authors[q, h] @ value[h]
             plain = torch.stack([p[h, q, seen] @ value[h, seen] for h in range(heads)])  # scores come before exposure
             self._keep(layer, q, p[:, q], seen, plain, out[0, q])
             for part in (nw.AblateHeads, nw.OnlyHeads):
@@ -112,7 +115,7 @@ class Run:
         """New probabilities of every head over the keys that this query sees."""
         rows = [{k: float(row[k]) for k in seen} for row in p]
         part = self.acting(nw.ExposeTokens, layer, q)
-        if part is None or part.mode == "keep":
+        if part is None or part.mode == "keep" or part.compat == "paper":
             return rows
         needle = [k for k in seen if k in self.needle]
         self.count(layer, q, "columns_exposed", len(needle))
@@ -128,6 +131,32 @@ class Run:
                 changed = {k: row[k] if kept(k) else 0.0 for k in seen}
             left = sum(changed.values())
             new.append({k: x / left if left else 0.0 for k, x in changed.items()} if part.renormalize else changed)
+        return new
+
+    def _authors(self, layer: int, p: Tensor, visible: Tensor) -> dict[tuple[int, int], Tensor]:
+        """What the paper authors' code makes of the probabilities [keys] of a (query, head), where it rewrites them.
+
+        Their prefill is one matrix: every row is rewritten, also one that sees no needle column, and `balanced` sums over
+        its rows. Their decode has one row, which stays as it is if no needle column is visible.
+        """
+        heads, queries, keys = p.shape
+        new: dict[tuple[int, int], Tensor] = {}
+        parts = {q: part for q in range(queries) if (part := self.acting(nw.ExposeTokens, layer, q)) and part.compat == "paper"}
+        prefill = [q for q in parts if q < self.prompt_tokens - 1]
+        for q, part in parts.items():
+            rows = prefill if q in prefill else [q]
+            needle = [k for k in self.needle if any(visible[row, k] for row in rows)]
+            if part.mode == "keep" or (q not in prefill and not needle):
+                continue
+            for h in range(heads):
+                row = new[q, h] = torch.zeros(keys)
+                for k in range(keys):
+                    if part.mode == "omit" and k not in needle:
+                        row[k] = p[h, q, k]
+                    if part.mode == "only" and k in needle:
+                        row[k] = p[h, q, k]
+                    if part.mode == "balanced" and k in needle:
+                        row[k] = p[:, rows][:, :, needle].sum() / heads / len(needle)
         return new
 
     def _keep(self, layer: int, q: int, p: Tensor, seen: list[int], plain: Tensor, out: Tensor) -> None:

@@ -129,6 +129,16 @@ def test_golden_texts() -> None:
     ("keep_heads(k=1, scope='model')", "scope='model' needs a Ranking"),
     ("ablate_heads(heads=[[0, 0]], value='mean')", "means=HASH"),
     ("keep_heads(k=1) + keep_heads(k=2)", "merge them"),
+    ("limit_context(8, tokens=16)", "is given 'tokens' twice"),
+    ("limit_context(tokens=8, tokens=16)", "is given 'tokens' twice"),
+    ("swap_memory('kv', from='a', from_='b')", "is given 'from' twice"),
+    ("keep_heads(k=1, layers=[])", "leave layers out to act on all"),
+    ("ablate_attention(layers=[])", "leave layers out to act on all"),
+    ("expose_tokens('omit', layers=[])", "leave layers out to act on all"),
+    ("limit_context(8, layers=[])", "leave layers out to act on all"),
+    ("ablate_recurrent(layers=[])", "leave layers out to act on all"),
+    ("reset_state(3, layers=[])", "leave layers out to act on all"),
+    ("only_heads([[2, 0]], layers=[])", "leave layers out to act on all"),
 ])  # fmt: skip
 def test_bad_texts_say_what_is_wrong(text: str, says: str) -> None:
     with pytest.raises(NeedleworkError) as error:

@@ -92,13 +92,27 @@ def test_left_padding_changes_no_answer(name: str) -> None:
     mask = torch.ones_like(ids)
     mask[1, :4] = 0
     act = _some(name)[1]
-    for prompt_tokens in (None, 9):
+    for prompt_tokens in (None, 5):
         padded = subject.logits(ids, act, attention_mask=mask, prompt_tokens=prompt_tokens)
-        short = None if prompt_tokens is None else prompt_tokens - 4
-        alone = subject.logits([cases.PROMPT[:8]], act, prompt_tokens=short)
+        alone = subject.logits([cases.PROMPT[:8]], act, prompt_tokens=prompt_tokens)
         assert cases.apart(padded[1:, 4:], alone) < 1e-4
         assert cases.apart(padded[:1], subject.logits([cases.PROMPT], act, prompt_tokens=prompt_tokens)) < 1e-4
         assert bool((padded[1, :4] == 0).all())
+
+
+def test_padding_counts_neither_for_the_prompt_nor_for_spans() -> None:
+    """Rows of unequal padding, one number of prompt tokens, one span: both mean a row's own tokens."""
+    subject, prompts = cases.subject("llama"), (cases.PROMPT, cases.PROMPT[:10], cases.PROMPT[:7])
+    ids, mask = torch.zeros(3, 12, dtype=torch.long), torch.zeros(3, 12, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, 12 - len(prompt) :], mask[row, 12 - len(prompt) :] = torch.tensor(prompt), 1
+    act = nw.ExposeTokens(mode="omit", phase="decode")
+    padded = subject.logits(ids, act, attention_mask=mask, prompt_tokens=6, spans=cases.SPANS)
+    for row, prompt in enumerate(prompts):
+        alone = subject.logits([prompt], act, prompt_tokens=6, spans=cases.SPANS)
+        assert cases.apart(padded[row : row + 1, 12 - len(prompt) :], alone) < 1e-4
+    with pytest.raises(nw.NeedleworkError, match="counts without padding, the shortest row has 7 tokens"):
+        subject.logits(ids, act, attention_mask=mask, prompt_tokens=8, spans=cases.SPANS)
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 0]], [[0, 1, 0]], [[1, 0, 1]], [[1, 1]], [[0, 0, 0]]])

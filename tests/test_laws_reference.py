@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -86,9 +87,43 @@ def test_a_needle_outside_the_window_is_reported() -> None:
     assert near.receipt.notes == ()
 
 
-def test_paper_balanced_sums_over_queries() -> None:
-    """`compat="paper"` is the authors' code: mass summed over all queries of a block, written into every query row."""
+# (architecture, window, tokens of the prompt): shorter than the window, just longer (decode sees a part of the needle), longer
+PAPER = (("llama", None, 16), ("recurrent_gemma", 8, 16), *(("recurrent_gemma", 48, tokens) for tokens in (24, 50, 64)))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
+@pytest.mark.parametrize("mode", ["keep", "omit", "only", "null", "balanced"])
+@pytest.mark.parametrize("name, window, tokens", PAPER)
+def test_compat_paper_is_the_authors_code(name: str, window: int | None, tokens: int, mode: Any, phase: Any) -> None:
+    """Columns one token early; in prefill every row is rewritten, in decode none that sees no needle column."""
+    subject = _windowed(name, window)
+    ids = cases.tokens(1, tokens + 4)
+    act = nw.ExposeTokens(mode=mode, phase=phase, compat="paper")
+    early = tuple(position - 1 for position in NEEDLE)
+    expected = brute_force.Run(subject.model, act, tokens, early).logits(ids)
+    spans = {"needle": (*cases.SPANS["needle"], (9, 12))}  # of two copies the authors' code finds the first
+    assert cases.apart(subject.logits(ids, act, prompt_tokens=tokens, spans=spans), expected) < 1e-4
+    if mode != "keep" and (phase != "decode" or tokens < 2 + (window or 100)):
+        assert cases.apart(expected, subject.logits(ids, prompt_tokens=tokens)) > 0.1, "the rule must show"
+
+
+@functools.cache
+def _windowed(name: str, window: int | None) -> nw.Subject:
+    return nw.wrap(cases.build(name, **({"attention_window_size": window} if window else {})))
+
+
+def test_the_papers_balanced_reads_a_prefill_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It sums over the rows of one prefill: prompts with a common beginning do not share its reading, options are refused."""
+    monkeypatch.setattr("needlework.engine.prefill._FORWARD_FLOPS", {"cpu": 0.0})
     subject = cases.subject("llama")
-    right = nw.ExposeTokens(mode="balanced")
-    paper = nw.ExposeTokens(mode="balanced", compat="paper")
-    assert cases.apart(*(subject.logits(IDS, x, spans=cases.SPANS) for x in (right, paper))) > 0.1
+    act = nw.ExposeTokens(mode="balanced", phase="prefill", compat="paper")
+    prompts = [(*cases.PROMPT, 7, 8), (*cases.PROMPT, 9, 8)]
+    together = subject.generate(prompts, act, spans=[cases.SPANS] * 2, max_new_tokens=3)
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = subject.generate([prompt], act, spans=[cases.SPANS], max_new_tokens=3)[0]
+        assert answer.tokens == alone.tokens
+        assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    with pytest.raises(nw.NeedleworkError, match="sums over a whole prefill"):
+        subject.choices([cases.PROMPT], [[(5,)]], act, spans=[cases.SPANS])
+    with pytest.raises(nw.NeedleworkError, match="one token early"):
+        subject.generate([cases.PROMPT], act, spans=[{"needle": ((0, 1),)}])

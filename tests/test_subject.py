@@ -64,6 +64,9 @@ def test_refused_layers_and_heads_that_are_not_there() -> None:
     _refused("jamba", nw.AblateHeads(heads=[(99, 0)]), "choose from [2, 5]")
     _refused("jamba", nw.OnlyHeads(heads=[(5, 9)]), "no such heads [(5, 9)]")
     _refused("jamba", nw.OnlyHeads(heads=[]), "no such heads")
+    _refused("jamba", nw.OnlyHeads(heads=[(2, 0)], layers=[99]), "layers [99] are no attention layers")
+    _refused("jamba", nw.AblateHeads(heads=[(2, 0)], layers=[2, 99]), "layers [99] are no attention layers")
+    _refused("jamba", nw.AblateHeads(heads=[(2, 0), (5, 1)], layers=[2]), "names heads of layers [5], which `layers` leaves out")
 
 
 def test_refused_sides_that_are_not_there() -> None:
@@ -108,6 +111,104 @@ def test_refused_prompts() -> None:
         subject.logits([[5, 6, 7]], prompt_tokens=4)
     with pytest.raises(nw.NeedleworkError, match="at least one option"):
         subject.choices([[5]], [[]])
+
+
+@pytest.mark.parametrize("boundary", ["Decode", "x", None, 5])
+def test_refused_boundaries(boundary: Any) -> None:
+    """Each of these would have meant prefill."""
+    subject = cases.subject("llama")
+    for call in (
+        lambda: subject.generate([cases.PROMPT], boundary=boundary),
+        lambda: subject.logits([cases.PROMPT], prompt_tokens=9, boundary=boundary),
+    ):
+        with pytest.raises(nw.NeedleworkError, match="choose 'decode' or 'prefill'"):
+            call()
+
+
+@pytest.mark.parametrize("span", [(-5, 99999), (3, 13), (-1, 2), (4, 4), (6, 3), 3, (1, 2, 3)])
+def test_refused_spans_that_are_no_ranges_of_the_prompt(span: Any) -> None:
+    """Also where no intervention asks for them: an observer would watch other tokens."""
+    subject = cases.subject("llama")
+    spans = {"needle": (span,)}
+    with nw.observe(subject):
+        for call in (
+            lambda: subject.generate([cases.PROMPT], spans=[spans]),
+            lambda: subject.choices([cases.PROMPT], [[(5,)]], spans=[spans]),
+            lambda: subject.logits([cases.PROMPT], spans=spans),
+        ):
+            with pytest.raises(nw.NeedleworkError, match="outside the prompt of 12 tokens or is no range"):
+                call()
+
+
+def test_refused_texts_that_would_be_read_as_letters() -> None:
+    subject = nw.wrap(cases.build("llama"), Letters())
+    for call in (
+        lambda: subject.generate("abc"),
+        lambda: subject.generate(["abc"], stop="de"),
+        lambda: subject.choices("abc", [["d"]] * 3),
+        lambda: subject.choices(["abc"], ["de"]),
+        lambda: subject.choices(["abc", "abd"], "de"),
+        lambda: nw.calibrate(subject, "abc"),
+    ):
+        with pytest.raises(nw.NeedleworkError, match="list"):
+            call()
+    with pytest.raises(nw.NeedleworkError, match="neither text nor a list of token ids"):
+        subject.generate([5, 6, 7])  # type: ignore[list-item]
+    with pytest.raises(nw.NeedleworkError, match="neither text nor a list of token ids"):
+        subject.generate([[5.5, 6]])  # type: ignore[list-item]
+
+
+def test_refused_two_answers_to_one_question() -> None:
+    subject = cases.subject("llama")
+    for call in (
+        lambda: subject.generate([cases.PROMPT], nw.AblateAttention(), interventions=[nw.NONE]),
+        lambda: subject.choices([cases.PROMPT], [[(5,)]], nw.AblateAttention(), interventions=[nw.NONE]),
+    ):
+        with pytest.raises(nw.NeedleworkError, match="give one for all prompts, or one for each"):
+            call()
+    with pytest.raises(nw.NeedleworkError, match="2 lists of options for 1 prompts"):
+        subject.choices([cases.PROMPT], [[(5,)], [(6,)]])
+    with pytest.raises(nw.NeedleworkError, match="spans must be a list with one entry for each prompt"):
+        subject.generate([cases.PROMPT], spans=cases.SPANS)  # type: ignore[arg-type]
+    with pytest.raises(nw.NeedleworkError, match="is no intervention"):
+        subject.generate([cases.PROMPT], "ablate_attention()")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("many", [float("nan"), 2.5, float("inf"), "4", None])
+def test_refused_numbers_of_tokens(many: Any) -> None:
+    """With nan no answer would ever end."""
+    with pytest.raises(nw.NeedleworkError, match="must be a whole number, at least 1"):
+        cases.subject("llama").generate([cases.PROMPT], max_new_tokens=many)
+
+
+def test_refused_tokens_outside_the_vocabulary() -> None:
+    subject, twin = cases.subject("jamba"), (*cases.TWIN[:-2], 128, cases.TWIN[-1])
+    for call in (
+        lambda: subject.choices([cases.PROMPT], [[(5, 128)]]),
+        lambda: subject.choices([cases.PROMPT], [[(-1,)]]),
+        lambda: subject.generate([cases.PROMPT], nw.SwapMemory(half="kv"), twins=[{"twin": twin}]),
+        lambda: subject.generate([cases.PROMPT], nw.SwapMemory(half="kv", from_=twin)),
+        lambda: subject.answer([Request(cases.PROMPT, forced=(5, 128))]),
+        lambda: nw.calibrate(subject, [[5, 128]]),
+    ):
+        with pytest.raises(nw.NeedleworkError, match="outside the vocabulary of 128"):
+            call()
+
+
+def test_refused_twins_that_change_nothing() -> None:
+    """The last token is read in decode: a twin that differs there alone has the prompt's memory."""
+    subject, other_end = cases.subject("jamba"), (*cases.PROMPT[:-1], 99)
+    for twin, boundary in ((cases.PROMPT, "prefill"), (cases.PROMPT, "decode"), (other_end, "decode")):
+        with pytest.raises(nw.NeedleworkError, match="the twin is the prompt"):
+            subject.generate([cases.PROMPT], nw.SwapMemory(half="kv"), twins=[{"twin": twin}], boundary=boundary)
+
+
+def test_refused_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("needlework.model.load._weights", lambda *_: pytest.fail("weights were loaded first"))
+    with pytest.raises(nw.NeedleworkError, match="kernels='x' is not known; choose from fast, stock"):
+        nw.load("tiny-griffin", kernels="x")  # type: ignore[arg-type]
+    with pytest.raises(nw.NeedleworkError, match="kernels='x' is not known"):
+        nw.wrap(cases.build("llama"), kernels="x")  # type: ignore[arg-type]
 
 
 def test_refused_in_a_batch_before_any_row_runs() -> None:

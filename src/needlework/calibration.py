@@ -15,6 +15,7 @@ from torch import Tensor
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import ChangeOutputs, Phase
 from needlework.receipts import Tally
+from needlework.requests import check_tokens
 
 if TYPE_CHECKING:
     from needlework.subject import Prompt, Subject
@@ -53,7 +54,13 @@ class Means:
 
 def calibrate(subject: Subject, texts: Sequence[Prompt]) -> Means:
     """Measure means on these texts and make them known to the subject. The end of each text is decoded, the rest prefilled."""
+    if isinstance(texts, str):
+        raise NeedleworkError("give a list of texts, calibrate(subject, [text]): a lone one would be read letter by letter")
     body = subject.body
+    tokens = [subject.encode(text) for text in texts]
+    for some in tokens:
+        check_tokens(some, body.anatomy, "a text")
+        body.check_length(len(some))
     sums: dict[tuple[int, str], Tensor] = {}
     counts: dict[tuple[int, str], int] = {}
 
@@ -67,9 +74,8 @@ def calibrate(subject: Subject, texts: Sequence[Prompt]) -> Means:
         return record
 
     with body.session():
-        for text in texts:
-            ids = torch.tensor([subject.encode(text)], device=body.device)
-            body.check_length(ids.shape[1])
+        for row in tokens:
+            ids = torch.tensor([row], device=body.device)
             split = max(1, ids.shape[1] - _DECODED)
             memory, slot = body.new_memory(1), torch.zeros(1, dtype=torch.int64, device=body.device)
             singles = [ids[:, t : t + 1] for t in range(split, ids.shape[1])]

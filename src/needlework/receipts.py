@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 Count = dict[str, int]
+NOTHING_TO_HIDE = "nothing to hide"  # how the note of a limit_context begins that hid no key: its trial is one without a limit
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,11 @@ class Receipt:
     def to_dict(self) -> dict[str, Any]:
         rows = [{"layer": at, "phase": when, **count} for (at, when), count in sorted(self.counts.items())]
         return {"layers": rows, "swapped": list(self.swapped), "notes": list(self.notes)}
+
+
+def nothing_to_hide(receipt: Mapping[str, Any] | None) -> bool:
+    """Whether a receipt (as `to_dict` writes it) says that a limit on the context hid no key, so that its trial shows nothing."""
+    return any(note.startswith(NOTHING_TO_HIDE) for note in (receipt or {}).get("notes", ()))
 
 
 class Tally:

@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from numbers import Integral
+from typing import Literal, get_args
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import (
     Act,
-    ChangeOutputs,
     ClearState,
-    CutMemory,
-    DropAttention,
-    DropRecurrent,
+    ExposeColumns,
     KeepBest,
+    LimitKeys,
     Phase,
     Scene,
-    SilenceHeads,
     Span,
     SwapHalf,
 )
 from needlework.interventions.base import NONE, Intervention
-from needlework.receipts import Receipt
+from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
 
 @dataclass(frozen=True)
@@ -62,17 +61,6 @@ class Answer:
         return replace(self, text=text)
 
 
-_COUNTED = {  # acts that must leave a count above zero, and the name of that count
-    KeepBest: "heads_zeroed",
-    SilenceHeads: "heads_zeroed",
-    ChangeOutputs: "heads_changed",
-    DropAttention: "blocks_dropped",
-    DropRecurrent: "blocks_dropped",
-    CutMemory: "states_cut",
-    ClearState: "states_cleared",
-}
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A request with its interventions lowered to acts."""
@@ -98,24 +86,35 @@ class Prepared:
         tokens = self.request.prompt[: self.prefill_tokens]
         return (tokens, self.acts["prefill"], self.sample if random else None)
 
+    @property
+    def one_piece(self) -> bool:
+        """The whole prefill must be one forward: the paper's `balanced` sums over all of its queries."""
+        return any(isinstance(act, ExposeColumns) and act.paper and act.mode == "balanced" for act in self.acts["prefill"])
+
     def failure(self, receipt: Receipt) -> str:
         """Why the intervention did not do what it should have; empty if it did."""
-        for phase, acts in self.acts.items():
-            for act in acts:
-                name = _COUNTED.get(type(act), "positions")
-                if not receipt.total(name, phase, act.layer):
-                    return f"{type(act).__name__} in layer {act.layer} should have acted in {phase}, but {name} is 0"
+        for phase, act in self._each_act():
+            if not receipt.total(act.count, phase, act.layer):
+                return f"{type(act).__name__} in layer {act.layer} should have acted in {phase}, but {act.count} is 0"
         missing = [swap.half for swap in self.swaps if swap.half not in receipt.swapped]
         return f"the {missing[0]} half of the memory was not swapped" if missing else ""
 
     def notes(self, receipt: Receipt) -> tuple[str, ...]:
-        hidden = []
-        for phase, acts in self.acts.items():
-            for act in acts:
-                exposing = type(act).__name__ == "ExposeColumns"
-                if exposing and not receipt.total("columns_exposed", phase, act.layer):
-                    hidden.append(f"layer {act.layer}, {phase}: the exposed span was outside what any query could see")
-        return tuple(hidden)
+        """What is no failure but must be known: where an intervention had nothing to act on."""
+        notes = []
+        hidden: dict[tuple[int, int], int] = defaultdict(int)  # by limit: in a long answer, one of them may act in decode only
+        for phase, act in self._each_act():
+            if isinstance(act, ExposeColumns) and not receipt.total("columns_exposed", phase, act.layer):
+                notes.append(f"layer {act.layer}, {phase}: the exposed span was outside what any query could see")
+            if isinstance(act, LimitKeys):
+                hidden[act.tokens, act.sinks] += receipt.total("keys_hidden", phase, act.layer)
+        for (tokens, sinks), keys in hidden.items():
+            if not keys:
+                notes.append(f"{NOTHING_TO_HIDE}: no query had keys beyond the last {tokens} and the first {sinks}")
+        return tuple(notes)
+
+    def _each_act(self) -> Iterator[tuple[Phase, Act]]:
+        return ((phase, act) for phase, acts in self.acts.items() for act in acts)
 
 
 def sample_key(prompt: tuple[int, ...]) -> int:
@@ -125,13 +124,7 @@ def sample_key(prompt: tuple[int, ...]) -> int:
 
 def prepare(request: Request, anatomy: Anatomy) -> Prepared:
     """Check everything that can be checked before any compute, and lower the intervention for this prompt."""
-    if not request.prompt:
-        raise NeedleworkError("the prompt is empty; give at least one token")
-    wrong = [token for token in request.prompt if not 0 <= token < anatomy.vocabulary]
-    if wrong:
-        raise NeedleworkError(f"token id {wrong[0]} is outside the vocabulary of {anatomy.vocabulary}")
-    if request.max_new_tokens < 1 and not request.forced:
-        raise NeedleworkError("max_new_tokens must be at least 1")
+    _check_values(request, anatomy)
     request.intervention.check(anatomy)
     sample = sample_key(request.prompt) if request.sample is None else request.sample
     scene = Scene(anatomy, len(request.prompt), request.spans, sample)
@@ -143,8 +136,40 @@ def prepare(request: Request, anatomy: Anatomy) -> Prepared:
         sample,
         _in_own_phase(lowered, request),
         swaps,
-        {swap.half: _twin(swap, request) for swap in swaps},
+        {swap.half: _twin(swap, request, anatomy) for swap in swaps},
     )
+
+
+def check_tokens(tokens: Sequence[int], anatomy: Anatomy, what: str = "the prompt") -> None:
+    """Refuse token ids that the model does not have, and none at all."""
+    if not len(tokens):
+        raise NeedleworkError(f"{what} is empty; give at least one token")
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token < anatomy.vocabulary:
+            raise NeedleworkError(f"{what}: token id {token} is outside the vocabulary of {anatomy.vocabulary}")
+
+
+def _check_values(request: Request, anatomy: Anatomy) -> None:
+    """Refuse what no model can be asked: passed on, each of these would silently be taken for something else."""
+    check_tokens(request.prompt, anatomy)
+    if request.forced:
+        check_tokens(request.forced, anatomy, "forced")
+    if not isinstance(request.intervention, Intervention):
+        raise NeedleworkError(f"{request.intervention!r} is no intervention; nw.parse(text) makes one from its text")
+    if not isinstance(request.max_new_tokens, Integral) or (request.max_new_tokens < 1 and not request.forced):
+        raise NeedleworkError(f"max_new_tokens={request.max_new_tokens!r} must be a whole number, at least 1")
+    if request.boundary not in get_args(Phase):
+        raise NeedleworkError(
+            f"boundary={request.boundary!r} is not known; choose 'decode' or 'prefill': who reads the last prompt token"
+        )
+    count = len(request.prompt)
+    for name, ranges in request.spans.items():
+        for part in ranges:
+            if not (isinstance(part, Sequence) and len(part) == 2 and 0 <= part[0] < part[1] <= count):
+                raise NeedleworkError(
+                    f"span {name!r}: {part!r} lies outside the prompt of {count} tokens or is no range; give (start, end) pairs"
+                    f" with 0 <= start < end <= {count}, e.g. {{{name!r}: [(0, {count})]}}"
+                )
 
 
 def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Phase, tuple[Act, ...]]:
@@ -176,7 +201,7 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
     return acts
 
 
-def _twin(swap: SwapHalf, request: Request) -> tuple[int, ...]:
+def _twin(swap: SwapHalf, request: Request, anatomy: Anatomy) -> tuple[int, ...]:
     twin = swap.twin if isinstance(swap.twin, tuple) else request.twins.get(swap.twin)
     if twin is None:
         known = ", ".join(sorted(request.twins)) or "none"
@@ -185,6 +210,10 @@ def _twin(swap: SwapHalf, request: Request) -> tuple[int, ...]:
         raise NeedleworkError(
             f"swap_memory: the twin has {len(twin)} tokens and the prompt {len(request.prompt)}; they must be of one length"
         )
+    check_tokens(twin, anatomy, "swap_memory: the twin")
+    read = len(request.prompt) - request.decodes_last
+    if twin[:read] == request.prompt[:read]:
+        raise NeedleworkError(f"swap_memory: in the {read} tokens that prefill reads, the twin is the prompt: give another")
     return twin
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,7 @@ class Subject:
         boundary: Phase = "decode",
     ) -> list[Answer]:
         """Greedy answers, in the order of the prompts. `interventions`, if given, has one for each prompt."""
-        if isinstance(prompts, str):
-            raise NeedleworkError("give a list of prompts: generate([prompt])")
-        each = _one_each(interventions, len(prompts), intervention, "interventions")
+        each = _interventions(prompts, intervention, interventions)
         ends = self._stops(stop)
         requests = [
             Request(
@@ -86,7 +85,8 @@ class Subject:
         boundary: Phase = "decode",
     ) -> Tensor:
         """Logits [rows, tokens, vocabulary]. The first `prompt_tokens` are prefill, the rest is decoded token by token;
-        without it all tokens are prefill (scoring). Left padding named by `attention_mask` is taken off first."""
+        without it all tokens are prefill (scoring). Left padding named by `attention_mask` is taken off first: `prompt_tokens`
+        and `spans` count a row's own tokens, without its padding."""
         return logits(self.body, input_ids, intervention, prompt_tokens, attention_mask, spans or {}, boundary)
 
     def choices(
@@ -99,18 +99,22 @@ class Subject:
         spans: Sequence[Mapping[str, Span]] | None = None,
     ) -> list[Scores]:
         """Log-likelihood of each option after each prompt. Scoring: every position counts as prefill."""
-        each = _one_each(interventions, len(prompts), intervention, "interventions")
+        each = _interventions(prompts, intervention, interventions)
         spans = _one_each(spans, len(prompts), {}, "spans")
+        lists = _one_each(options, len(prompts), (), "lists of options")
         asked = [
             (Request(self.encode(p), act, spans=span), [self.encode(o, continuation=True) for o in some])
-            for p, act, span, some in zip(prompts, each, spans, options, strict=True)
+            for p, act, span, some in zip(prompts, each, spans, map(_several, lists), strict=True)
         ]
         scores = dict(choices(self.engine, asked))
         return [scores[i] for i in range(len(asked))]
 
     def encode(self, prompt: Prompt, continuation: bool = False) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            return tuple(int(token) for token in prompt)
+            try:
+                return tuple(map(index, prompt))
+            except TypeError:
+                raise NeedleworkError(f"{prompt!r} is neither text nor a list of token ids; one prompt is [prompt]") from None
         if self.tokenizer is None:
             raise NeedleworkError("this model was loaded without a tokenizer; give token ids instead of text")
         return tuple(self.tokenizer(prompt, add_special_tokens=not continuation)["input_ids"])
@@ -131,7 +135,7 @@ class Subject:
 
     def _stops(self, stop: Sequence[int | str]) -> frozenset[int]:
         ends = set()
-        for item in stop:
+        for item in _several(stop):
             ids = (item,) if isinstance(item, int) else self.encode(item, continuation=True)
             if len(ids) != 1:
                 raise NeedleworkError(f"stop {item!r} is {len(ids)} tokens; a stop must be one token")
@@ -141,9 +145,26 @@ class Subject:
         return frozenset(ends)
 
 
+def _several(given: Any) -> Any:
+    """Refuse a lone text where several are due: it would be taken apart into its letters."""
+    if isinstance(given, str):
+        raise NeedleworkError(f"{given!r} is one text; give a list of prompts, options or stops: [{given!r}]")
+    return given
+
+
+def _interventions(prompts: Sequence[Prompt], one: Intervention, each: Sequence[Intervention] | None) -> Sequence[Intervention]:
+    """What is done to each prompt."""
+    if each is not None and one != NONE:
+        raise NeedleworkError(f"both {one} and a list of interventions are given; give one for all prompts, or one for each")
+    intended: Sequence[Intervention] = _one_each(each, len(_several(prompts)), one, "interventions")
+    return intended
+
+
 def _one_each(given: Any, count: int, default: Any, name: str) -> Any:
     if given is None:
         return [default] * count
+    if isinstance(given, (str, Mapping)):
+        raise NeedleworkError(f"{name} must be a list with one entry for each prompt, not {given!r}")
     if len(given) != count:
         raise NeedleworkError(f"{len(given)} {name} for {count} prompts; give one for each")
     return given

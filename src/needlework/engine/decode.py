@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -44,8 +44,7 @@ class Track:
             self.finish = "length"
 
     def answer(self) -> Answer:
-        swapped = tuple(swap.half for swap in self.prepared.swaps)
-        receipt = Receipt(self.receipt.counts, swapped, self.prepared.notes(self.receipt))
+        receipt = replace(self.receipt, notes=self.prepared.notes(self.receipt))
         error = self.error or self.prepared.failure(receipt)
         finish = "failed" if error else self.finish
         return Answer(

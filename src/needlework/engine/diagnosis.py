@@ -14,7 +14,7 @@ from needlework.receipts import Tally
 
 
 def first_bad_layer(body: Body, track: Track) -> str:
-    """Path of the first layer whose output is not finite, or where it first went wrong otherwise."""
+    """Path of the first layer whose output is not finite, or where it first went wrong otherwise. Needs an open session."""
     bad: list[str] = []
 
     def watch(path: str) -> Any:
@@ -40,10 +40,9 @@ def _replay(body: Body, track: Track) -> None:
     ids = torch.tensor([[*item.request.prompt, *track.tokens]], device=body.device)
     slot, memory, tally = torch.zeros(1, dtype=torch.int64, device=body.device), body.new_memory(1), Tally(1)
     split = item.prefill_tokens
-    with body.session():
-        if split:
-            rows = body.compile([item.acts["prefill"]], [item.sample], "prefill", slot)
-            body.feed(ids[:, :split], memory, "prefill", rows, tally)
-        rows = body.compile([item.acts["decode"]], [item.sample], "decode", slot)
-        for t in range(split, ids.shape[1]):
-            body.feed(ids[:, t : t + 1], memory, "decode", rows, tally)
+    if split:
+        rows = body.compile([item.acts["prefill"]], [item.sample], "prefill", slot)
+        body.feed(ids[:, :split], memory, "prefill", rows, tally)
+    rows = body.compile([item.acts["decode"]], [item.sample], "decode", slot)
+    for t in range(split, ids.shape[1]):
+        body.feed(ids[:, t : t + 1], memory, "decode", rows, tally)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -40,11 +41,11 @@ class Engine:
         prepared = [prepare(request, self.body.anatomy) for request in requests]
         for item in prepared:
             self.body.check_length(len(item.request.prompt) + item.steps)
-        reader = self.reader = Reader(self.body)
-        reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
-        pending = deque(self.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE))
-        self._alone, self._most = len(pending) == 1, ROWS_AT_ONCE
-        with self.body.session():
+        with self.body.session():  # before anything of this engine is set: another thread's run may not be over
+            self.reader = Reader(self.body)
+            self.reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
+            pending = deque(self.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE))
+            self._alone, self._most = len(pending) == 1, ROWS_AT_ONCE
             yield from self._loop(pending)
 
     def _loop(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
@@ -102,8 +103,9 @@ class Engine:
             read = self.reader.read(readings)
             memory = self._fork(read.memory, homes)
             own = [home["own"] for home in homes]
-            for track, place in zip(tracks, own, strict=True):
-                track.receipt = read.receipts[place]
+            for track, home in zip(tracks, homes, strict=True):
+                swapped = tuple(half for half in track.prepared.twins if home[half] != home["own"])
+                track.receipt = replace(read.receipts[home["own"]], swapped=swapped)
             logits = read.logits[torch.tensor(own, device=self.body.device)]
         if decodes_last:
             fed = torch.tensor([item.request.prompt[-1] for _, item in batch], device=self.body.device)

@@ -62,7 +62,7 @@ class Reader:
             return
         overhead = _FORWARD_FLOPS.get(self.body.device.type, 1e9) / (2 * self.body.anatomy.parameters)
         by_acts: dict[tuple[object, ...], dict[tuple[object, ...], Reading]] = defaultdict(dict)
-        for reading in readings:
+        for reading in (reading for reading in readings if not reading.item.one_piece):
             by_acts[reading.item.group[1:]][reading.key] = reading
         for some in by_acts.values():
             stems = find_stems([reading.tokens for reading in some.values()], overhead)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from needlework.interventions.base import Intervention
 from needlework.model.body import Body
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt, Tally
-from needlework.requests import Prepared, Request, prepare
+from needlework.requests import Prepared, Request, check_tokens, prepare
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,19 @@ def choices(
     """Each request's options scored, with its index, as they finish: one reading serves all options of equal prefills."""
     prepared = []
     for request, options in asked:
-        if not options or not all(options):
-            raise NeedleworkError("every question needs at least one option, and every option at least one token")
+        if not options:
+            raise NeedleworkError("every question needs at least one option")
+        for option in options:
+            check_tokens(option, engine.body.anatomy, "an option")
         longest = max(len(option) for option in options)
         engine.body.check_length(len(request.prompt) + longest - 1)  # an option's last token is never read
         scored = Request(**{**vars(request), "scoring": True, "max_new_tokens": longest})
         prepared.append(prepare(scored, engine.body.anatomy))
+        if prepared[-1].one_piece:
+            raise NeedleworkError(
+                f"{request.intervention}: the paper's balanced sums over a whole prefill, but options are read apart;"
+                " use compat='right', or logits(), which reads everything at once"
+            )
     reader = Reader(engine.body)
     reader.expect([reading for item in prepared for reading in readings_of(item).values()])
     with engine.body.session():
@@ -86,6 +93,7 @@ def _score(engine: Engine, reader: Reader, batch: Sequence[Asked]) -> list[tuple
         receipt = sum((tally.receipt(r) for r in mine), start=read.receipts[homes[b]["own"]])
         logprobs = tuple(found[r][0] for r in mine)
         finite = all(math.isfinite(x) for some in logprobs for x in some)
+        receipt = replace(receipt, notes=item.notes(receipt))
         error = item.failure(receipt) if finite else NOT_FINITE
         results.append((i, Scores(logprobs, tuple(found[r][1] for r in mine), receipt, error)))
     return results
@@ -128,8 +136,9 @@ def logits(
 ) -> Tensor:
     """See `Subject.logits`."""
     ids = torch.as_tensor(input_ids, device=body.device)
-    if ids.dim() != 2 or ids.shape[1] == 0:
-        raise NeedleworkError(f"input_ids must be [rows, tokens] with at least one token, got {tuple(ids.shape)}")
+    if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
+        shape = f"{tuple(ids.shape)} of {ids.dtype}"
+        raise NeedleworkError(f"input_ids must be [rows, tokens] of whole numbers with at least one token, got {shape}")
     if attention_mask is not None:
         return _without_padding(body, ids, attention_mask, intervention, prompt_tokens, spans, boundary)
     count = ids.shape[1] if prompt_tokens is None else prompt_tokens
@@ -170,9 +179,11 @@ def _without_padding(
     mask = attention_mask.to(ids.device).bool()
     if mask.shape != ids.shape or not bool((mask.int().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         raise NeedleworkError("attention_mask must have the shape of input_ids and mark left padding only (0 ... 0 1 ... 1)")
+    shortest = int(mask.sum(1).min())
+    if prompt_tokens is not None and prompt_tokens > shortest:
+        raise NeedleworkError(f"prompt_tokens={prompt_tokens} counts without padding, the shortest row has {shortest} tokens")
     out = torch.zeros(*ids.shape, body.anatomy.vocabulary, device=ids.device)
     for r in range(ids.shape[0]):
         pads = int((~mask[r]).sum())
-        count = None if prompt_tokens is None else prompt_tokens - pads
-        out[r, pads:] = logits(body, ids[r : r + 1, pads:], intervention, count, None, spans, boundary)[0]
+        out[r, pads:] = logits(body, ids[r : r + 1, pads:], intervention, prompt_tokens, None, spans, boundary)[0]
     return out

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
@@ -49,6 +49,7 @@ class Scene:
 class Act:
     """Base of all acts. `layer` is the model's own index; -1 for acts on the whole memory."""
 
+    count: ClassVar[str]  # in the receipt; where it stays 0 the act did nothing, and its trial fails
     layer: int
 
 
@@ -56,6 +57,7 @@ class Act:
 class KeepBest(Act):
     """Keep the k best heads of each token by a score of its attention; zero the outputs of the others."""
 
+    count = "heads_zeroed"
     k: int
     by: Literal["entropy", "l2", "norm", "random"]
     seed: int = 0
@@ -65,6 +67,7 @@ class KeepBest(Act):
 class SilenceHeads(Act):
     """Replace the outputs of these heads by zero, or by calibrated means (named by their hash)."""
 
+    count = "heads_zeroed"
     heads: frozenset[int]
     means: str = ""
 
@@ -73,6 +76,7 @@ class SilenceHeads(Act):
 class ChangeOutputs(Act):
     """Pass head outputs [queries, heads, dim] of one row through a function: the open end of the vocabulary."""
 
+    count = "heads_changed"
     function: Callable[[Any], Any]
 
 
@@ -80,11 +84,14 @@ class ChangeOutputs(Act):
 class DropAttention(Act):
     """The whole attention module contributes nothing, its output bias included."""
 
+    count = "blocks_dropped"
+
 
 @dataclass(frozen=True)
 class LimitKeys(Act):
     """A query sees only the last `tokens` keys (itself included) and the first `sinks`."""
 
+    count = "positions"  # hiding no key of a short prompt is no failure; a note says so
     tokens: int
     sinks: int
 
@@ -93,6 +100,7 @@ class LimitKeys(Act):
 class ExposeColumns(Act):
     """Rewrite attention probabilities on and off the given key positions."""
 
+    count = "positions"  # a span outside the window is no failure; a note says so
     mode: Literal["omit", "only", "null", "balanced"]
     positions: tuple[int, ...]
     renormalize: bool
@@ -103,16 +111,21 @@ class ExposeColumns(Act):
 class CutMemory(Act):
     """The mixer sees each token alone: nothing is carried from token to token."""
 
+    count = "states_cut"
+
 
 @dataclass(frozen=True)
 class DropRecurrent(Act):
     """The mixer contributes nothing."""
+
+    count = "blocks_dropped"
 
 
 @dataclass(frozen=True)
 class ClearState(Act):
     """The mixer's memory is emptied just before the token at `position` is read."""
 
+    count = "states_cleared"
     position: int
 
 
@@ -120,6 +133,7 @@ class ClearState(Act):
 class SwapHalf(Act):
     """After prefill, one half of the memory comes from the twin prompt of this name, or of these token ids."""
 
+    count = "swapped"  # kept apart from the layers' counts
     half: Half
     twin: str | tuple[int, ...]
 

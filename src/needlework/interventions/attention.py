@@ -111,6 +111,9 @@ class AblateHeads(Part):
                 f"{self.name}: no such heads {[tuple(h) for h in wrong]} in {anatomy.architecture}; attention layers are "
                 f"{[x.index for x in anatomy.attention_layers]}, `needlework inspect` shows their heads"
             )
+        left_out = sorted(set(self.where(anatomy)) - set(self.layers or self.where(anatomy)))
+        if left_out:
+            raise NeedleworkError(f"{self}: names heads of layers {left_out}, which `layers` leaves out: drop layers")
 
     def _silenced(self, anatomy: Anatomy) -> Iterator[tuple[int, frozenset[int]]]:
         for index in self.where(anatomy):
@@ -124,12 +127,14 @@ class AblateHeads(Part):
 
 @register
 class OnlyHeads(AblateHeads):
-    """The complement of AblateHeads: every head that is not named is silenced."""
+    """The complement of AblateHeads: every head that is not named is silenced, in all layers or in the given ones."""
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        return Part.where(self, anatomy)
 
     def _silenced(self, anatomy: Anatomy) -> Iterator[tuple[int, frozenset[int]]]:
-        for layer in anatomy.attention_layers:
-            if self.layers is None or layer.index in self.layers:
-                yield layer.index, frozenset(h.index for h in layer.heads if h not in self.heads)
+        for index in self.where(anatomy):
+            yield index, frozenset(h.index for h in anatomy.layers[index].heads if h not in self.heads)
 
 
 @register
@@ -160,6 +165,8 @@ class ExposeTokens(Part):
         if self.compat == "paper":  # the authors' finder ignores BOS and stops at the first copy of the needle
             first = scene.spans[self.span][0] if isinstance(self.span, str) else (min(positions), max(positions) + 1)
             positions = tuple(p - 1 for p in range(*first) if p > 0)
+            if not positions:
+                raise NeedleworkError(f"{self}: the authors' columns are one token early, and before position 0 there is none")
         if self.mode != "keep":
             for index in self.where(scene.anatomy):
                 yield acts.ExposeColumns(index, self.mode, positions, self.renormalize, self.compat == "paper")

@@ -17,11 +17,15 @@ from needlework.interventions.ranking import Ranking
 When = Literal["prefill", "decode", "both"]
 
 
-def _sorted_unique(value: Any) -> Any:
-    return tuple(sorted(set(value))) if isinstance(value, Iterable) and not isinstance(value, str) else value
+def _sorted_layers(value: Any) -> Any:
+    if value is None or isinstance(value, str) or not isinstance(value, Iterable):
+        return value
+    if not (layers := tuple(sorted(set(value)))):
+        raise ValueError("an empty list names no layer; leave layers out to act on all")
+    return layers
 
 
-Layers = Annotated[tuple[int, ...] | None, BeforeValidator(lambda v: v if v is None else _sorted_unique(v))]
+Layers = Annotated[tuple[int, ...] | None, BeforeValidator(_sorted_layers)]
 
 
 class Intervention(BaseModel):
@@ -97,7 +101,7 @@ class Part(Intervention):
                 f"{self}: {anatomy.architecture} has no separate {self.side} layers"
                 + (f" ({reason})" if reason else "") + "; choose an intervention on the side it has"
             )
-        wrong = sorted(set(self.where(anatomy)) - own)
+        wrong = sorted({*self.where(anatomy), *(self.layers or ())} - own)
         if wrong:
             raise NeedleworkError(
                 f"{self}: layers {wrong} are no {self.side} layers of {anatomy.architecture}; choose from {sorted(own)}"

@@ -50,6 +50,8 @@ def _part(call: ast.expr, text: str) -> Intervention:
         key = (keyword.arg or "**").rstrip("_")
         if key not in keys:
             raise _bad(text, f"{name} has no {key!r}; {did_you_mean(key, keys)}")
+        if key in fields:
+            raise _bad(text, f"{name} is given {key!r} twice; which one is meant?")
         fields[key] = _value(keyword.value, text)
     return cls(**fields)
 

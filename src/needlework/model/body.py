@@ -21,6 +21,7 @@ from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, MixerPlan, compile_mixer, hooked
 from needlework.model.patches import continues_prefill, fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
+from needlework.model.turns import turn
 from needlework.receipts import Tally
 
 Kernels = Literal["fast", "stock"]
@@ -63,7 +64,7 @@ class Body:
         self.device = next(model.parameters()).device
         self._memory: Memory | None = None  # the one that is being fed; hooks clear its rows
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
-        self._depth = 0
+        self._open = False
         self._trusted = False  # our own attention maths was seen to agree with the model's
 
     @property
@@ -73,12 +74,12 @@ class Body:
 
     @contextmanager
     def session(self) -> Iterator[None]:
-        """Put our attention function and kernels in place; leave no trace on the model, also after an exception."""
-        if self._depth:
-            yield
-            return
-        with ExitStack() as stack:
-            self._depth += 1
+        """Put our attention function and kernels in place; leave no trace on the model, also after an exception.
+
+        One session at a time: other threads wait, and one inside another is refused.
+        """
+        with turn(), ExitStack() as stack:
+            self._open = True
             stack.callback(self._leave)
             if self.attention:
                 stack.enter_context(attention_switched(self.model, NAME))
@@ -100,7 +101,7 @@ class Body:
         return hooked(mixers, blocks, self._clear_rows)
 
     def _leave(self) -> None:
-        self._depth -= 1
+        self._open = False
         self._memory = None
 
     def _clear_rows(self, mixer: Mixer, rows: Tensor) -> None:
@@ -193,7 +194,7 @@ class Body:
     def _forward(
         self, ids: Tensor, positions: Tensor, memory: Memory, phase: Phase, rows: Rows, tally: Tally, all_logits: bool
     ) -> Tensor:
-        if not self._depth:
+        if not self._open:
             raise RuntimeError("feed a body inside `with body.session():`")
         shared = memory.shared
         forward = Forward(

@@ -113,7 +113,7 @@ class LayerPlan:
         visible = (causal if block.visible is None else block.visible & causal).expand(rows, 1, p.shape[2], -1)
         exposed = visible & columns[:, None, None]  # [rows, 1, queries, keys]
         act = e.active[:, None, None, None].expand_as(exposed)
-        if e.paper.any():  # the authors' code does nothing for a query that sees no needle column
+        if forward.phase == "decode" and e.paper.any():  # there the authors' code leaves a query alone that sees no needle column
             act = act & (exposed.any(-1, keepdim=True) | ~e.paper[:, None, None, None])
         factor = torch.where(columns, e.inside[:, None], e.outside[:, None])  # [rows, keys]
         new = p * factor[:, None, None]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,6 +13,7 @@ from needlework.model.body import Body, Kernels
 from needlework.model.families import family
 from needlework.model.presets import PRESETS
 from needlework.model.probe import probe
+from needlework.model.turns import turn
 
 Window = Literal["transformers", "deepmind"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -31,6 +32,7 @@ def load_body(
     """A body and its tokenizer (None if there is none)."""
     if dtype not in DTYPES:
         raise NeedleworkError(f"dtype {dtype!r} is not known; choose from {', '.join(DTYPES)}")
+    _check_kernels(kernels)
     place = _device(device)
     origin = _origin(source)
     options = {"revision": revision, "trust_remote_code": trust_remote_code, **origin.options}
@@ -39,7 +41,8 @@ def load_body(
     _set_window(config, window)
     if origin.local:
         _refuse_pickles(Path(origin.name), origin.gguf)
-    model = _weights(origin, config, DTYPES[dtype], device_map, options)
+    with turn():  # transformers changes torch's default type for as long as it loads
+        model = _weights(origin, config, DTYPES[dtype], device_map, options)
     if device_map is None:
         model = model.to(place)
     return make_body(model, window, kernels), _tokenizer(origin, options)
@@ -47,9 +50,11 @@ def load_body(
 
 def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "fast") -> Body:
     """A body around a model that is already in memory."""
+    _check_kernels(kernels)
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
-    return Body(model, kind, probe(model, kind, window), kernels)
+    with turn():  # the probe watches every module of the process
+        return Body(model, kind, probe(model, kind, window), kernels)
 
 
 def blueprint(source: str | Path, window: Window = "transformers") -> Body:
@@ -65,6 +70,11 @@ def blueprint(source: str | Path, window: Window = "transformers") -> Body:
     with torch.device("meta"):
         model = _model_class(config)(config).to(dtype)
     return make_body(model, window, "stock")
+
+
+def _check_kernels(kernels: str) -> None:
+    if kernels not in get_args(Kernels):
+        raise NeedleworkError(f"kernels={kernels!r} is not known; choose from {', '.join(get_args(Kernels))}")
 
 
 class _Origin:
