@@ -128,11 +128,11 @@ def test_choices_are_plain_forwards(name: str) -> None:
     options = [(5,), (9, 33, 7), (64, 8), (70, 71, 72, 73)]
     found = subject.choices([cases.PROMPT, cases.PROMPT[:6]], [options, options[:2]])
     for prompt, some, scores in ((cases.PROMPT, options, found[0]), (cases.PROMPT[:6], options[:2], found[1])):
-        for option, logprobs in zip(some, scores.logprobs, strict=True):
+        for option, logprobs in zip(some, scores.option_logprobs, strict=True):
             logits = subject.logits([prompt + option])[0, len(prompt) - 1 : -1].log_softmax(-1)
             expected = logits.gather(1, torch.tensor(option)[:, None])[:, 0].tolist()
             assert logprobs == pytest.approx(expected, abs=cases.between_routes(name))
-        assert scores.totals == pytest.approx([sum(x) for x in scores.logprobs])
+        assert scores.totals == pytest.approx([sum(x) for x in scores.option_logprobs])
         assert scores.best == max(range(len(some)), key=lambda i: scores.totals[i])
 
 
@@ -141,7 +141,7 @@ def test_choices_under_an_intervention_are_forwards_under_it(name: str) -> None:
     subject, options = cases.subject(name), [(9, 33, 7), (64,)]
     acts = [nw.KeepHeads(k=2), nw.LimitContext(tokens=3), nw.NONE]
     for act, scores in zip(acts, subject.choices([cases.PROMPT] * 3, [options] * 3, interventions=acts), strict=True):
-        for option, logprobs in zip(options, scores.logprobs, strict=True):
+        for option, logprobs in zip(options, scores.option_logprobs, strict=True):
             logits = subject.logits([cases.PROMPT + option], act)[0, len(cases.PROMPT) - 1 : -1].log_softmax(-1)
             expected = logits.gather(1, torch.tensor(option)[:, None])[:, 0].tolist()
             assert logprobs == pytest.approx(expected, abs=1e-4)

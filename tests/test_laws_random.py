@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import cases
 import needlework as nw
 from needlework.interventions import acts
-from needlework.model import plan as attention_plan
+from needlework.model import edits
 from needlework.requests import Request
 
 NUMBERS = st.integers(-(2**63), 2**63 - 1)
@@ -18,7 +18,7 @@ NUMBERS = st.integers(-(2**63), 2**63 - 1)
 
 @given(st.lists(NUMBERS, min_size=1, max_size=6))
 def test_tensors_mix_as_python_does(numbers: list[int]) -> None:
-    mixed = attention_plan.mix(torch.tensor(numbers)).tolist()
+    mixed = edits.mix(torch.tensor(numbers)).tolist()
     assert [x % 2**64 for x in mixed] == [acts.mix(x % 2**64) for x in numbers]
 
 
@@ -26,8 +26,8 @@ def test_tensors_mix_as_python_does(numbers: list[int]) -> None:
 @given(st.integers(0, 2**31), NUMBERS, st.integers(0, 100), st.integers(0, 10_000))
 def test_scores_are_the_hash_of_their_place(seed: int, sample: int, layer: int, position: int) -> None:
     column = torch.tensor([0])
-    keep = attention_plan.Keep(column, column, torch.tensor([seed]), torch.tensor([sample]), frozenset({"random"}))
-    found = attention_plan.hash_scores(keep, layer, torch.tensor([[position, position + 1]]), 3)
+    keep = edits.Keep(column, column, torch.tensor([seed]), torch.tensor([sample]), frozenset({"random"}))
+    found = edits.hash_scores(keep, layer, torch.tensor([[position, position + 1]]), 3)
     for q in (0, 1):
         numbers = [acts.draw(seed, sample, layer, position + q, head) for head in range(3)]
         assert found[0, q].tolist() == [(x - 2**64 if x >= 2**63 else x) >> 40 for x in numbers]
@@ -77,7 +77,7 @@ def test_seeds_and_samples_differ(draw: str) -> None:
 def test_every_head_has_its_turn() -> None:
     """Over many positions each of 8 heads is among the 2 best about a quarter of the time."""
     column = torch.tensor([0])
-    keep = attention_plan.Keep(column, column, torch.tensor([3]), torch.tensor([99]), frozenset({"random"}))
-    best = attention_plan.hash_scores(keep, 5, torch.arange(8000)[None], 8).topk(2, -1).indices
+    keep = edits.Keep(column, column, torch.tensor([3]), torch.tensor([99]), frozenset({"random"}))
+    best = edits.hash_scores(keep, 5, torch.arange(8000)[None], 8).topk(2, -1).indices
     share = torch.bincount(best.flatten(), minlength=8) / 8000
     assert bool(((share - 0.25).abs() < 0.02).all())

@@ -11,7 +11,7 @@ import cases
 import needlework as nw
 import tiny
 from needlework.errors import NeedleworkError, TrialError
-from needlework.model import function as attention
+from needlework.model import attention
 
 
 def test_a_model_whose_attention_we_get_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt under one intervention."""
+    """One prompt under one intervention: to be continued, or, with `options`, to have its continuations scored."""
 
     prompt: tuple[int, ...]
     intervention: Intervention = NONE
@@ -39,23 +39,42 @@ class Request:
     boundary: Phase = "decode"  # who owns the last prompt token
     sample: int | None = None  # key for random choices; by default a hash of the prompt
     forced: tuple[int, ...] = ()  # decode these instead of the model's own choice
-    scoring: bool = False  # nothing is decoded: every position is prefill, whoever owns the boundary
+    options: tuple[tuple[int, ...], ...] = ()  # scored: nothing is decoded, and every position is prefill
 
     @property
     def decodes_last(self) -> bool:
         """The last prompt token is read in the decode phase."""
-        return self.boundary == "decode" and not self.scoring
+        return self.boundary == "decode" and not self.options
+
+    @property
+    def steps(self) -> int:
+        """The most tokens that follow the prompt."""
+        return max(map(len, self.options), default=0) or len(self.forced) or self.max_new_tokens
 
 
 @dataclass(frozen=True)
 class Answer:
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]  # of each token
-    margins: tuple[float, ...]  # best logit minus second best, at each step
-    receipt: Receipt
-    finish: Literal["stop", "length", "failed"]
+    """What came back for a request: tokens that were generated, or log-likelihoods of its options."""
+
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()  # of each token
+    margins: tuple[float, ...] = ()  # best logit minus second best, at each step
+    receipt: Receipt = field(default_factory=Receipt)
+    finish: Literal["stop", "length", "scored", "failed"] = "scored"
     error: str = ""
     text: str = ""
+    option_logprobs: tuple[tuple[float, ...], ...] = ()  # of every token of every option
+    greedy: tuple[bool, ...] = ()  # every token of the option was the model's first choice
+
+    @property
+    def totals(self) -> tuple[float, ...]:
+        """The log-likelihood of each option."""
+        return tuple(map(sum, self.option_logprobs))
+
+    @property
+    def best(self) -> int:
+        """The likeliest option; the first of equals."""
+        return max(range(len(self.totals)), key=self.totals.__getitem__)
 
     def with_text(self, text: str) -> Answer:
         return replace(self, text=text)
@@ -76,8 +95,9 @@ class Prepared:
         return len(self.request.prompt) - self.request.decodes_last
 
     @property
-    def steps(self) -> int:
-        return len(self.request.forced) or self.request.max_new_tokens
+    def tokens_read(self) -> int:
+        """The most positions that are taken; an option's last token is predicted, never read."""
+        return len(self.request.prompt) + self.request.steps - bool(self.request.options)
 
     @property
     def group(self) -> tuple[object, ...]:
@@ -131,13 +151,14 @@ def prepare(request: Request, anatomy: Anatomy) -> Prepared:
     read = _check_phases(request)
     lowered = {phase: request.intervention.lower(scene, phase) if read[phase] else [] for phase in read}
     swaps = tuple(act for act in lowered["prefill"] if isinstance(act, SwapHalf))
-    return Prepared(
-        request,
-        sample,
-        _in_own_phase(lowered, request),
-        swaps,
-        {swap.half: _twin(swap, request, anatomy) for swap in swaps},
-    )
+    twins: dict[str, tuple[int, ...]] = {swap.half: _twin(swap, request, anatomy) for swap in swaps}
+    prepared = Prepared(request, sample, _in_own_phase(lowered, request), swaps, twins)
+    if request.options and prepared.one_piece:
+        raise NeedleworkError(
+            f"{request.intervention}: the paper's balanced sums over a whole prefill, but options are read apart;"
+            " use compat='right', or logits(), which reads everything at once"
+        )
+    return prepared
 
 
 def check_tokens(tokens: Sequence[int], anatomy: Anatomy, what: str = "the prompt") -> None:
@@ -154,6 +175,8 @@ def _check_values(request: Request, anatomy: Anatomy) -> None:
     check_tokens(request.prompt, anatomy)
     if request.forced:
         check_tokens(request.forced, anatomy, "forced")
+    for option in request.options:
+        check_tokens(option, anatomy, "an option")
     if not isinstance(request.intervention, Intervention):
         raise NeedleworkError(f"{request.intervention!r} is no intervention; nw.parse(text) makes one from its text")
     if not isinstance(request.max_new_tokens, Integral) or (request.max_new_tokens < 1 and not request.forced):
@@ -175,7 +198,7 @@ def _check_values(request: Request, anatomy: Anatomy) -> None:
 def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Phase, tuple[Act, ...]]:
     """Acts by phase; a state is cleared in the phase that reads the token at its position."""
     first_decoded = len(request.prompt) - request.decodes_last
-    last = len(request.prompt) + (len(request.forced) or request.max_new_tokens) - 1
+    last = len(request.prompt) + request.steps - 1
     acts: dict[Phase, tuple[Act, ...]] = {}
     for phase, some in lowered.items():
         mine = []
@@ -183,7 +206,7 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
             if isinstance(act, ClearState):
                 if act.position >= last:
                     raise NeedleworkError(f"reset_state at {act.position}: no token is read there (at most {last - 1})")
-                if request.scoring and act.position >= first_decoded:
+                if request.options and act.position >= first_decoded:
                     raise NeedleworkError(
                         f"reset_state at {act.position}: options begin there; choose a position in the prompt (at most"
                         f" {first_decoded - 1})"
@@ -219,16 +242,14 @@ def _twin(swap: SwapHalf, request: Request, anatomy: Anatomy) -> tuple[int, ...]
 
 def _check_phases(request: Request) -> dict[Phase, bool]:
     """Which phases read any token here; an intervention that names only an empty one is refused."""
-    steps = len(request.forced) or request.max_new_tokens
     read: dict[Phase, bool] = {
         "prefill": len(request.prompt) > request.decodes_last,
-        "decode": not request.scoring and (request.boundary == "decode" or steps > 1),
+        "decode": not request.options and (request.boundary == "decode" or request.steps > 1),
     }
     why = {
         "prefill": f"a prompt of {len(request.prompt)} token has no prefill token with boundary='decode'",
-        "decode": "scoring has no decode phase: use phase='prefill' or phase='both'"
-        if request.scoring
-        else "with boundary='prefill' and one new token nothing is decoded",
+        "decode": "scoring has no decode phase, and with boundary='prefill' and one new token nothing is decoded: use"
+        " phase='prefill' or phase='both'",
     }
     for part in request.intervention.parts:
         if part.side == "memory" and not all(read.values()):

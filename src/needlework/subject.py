@@ -12,7 +12,7 @@ from torch import Tensor
 
 from needlework.anatomy import Anatomy
 from needlework.engine.engine import Engine
-from needlework.engine.score import Scores, choices, logits
+from needlework.engine.score import logits
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention
@@ -97,17 +97,18 @@ class Subject:
         *,
         interventions: Sequence[Intervention] | None = None,
         spans: Sequence[Mapping[str, Span]] | None = None,
-    ) -> list[Scores]:
+    ) -> list[Answer]:
         """Log-likelihood of each option after each prompt. Scoring: every position counts as prefill."""
         each = _interventions(prompts, intervention, interventions)
         spans = _one_each(spans, len(prompts), {}, "spans")
         lists = _one_each(options, len(prompts), (), "lists of options")
-        asked = [
-            (Request(self.encode(p), act, spans=span), [self.encode(o, continuation=True) for o in some])
-            for p, act, span, some in zip(prompts, each, spans, map(_several, lists), strict=True)
-        ]
-        scores = dict(choices(self.engine, asked))
-        return [scores[i] for i in range(len(asked))]
+        requests = []
+        for prompt, act, span, texts in zip(prompts, each, spans, map(_several, lists), strict=True):
+            if not texts:
+                raise NeedleworkError("every prompt needs at least one option")
+            continuations = tuple(self.encode(text, continuation=True) for text in texts)
+            requests.append(Request(self.encode(prompt), act, spans=span, options=continuations))
+        return self.answer(requests)
 
     def encode(self, prompt: Prompt, continuation: bool = False) -> tuple[int, ...]:
         if not isinstance(prompt, str):
@@ -125,7 +126,7 @@ class Subject:
 
     def with_text(self, answer: Answer) -> Answer:
         """An answer of the engine with what was said."""
-        if self.tokenizer is None:
+        if self.tokenizer is None or answer.option_logprobs:
             return answer
         said = answer.tokens
         # The special token that ended the answer was not said: left in, it would stick to the last word.

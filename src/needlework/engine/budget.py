@@ -34,11 +34,12 @@ class Budget:
         return tokens * (2 * anatomy.kv_bytes_per_token + _ACTIVATIONS * self.hidden * self.bytes) + anatomy.state_bytes
 
     def row_bytes(self, item: Prepared) -> int:
-        """What one decoding row adds."""
-        anatomy = self.body.anatomy
-        own_keys = item.steps if self.body.shareable else item.steps + item.prefill_tokens
-        scores = 4 * sum(part.query_heads for _, part in anatomy.attention_parts()) * (item.prefill_tokens + item.steps)
-        return 2 * (own_keys * anatomy.kv_bytes_per_token + anatomy.state_bytes) + 12 * anatomy.vocabulary + scores
+        """What one trial adds: a decoding row, or a row for each of its options with the logits of all their tokens."""
+        anatomy, steps, options = self.body.anatomy, item.request.steps, len(item.request.options)
+        own_keys = steps if self.body.shareable else steps + item.prefill_tokens
+        scores = 4 * sum(part.query_heads for _, part in anatomy.attention_parts()) * (item.prefill_tokens + steps)
+        logits = 12 * anatomy.vocabulary * (steps if options else 1)
+        return max(1, options) * (2 * (own_keys * anatomy.kv_bytes_per_token + anatomy.state_bytes) + logits + scores)
 
     def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Track]) -> bool:
         """Whether a batch may be read while these trials decode."""

@@ -40,7 +40,7 @@ class Track:
         request = self.prepared.request
         if not request.forced and token in request.stop:
             self.finish = "stop"
-        elif len(self.tokens) >= self.prepared.steps:
+        elif len(self.tokens) >= self.prepared.request.steps:
             self.finish = "length"
 
     def answer(self) -> Answer:

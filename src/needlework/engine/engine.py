@@ -1,4 +1,4 @@
-"""Prefill once, fork the memory, decode every intervention in one batch.
+"""Prefill once, fork the memory, then decode every intervention, or score every option, in one batch.
 
 Requests that agree on their prompt and on what is done to it in prefill share one reading of it. Prompts of one length
 are read together; then each request gets a row of its own that reads the shared keys where they lie, and rows of all
@@ -18,6 +18,7 @@ from needlework.engine.budget import Budget, out_of_memory
 from needlework.engine.decode import NOT_FINITE, Decoder, Track, choose
 from needlework.engine.diagnosis import first_bad_layer
 from needlework.engine.prefill import Reader, group, readings_of
+from needlework.engine.score import score
 from needlework.model.body import Body
 from needlework.model.memory import Memory
 from needlework.requests import Answer, Prepared, Request, prepare
@@ -40,15 +41,31 @@ class Engine:
         """Answers as they finish, with the index of their request. All requests are checked before any compute."""
         prepared = [prepare(request, self.body.anatomy) for request in requests]
         for item in prepared:
-            self.body.check_length(len(item.request.prompt) + item.steps)
+            self.body.check_length(item.tokens_read)
         with self.body.session():  # before anything of this engine is set: another thread's run may not be over
             self.reader = Reader(self.body)
             self.reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
-            pending = deque(self.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE))
-            self._alone, self._most = len(pending) == 1, ROWS_AT_ONCE
-            yield from self._loop(pending)
+            scored = [pair for pair in enumerate(prepared) if pair[1].request.options]
+            continued = [pair for pair in enumerate(prepared) if not pair[1].request.options]
+            self._most = ROWS_AT_ONCE
+            yield from self._score(deque(self.budget.batches(scored, ROWS_AT_ONCE)))
+            pending = deque(self.budget.batches(continued, ROWS_AT_ONCE))
+            self._alone = len(pending) == 1
+            yield from self._decode(pending)
 
-    def _loop(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
+    def _score(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
+        while pending:
+            batch = pending.popleft()
+            try:
+                answers = score(self.body, self.reader, batch)
+            except Exception as error:
+                if not out_of_memory(error):
+                    raise
+                self._halve(batch, pending, error)
+            else:
+                yield from answers
+
+    def _decode(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
         decoder: Decoder | None = None
         while pending or decoder:
             room = decoder is None or (decoder.memory.ragged and 2 * len(decoder) <= self._most)

@@ -3,112 +3,69 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from needlework.engine.decode import NOT_FINITE
-from needlework.engine.engine import ROWS_AT_ONCE, Engine
-from needlework.engine.prefill import Read, Reader, group, readings_of
+from needlework.engine.prefill import Read, Reader, group
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import Intervention
 from needlework.model.body import Body
 from needlework.model.memory import Memory
-from needlework.receipts import Receipt, Tally
-from needlework.requests import Prepared, Request, check_tokens, prepare
-
-
-@dataclass(frozen=True)
-class Scores:
-    """Log-likelihoods of the options of one question."""
-
-    logprobs: tuple[tuple[float, ...], ...]  # of every token of every option
-    greedy: tuple[bool, ...]  # every token of the option was the model's first choice
-    receipt: Receipt
-    error: str = ""
-
-    @property
-    def totals(self) -> tuple[float, ...]:
-        return tuple(sum(some) for some in self.logprobs)
-
-    @property
-    def best(self) -> int:
-        return max(range(len(self.logprobs)), key=self.totals.__getitem__)
-
-
-Asked = tuple[int, Prepared, Sequence[tuple[int, ...]]]  # index of the request, the request, its options
+from needlework.receipts import Tally
+from needlework.requests import Answer, Prepared, Request, prepare
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One option of one question of a batch: a row."""
+    """One option of one request of a batch: a row."""
 
-    home: int  # the reading that it continues
+    place: int  # the reading that it continues
     item: Prepared
     tokens: tuple[int, ...]
 
 
-def choices(
-    engine: Engine, asked: Sequence[tuple[Request, Sequence[tuple[int, ...]]]]
-) -> Iterator[tuple[int, Scores]]:
-    """Each request's options scored, with its index, as they finish: one reading serves all options of equal prefills."""
-    prepared = []
-    for request, options in asked:
-        if not options:
-            raise NeedleworkError("every question needs at least one option")
-        for option in options:
-            check_tokens(option, engine.body.anatomy, "an option")
-        longest = max(len(option) for option in options)
-        engine.body.check_length(len(request.prompt) + longest - 1)  # an option's last token is never read
-        scored = Request(**{**vars(request), "scoring": True, "max_new_tokens": longest})
-        prepared.append(prepare(scored, engine.body.anatomy))
-        if prepared[-1].one_piece:
-            raise NeedleworkError(
-                f"{request.intervention}: the paper's balanced sums over a whole prefill, but options are read apart;"
-                " use compat='right', or logits(), which reads everything at once"
-            )
-    reader = Reader(engine.body)
-    reader.expect([reading for item in prepared for reading in readings_of(item).values()])
-    with engine.body.session():
-        for batch in engine.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE):
-            yield from _score(engine, reader, [(i, item, asked[i][1]) for i, item in batch])
-
-
-def _score(engine: Engine, reader: Reader, batch: Sequence[Asked]) -> list[tuple[int, Scores]]:
-    readings, homes = group([item for _, item, _ in batch])
+def score(body: Body, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> list[tuple[int, Answer]]:
+    """The options of every request scored: one reading serves all that continue it."""
+    readings, places = group([item for _, item in batch])
     read = reader.read(readings)
-    rows = [_Option(homes[b]["own"], item, option) for b, (_, item, options) in enumerate(batch) for option in options]
+    rows = [_Option(places[b]["own"], item, option) for b, (_, item) in enumerate(batch) for option in item.request.options]
     tally = Tally(len(rows))
-    found: dict[int, tuple[tuple[float, ...], bool]] = {}
+    scores: dict[int, tuple[tuple[float, ...], bool]] = {}
     for length in sorted({len(row.tokens) for row in rows}):
         # Options of one length are read together: none is padded, so nothing is counted that no option has.
-        found |= _one_length(engine.body, read, {r: row for r, row in enumerate(rows) if len(row.tokens) == length}, tally)
-    places = iter(range(len(rows)))
-    results = []
-    for b, (i, item, options) in enumerate(batch):
-        mine = [next(places) for _ in options]
-        receipt = sum((tally.receipt(r) for r in mine), start=read.receipts[homes[b]["own"]])
-        logprobs = tuple(found[r][0] for r in mine)
-        finite = all(math.isfinite(x) for some in logprobs for x in some)
+        alike = {r: row for r, row in enumerate(rows) if len(row.tokens) == length}
+        scores |= _one_length(body, read, alike, tally)
+    numbers = iter(range(len(rows)))
+    answers = []
+    for b, (i, item) in enumerate(batch):
+        own = [next(numbers) for _ in item.request.options]
+        receipt = sum((tally.receipt(r) for r in own), start=read.receipts[places[b]["own"]])
         receipt = replace(receipt, notes=item.notes(receipt))
+        logprobs = tuple(scores[r][0] for r in own)
+        finite = all(math.isfinite(value) for option in logprobs for value in option)
         error = item.failure(receipt) if finite else NOT_FINITE
-        results.append((i, Scores(logprobs, tuple(found[r][1] for r in mine), receipt, error)))
-    return results
+        finish: Literal["scored", "failed"] = "failed" if error else "scored"
+        greedy = tuple(scores[r][1] for r in own)
+        answers.append((i, Answer(receipt=receipt, finish=finish, error=error, option_logprobs=logprobs, greedy=greedy)))
+    return answers
 
 
 def _one_length(
     body: Body, read: Read, rows: Mapping[int, _Option], tally: Tally
 ) -> dict[int, tuple[tuple[float, ...], bool]]:
     """Log-likelihoods of every token of these options, and whether each is the model's first choice; by row."""
-    home = torch.tensor([row.home for row in rows.values()], device=body.device)
+    place = torch.tensor([row.place for row in rows.values()], device=body.device)
     tokens = torch.tensor([row.tokens for row in rows.values()], device=body.device)
-    heads = read.logits[home][:, None]  # [rows, 1, vocabulary] predicts each option's first token
+    heads = read.logits[place][:, None]  # [rows, 1, vocabulary] predicts each option's first token
     if tokens.shape[1] > 1:
         slots = torch.tensor(list(rows), device=body.device)
-        heads = torch.cat([heads, _continuations(body, read.memory, home, list(rows.values()), tokens, slots, tally)], 1)
+        heads = torch.cat([heads, _continuations(body, read.memory, place, list(rows.values()), tokens, slots, tally)], 1)
     logprobs = heads.log_softmax(-1)
     each = logprobs.gather(2, tokens[..., None])[..., 0].tolist()
     greedy = (logprobs.argmax(-1) == tokens).all(1).tolist()
@@ -116,10 +73,10 @@ def _one_length(
 
 
 def _continuations(
-    body: Body, memory: Memory, home: Tensor, rows: Sequence[_Option], tokens: Tensor, slots: Tensor, tally: Tally
+    body: Body, memory: Memory, place: Tensor, rows: Sequence[_Option], tokens: Tensor, slots: Tensor, tally: Tally
 ) -> Tensor:
     """Logits after every token of every option but its last, [rows, length - 1, vocabulary]."""
-    forked = memory.share(home) if body.shareable else memory.select(home)
+    forked = memory.share(place) if body.shareable else memory.select(place)
     acts, samples = [row.item.acts["prefill"] for row in rows], [row.item.sample for row in rows]
     plans = body.compile(acts, samples, "prefill", slots)
     return body.feed(tokens[:, :-1], forked, "prefill", plans, tally, keep="all")
@@ -144,11 +101,12 @@ def logits(
     count = ids.shape[1] if prompt_tokens is None else prompt_tokens
     if not 1 <= count <= ids.shape[1]:
         raise NeedleworkError(f"prompt_tokens={count} must lie between 1 and the {ids.shape[1]} tokens given")
-    scoring = prompt_tokens is None
+    if prompt_tokens is None:
+        boundary = "prefill"  # nothing is decoded
     body.check_length(ids.shape[1])
     rows = [tuple(row) for row in ids.tolist()]
     steps = ids.shape[1] - count + 1
-    asked = [Request(row[:count], intervention, steps, spans=spans, boundary=boundary, scoring=scoring) for row in rows]
+    asked = [Request(row[:count], intervention, steps, spans=spans, boundary=boundary) for row in rows]
     items = [prepare(request, body.anatomy) for request in asked]
     if items[0].swaps:
         raise NeedleworkError("logits() does not swap memory; use generate(..., twins=[...])")

@@ -68,7 +68,7 @@ class Ask:
             twins=self.item.twins,
             boundary=self.settings.boundary,
             sample=sample_key(self.item.prompt),
-            scoring=self.settings.mode != "generate",
+            options=() if self.settings.mode == "generate" else self.options(),
         )
 
     def options(self) -> tuple[tuple[int, ...], ...]:

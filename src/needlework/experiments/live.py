@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from needlework.experiments.models import Sketch, sketch
 from needlework.experiments.plan import Model
@@ -80,6 +80,13 @@ class LiveModels:
         return LiveActor(subject, model)
 
 
+class _Scores(NamedTuple):
+    logprobs: tuple[tuple[float, ...], ...]
+    greedy: tuple[bool, ...]
+    receipt: Receipt
+    error: str
+
+
 class LiveActor:
     def __init__(self, subject: Subject, model: Model) -> None:
         self.subject, self.model = subject, model
@@ -89,9 +96,8 @@ class LiveActor:
             yield i, self.subject.with_text(answer)
 
     def scores(self, asked: Sequence[tuple[Request, Options]]) -> Iterator[tuple[int, Scored]]:
-        from needlework.engine.score import choices
-
-        yield from choices(self.subject.engine, asked)
+        for i, answer in self.subject.engine.run([request for request, _ in asked]):
+            yield i, _Scores(answer.option_logprobs, answer.greedy, answer.receipt, answer.error)
 
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]:
         from needlework.observation import observe

@@ -6,16 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from needlework.engine.engine import Engine
-from needlework.engine.score import Scores, choices
 from needlework.interventions.base import Intervention
 from needlework.receipts import Receipt
-from needlework.requests import Request
+from needlework.requests import Answer, Request
 
 Tokens = tuple[int, ...]
 Pair = tuple[Tokens, Tokens]  # context, continuation
 Key = tuple[Tokens, str]  # context, intervention
-
-_LOGIT_BYTES = 2**29  # of logits kept at once: a long continuation keeps those of all its tokens
 
 
 @dataclass(frozen=True)
@@ -47,31 +44,15 @@ def score(engine: Engine, asked: Sequence[tuple[Pair, Intervention]]) -> list[Sc
     options: dict[Key, dict[Tokens, None]] = {}
     for (context, continuation), act in asked:
         options.setdefault((context, texts[id(act)]), {})[continuation] = None
-    found: dict[tuple[Tokens, str, Tokens], Scored] = {}
-    for part in _parts(options, engine.body.anatomy.vocabulary):
-        requests = [(Request(context, acts[text]), tuple(options[context, text])) for context, text in part]
-        for i, scores in choices(engine, requests):
-            for option, one in zip(requests[i][1], _each(scores), strict=True):
-                found[(*part[i], option)] = one
-    return [found[context, texts[id(act)], continuation] for (context, continuation), act in asked]
+    requests = [Request(context, acts[text], options=tuple(options[context, text])) for context, text in options]
+    scored: dict[tuple[Tokens, str, Tokens], Scored] = {}
+    keys = list(options)
+    for i, answer in engine.run(requests):
+        for option, one in zip(requests[i].options, _each(answer), strict=True):
+            scored[(*keys[i], option)] = one
+    return [scored[context, texts[id(act)], continuation] for (context, continuation), act in asked]
 
 
-def _each(scores: Scores) -> Iterator[Scored]:
-    for total, greedy in zip(scores.totals, scores.greedy, strict=True):
-        yield Scored(total, greedy, scores.receipt, scores.error)
-
-
-def _parts(options: dict[Key, dict[Tokens, None]], vocabulary: int) -> Iterator[list[Key]]:
-    """Contexts that are scored together. Short continuations all at once; long ones, whose logits are large, by weight."""
-    keys = sorted(options, key=lambda key: max(map(len, options[key])))
-    part: list[Key] = []
-    rows = 0
-    for key in keys:
-        longest = max(map(len, options[key]))
-        rows += len(options[key])
-        if part and longest > 1 and 4 * rows * longest * vocabulary > _LOGIT_BYTES:
-            yield part
-            part, rows = [], len(options[key])
-        part.append(key)
-    if part:
-        yield part
+def _each(answer: Answer) -> Iterator[Scored]:
+    for total, greedy in zip(answer.totals, answer.greedy, strict=True):
+        yield Scored(total, greedy, answer.receipt, answer.error)

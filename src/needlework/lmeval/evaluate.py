@@ -112,7 +112,7 @@ def _check(job: Job) -> None:
             if question.mode == "generate":
                 request = Request(question.generations[0].prompt, act)
             else:
-                request = Request(question.pairs[0][0][0], act, scoring=True)
+                request = Request(question.pairs[0][0][0], act, options=(question.pairs[0][0][1],))
             prepare(request, job.seen.anatomy)
 
 
