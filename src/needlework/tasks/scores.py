@@ -9,12 +9,15 @@ from typing import Any
 from needlework.errors import NeedleworkError
 from needlework.tasks.base import Item, Outcome
 
+# Rises when the same answer gets another score. Answers stay valid: `needlework rescore` computes their scores again.
+# 2: punctuation separates words; version 1 deleted it, so that "day.The" and "day</b>" were words of their own.
+SCORES_VERSION = 2
 WHOLE = 5.0  # graded points for the whole needle
 
 
 def plain(text: str) -> str:
-    """Lower case, no punctuation, single spaces."""
-    return " ".join(re.sub(r"[^\w\s]|_", "", text.lower()).split())
+    """Words in lower case with single spaces. Whatever is no letter or digit separates: "day.</b>The" is "day b the"."""
+    return " ".join(re.sub(r"[\W_]+", " ", text.casefold()).split())
 
 
 def holds(text: str, part: str) -> bool:
