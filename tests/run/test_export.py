@@ -48,7 +48,7 @@ def test_json_reads_back_as_the_store(finished: Path) -> None:
     store = Store(finished)
     assert [Trial(**row) for row in content["trials"]] == list(store.trials("1 ORDER BY experiment, model, task, id"))
     assert [Observation(**row) for row in content["observations"]] == store.observations()
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     assert content["meta"]["plan"]["name"] == "test"
 
 
@@ -89,7 +89,7 @@ def test_every_column_is_documented() -> None:
     for cls in (Trial, Observation):
         for column in fields(cls):
             assert f"`{column.name}`" in text, f"docs/store.md does not tell of {cls.__name__}.{column.name}"
-    assert "store version 1" in text.lower()
+    assert "store version 2" in text.lower()
 
 
 def test_no_more_memory_is_told_than_the_engine_takes(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

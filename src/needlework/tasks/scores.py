@@ -64,8 +64,9 @@ def choice(item: Item, outcome: Outcome, against: str = "all") -> dict[str, floa
     sets = {"all": range(len(logs)), **option_sets(item)}
     scores = {f"correct_{name}": _first_best(logs, some, right) for name, some in sets.items()}
     scores["correct"] = scores.pop("correct_all") if against == "all" else scores[f"correct_{against}"]
-    per_token = [value / len(option) for value, option in zip(logs, item.options, strict=True)]
-    scores["correct_per_token"] = _first_best(per_token, range(len(logs)), right)
+    if all(item.options):  # a row of an old store does not know its options' tokens
+        per_token = [value / len(option) for value, option in zip(logs, item.options, strict=True)]
+        scores["correct_per_token"] = _first_best(per_token, range(len(logs)), right)
     scores["margin"] = logs[right] - max(value for i, value in enumerate(logs) if i != right)
     if outcome.greedy:
         scores["top1"] = float(outcome.greedy[right])
