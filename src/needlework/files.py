@@ -34,7 +34,7 @@ def whole(path: Path) -> Iterator[IO[str]]:
 def file_name(text: str) -> str:
     """A name of one file or directory for any text: never a path, never hidden, and never the same for two texts."""
     words = re.sub(r"[^\w.-]+", "_", text).strip("_").lstrip(".")[:_LONGEST]
-    if words == text:
+    if words and words == text:
         return words
     mark = hashlib.sha256(text.encode()).hexdigest()[:8]
     return f"{words}-{mark}" if words else mark

@@ -109,7 +109,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except (sqlite3.Error, OSError) as error:
-        cure = "make room there" if is_full(error) else "see to it"
+        cure = "make room there" if is_full(error) else "mend that"
         raise StoreError(
             f"cannot write into {folder}: {error}. Everything that was finished is kept; {cure}, and the same command goes on"
         ) from None

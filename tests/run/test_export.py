@@ -5,8 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import fakes
 import psutil
@@ -17,6 +18,7 @@ from needlework.experiments import run
 from needlework.experiments.describe import describe
 from needlework.experiments.export import export
 from needlework.experiments.plan import load
+from needlework.files import file_name
 from needlework.store import Observation, Store, Trial
 
 
@@ -74,6 +76,109 @@ def test_parquet(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trials, seen = export(finished, "parquet")
     assert parquet.read_table(trials).num_rows == 146
     assert parquet.read_table(seen).num_rows == 4
+
+
+@pytest.mark.parametrize("to", ["csv", "json", "parquet", "lm-eval"])
+def test_a_broken_export_leaves_what_was_there(finished: Path, monkeypatch: pytest.MonkeyPatch, to: str) -> None:
+    """Every file is written beside and renamed: at whichever row, and whichever file, it breaks, none is half there."""
+    pytest.importorskip("pyarrow")
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (finished / "export").rglob("*") if path.is_file()}
+
+    export(finished, to)
+    before = content()
+    store = Store(finished)
+    store.db.execute("UPDATE trials SET output = 'another'")
+    store.db.execute("UPDATE observations SET entropy = 7")
+    store.close()
+    for breaks, stock in (("trials", Store.trials), ("observations", Store.observations)):
+        if to == "lm-eval" and breaks == "observations":
+            continue
+
+        def dies(self: Store, *args: object, stock: Any = stock) -> Any:
+            yield from list(stock(self, *args))[:3]
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(Store, breaks, dies)
+            with pytest.raises(NeedleworkError, match="No space left"):
+                export(finished, to)
+        after = content()
+        assert after.keys() == before.keys(), "no half file is left"
+        changed = {path.name for path in after if after[path] != before[path]}
+        assert not any(breaks in name for name in changed)
+    export(finished, to)
+    assert content() != before
+
+
+def test_a_parquet_file_of_observations_is_whole_or_not_there(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def half(table: Any, path: Path) -> None:
+        Path(path).write_bytes(b"PAR1 and no more")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(parquet, "write_table", half)
+    with pytest.raises(NeedleworkError, match="No space left"):
+        export(finished, "parquet")
+    assert [path.name for path in (finished / "export").iterdir()] == ["trials.parquet"]
+
+
+NAMES = ["..", ".", "../x", "x", "a/b", "a_b", "a b", "/etc/passwd", "", "~", ".hidden", "none", "x" * 300, "日本"]
+
+
+def test_names_stay_in_their_folder_and_apart(finished: Path) -> None:
+    made = [file_name(name) for name in NAMES]
+    assert len(set(made)) == len(NAMES)
+    for name in made:
+        assert Path(name).name == name
+        assert name not in ("", ".", "..")
+        assert len(name.encode()) < 200
+    assert file_name("tiny-griffin_2.0") == "tiny-griffin_2.0", "a name that is one stays"
+    store = Store(finished)
+    row = next(store.trials())
+    store.add([replace(row, model=name, task=name, scores={"correct": float(i)}) for i, name in enumerate(NAMES)])
+    store.close()
+    top = finished / "elsewhere"
+    before = {path for path in finished.parent.rglob("*") if top not in path.parents}
+    paths = export(finished, "lm-eval", top)
+    assert all((top / "lm-eval").resolve() in path.resolve().parents for path in paths)
+    assert {path for path in finished.parent.rglob("*") if top not in path.parents} - before == {top}
+    found = [json.loads(path.read_text()) for path in paths if path.name == "results.json"]
+    exact = {r["config"]["model_args"]["pretrained"]: r["results"] for r in found}
+    assert [exact[name][name]["acc,none"] for name in NAMES] == list(range(len(NAMES)))
+    assert len(paths) == len({path.resolve() for path in paths})
+
+
+def test_lm_eval_files_pool_no_unlike_trials(plan_file: Path, tmp_path: Path) -> None:
+    """Two experiments with a task of one name: other options or another boundary are other results."""
+    more = "  {name}:\n    tasks: [{{kind: fake, samples: 6{options}}}]\n    interventions: none\n{also}"
+    text = fakes.PLAN + more.format(name="even", options=", scorer: even", also="")
+    plan_file.write_text(text + more.format(name="early", options="", also="    boundary: prefill\n"))
+    out = tmp_path / "out"
+    assert run.run_plan(plan_file, out, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
+    found = [json.loads(p.read_text()) for p in export(out, "lm-eval") if p.name == "results.json"]
+    plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
+    counts = {task: n["original"] for task, n in plain["n-samples"].items()}
+    assert counts == {"fake_choice": 4, "look.fake": 6, "sweep.fake": 12, "even.fake": 6, "early.fake": 6}
+    rows = {t.experiment: [] for t in Store(out).trials()}
+    for t in Store(out).trials("intervention = 'none' AND task = 'fake'"):
+        rows[t.experiment].append(t.scores["correct"])
+    for name in ("even", "early", "look", "sweep"):
+        assert plain["results"][f"{name}.fake"]["acc,none"] == pytest.approx(sum(rows[name]) / len(rows[name]))
+
+
+def test_what_the_plan_no_longer_asks_for_is_exported_but_in_no_mean(plan_file: Path, finished: Path) -> None:
+    plan_file.write_text(fakes.PLAN.replace("samples: 6", "samples: 4"))
+    assert run.run_plan(plan_file, finished, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
+    with export(finished, "csv")[0].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 146
+    assert {asked: sum(row["asked"] == asked for row in rows) for asked in "01"} == {"0": 46, "1": 100}
+    found = [json.loads(p.read_text()) for p in export(finished, "lm-eval") if p.name == "results.json"]
+    plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
+    assert plain["n-samples"]["fake"]["original"] == 8
 
 
 def test_wrong_exports_are_told(finished: Path, tmp_path: Path) -> None:
