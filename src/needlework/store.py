@@ -98,9 +98,12 @@ class StoreError(NeedleworkError):
 
 def is_full(error: BaseException) -> bool:
     """The disk has no room left, whoever met it."""
-    if isinstance(error, sqlite3.Error):
-        return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return _code(error) == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _code(error: BaseException) -> int:
+    """SQLite's own word for what went wrong; 0 for other errors."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 @contextmanager
@@ -160,7 +163,7 @@ class Store:
             self.db.execute("PRAGMA journal_mode=WAL")
             self._prepare()
         except (OSError, sqlite3.DatabaseError) as error:
-            if is_full(error):
+            if is_full(error) or _code(error) == sqlite3.SQLITE_IOERR:
                 with writing(self.directory):
                     raise
             raise NeedleworkError(f"{path} is no needlework store ({error}); choose another directory") from None

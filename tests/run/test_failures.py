@@ -163,3 +163,14 @@ def test_a_condition_that_hides_nothing_in_any_trial_is_told(command: Any, plan_
     assert not [row for row in Store(Path("out")).trials() if row.finish == "failed"]
     plan_file.write_text(plan_file.read_text().replace(", limit_context(400)", ""))
     assert command(Idle()).exit_code == 0, "some of its trials acted, and that one is no longer asked for"
+
+
+@pytest.mark.parametrize("failed, idle, code", [(0, [], 0), (2, [], 1), (0, ["limit_context(tokens=9) hid nothing"], 1)])
+def test_eval_ends_with_1_when_questions_failed(monkeypatch: pytest.MonkeyPatch, failed: int, idle: list[str], code: int) -> None:
+    from needlework.ability import evaluate
+
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args, **options: evaluate.Summary([], [], [], failed, idle, 5))
+    shown = CliRunner().invoke(app, ["eval", "x", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x"])
+    assert shown.exit_code == code
+    assert ("2 questions failed" in shown.stderr) == bool(failed)
+    assert ("hid nothing" in shown.stderr) == bool(idle)

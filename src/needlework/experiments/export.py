@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+import sqlite3
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -31,7 +32,7 @@ def export(directory: Path | str, to: str, out: Path | str | None = None) -> lis
         folder = Path(out) if out is not None else Path(directory) / "export"
         folder.mkdir(parents=True, exist_ok=True)
         return writers[to](store, folder)
-    except OSError as error:
+    except (OSError, sqlite3.OperationalError) as error:  # SQLite sorts in files of its own
         raise NeedleworkError(f"cannot write the export: {error}") from None
     finally:
         store.close()
