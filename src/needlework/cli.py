@@ -16,7 +16,7 @@ from rich.console import Console
 
 from needlework.errors import NeedleworkError
 
-BAD_INPUT, STOPPED = 2, 130
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -156,11 +156,36 @@ def run(
     model: Annotated[list[str], typer.Option(help="Instead of the plan's models; may be repeated.")] = [],  # noqa: B006
     fast: Annotated[bool, typer.Option(help="The reduced grid.")] = False,
     memory: Memory = None,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed.")] = False,
 ) -> None:
-    """Run a plan into a directory. The same command goes on after a stop, a crash or a kill."""
+    """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
+
+    Exit codes: 0 all is done; 1 trials of the plan failed, or a condition hid nothing in any of its trials; 2 bad input, or
+    a full disk; 130 stopped.
+    """
     from needlework.experiments.run import run_plan
 
-    raise typer.Exit(run_plan(file, out, fast=fast, models=model, memory_bytes=read_bytes(memory)))
+    code = run_plan(file, out, fast=fast, models=model, memory_bytes=read_bytes(memory), retry_failed=retry_failed)
+    raise typer.Exit(code)
+
+
+@command("needlework rescore runs/sweep")
+def rescore(
+    directory: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    as_json: Json = False,
+) -> None:
+    """Compute all scores again from stored answers. Needs no model: what changed is how answers are scored."""
+    from dataclasses import asdict
+
+    from needlework.rescoring import rescore_directory
+
+    done = rescore_directory(directory)
+    if as_json:
+        typer.echo(json.dumps(asdict(done)))
+        return
+    if done.kept:
+        typer.echo(f"{done.kept} rows could not be scored and keep what they have, for instance {done.why}", err=True)
+    typer.echo(f"{done.changed} of {done.rows} rows have new scores")
 
 
 @command("needlework export runs/sweep --to csv")
@@ -206,13 +231,21 @@ def evaluate(
     limit: Annotated[float | None, typer.Option(help="Questions per task, for a trial run.")] = None,
     memory: Memory = None,
 ) -> None:
-    """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop."""
+    """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop.
+
+    Exit codes: 0 all is done; 1 questions failed, or a condition hid nothing in any of them; 2 bad input, or a full disk;
+    130 stopped.
+    """
     from needlework.lmeval.evaluate import evaluate as run
     from needlework.lmeval.evaluate import table
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     found = run(model, names, intervene, out, data=data, paper=paper, limit=limit, memory_bytes=read_bytes(memory))
     Console().print(table(found))
+    errors = Console(stderr=True, soft_wrap=True)
+    for note in [*found.idle, *([f"{found.failed} questions failed"] if found.failed else [])]:
+        errors.print(note, markup=False, highlight=False)
+    raise typer.Exit(FAILED if found.failed or found.idle else 0)
 
 
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})

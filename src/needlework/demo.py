@@ -24,7 +24,7 @@ def demo(out: Path) -> int:
         console.print(f"not in this zoo, so left out: {', '.join(sorted(missing))}", style="yellow")
     if not plan["experiments"]:
         return random_demo(console)
-    from needlework.experiments.run import run_plan
+    from needlework.experiments.run import STOPPED, run_plan
     from needlework.report import build, summary
 
     out.mkdir(parents=True, exist_ok=True)
@@ -32,7 +32,7 @@ def demo(out: Path) -> int:
     path.write_text(yaml.safe_dump(plan, sort_keys=False, width=120), encoding="utf-8")
     start = time.perf_counter()
     code = run_plan(path, out)
-    if code == 0:
+    if code != STOPPED:
         report = build([out])
         console.print(summary([out]))
         console.print(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", soft_wrap=True)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from needlework.errors import NeedleworkError
@@ -19,6 +23,8 @@ from needlework.errors import NeedleworkError
 SCHEMA_VERSION = 2
 FILE_NAME = "run.sqlite"
 LOCK_NAME = "run.lock"
+LM_EVAL = "lm-eval"  # kind of the rows that lm-evaluation-harness asks for and scores: no plan asks for them
+ANSWER_FINISH = "answer_finish"  # fact of a row whose answer is there though its task could not score it: how it finished
 _SYNC_SECONDS = 0.5  # how often written rows are forced to the disk; the system has them at once
 
 
@@ -74,15 +80,47 @@ class Observation:
 
 
 Row = tuple[str, str, str, str]  # experiment, model, task, trial id
+Recording = tuple[str, str, str]  # experiment, model, task
 
-_JSON = {"spans", "facts", "scores", "logprobs", "margins", "receipt", "greedy"}
+JSON_COLUMNS = {"spans", "facts", "scores", "logprobs", "margins", "receipt", "greedy"}
 _REAL = {"seconds", "needle_mass", "entropy", "copy_score"}
-_WHOLE = {"seed", "prompt_tokens", "layer", "head", "samples", "asked"}
+WHOLE_COLUMNS = {"seed", "prompt_tokens", "layer", "head", "samples", "asked"}
 
 
 def _columns(cls: type) -> str:
-    kind = {**dict.fromkeys(_REAL, "REAL"), **dict.fromkeys(_WHOLE, "INTEGER")}
+    kind = {**dict.fromkeys(_REAL, "REAL"), **dict.fromkeys(WHOLE_COLUMNS, "INTEGER")}
     return ", ".join(f"{f.name} {kind.get(f.name, 'TEXT')} NOT NULL" for f in fields(cls))
+
+
+class StoreError(NeedleworkError):
+    """The disk does not take what is written. No trial is to blame: the run stops and can be taken up again."""
+
+
+def is_full(error: BaseException) -> bool:
+    """The disk has no room left, whoever met it."""
+    return _code(error) == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _code(error: BaseException) -> int:
+    """SQLite's own word for what went wrong; 0 for other errors."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """What goes wrong in here is the disk's fault, and told as that."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        cure = "make room there" if is_full(error) else "mend that"
+        raise StoreError(
+            f"cannot write into {folder}: {error}. Everything that was finished is kept; {cure}, and the same command goes on"
+        ) from None
+
+
+def digest(names: Iterable[str]) -> str:
+    """A hash of a set of names, in whatever order they come."""
+    return hashlib.sha256("\n".join(sorted(set(names))).encode()).hexdigest()[:24]
 
 
 @contextmanager
@@ -91,7 +129,7 @@ def claimed(directory: Path | str) -> Iterator[Path]:
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_NAME).open("a+")
+        lock = (folder / LOCK_NAME).open("a+b", buffering=0)
     except OSError as error:
         raise NeedleworkError(f"cannot write into {folder}: {error.strerror}; choose another directory") from None
     with lock:  # closing it gives the lock back; so does the system when the process dies
@@ -99,13 +137,13 @@ def claimed(directory: Path | str) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             lock.seek(0)
-            owner = lock.read().strip() or "unknown"
+            owner = lock.read().decode().strip() or "unknown"
             raise NeedleworkError(
                 f"another run (process {owner}) is writing into {folder}; wait for it, or choose another directory"
             ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with writing(folder):
+            lock.truncate(0)
+            lock.write(str(os.getpid()).encode())
         yield folder
 
 
@@ -118,20 +156,28 @@ class Store:
         if not create and not path.exists():
             raise NeedleworkError(f"{directory} holds no run; `needlework run PLAN --out {directory}` makes one")
         self._synced = 0.0
+        self._copy = None if create or _writable(path) else _copied(path)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self.db = sqlite3.connect(path, timeout=30, isolation_level=None)
+            self.db = sqlite3.connect(self._copy.name + f"/{FILE_NAME}" if self._copy else path, timeout=30, isolation_level=None)
             self.db.execute("PRAGMA journal_mode=WAL")
             self._prepare()
         except (OSError, sqlite3.DatabaseError) as error:
+            if is_full(error) or _code(error) == sqlite3.SQLITE_IOERR:
+                with writing(self.directory):
+                    raise
             raise NeedleworkError(f"{path} is no needlework store ({error}); choose another directory") from None
 
     def _prepare(self) -> None:
         self.db.execute("CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
-        found = self.meta("schema_version")
-        if found is not None and found != SCHEMA_VERSION:
+        version = self.meta("schema_version")
+        if version == 1:
+            from needlework.migration import migrate
+
+            migrate(self.db, _columns(Trial).split(", "))
+        elif version not in (None, SCHEMA_VERSION):
             raise NeedleworkError(
-                f"{self.directory} was written with store version {found}, this is version {SCHEMA_VERSION};"
+                f"{self.directory} was written with store version {version}, this is version {SCHEMA_VERSION};"
                 " choose another directory"
             )
         self.db.execute(f"CREATE TABLE IF NOT EXISTS trials ({_columns(Trial)}, PRIMARY KEY (experiment, model, task, id))")
@@ -142,7 +188,7 @@ class Store:
             " PRIMARY KEY (experiment, model, task, layer, head))"
         )
         self.db.execute("CREATE TABLE IF NOT EXISTS versions (id TEXT PRIMARY KEY, content TEXT NOT NULL)")
-        if found is None:
+        if version is None:
             self.set_meta("schema_version", SCHEMA_VERSION)
 
     def meta(self, key: str) -> Any:
@@ -150,13 +196,13 @@ class Store:
         return None if row is None else json.loads(row[0])
 
     def set_meta(self, key: str, value: Any) -> None:
-        self.db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
+        self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, json.dumps(value))])
 
     def note_versions(self, versions: Mapping[str, str]) -> str:
         """The id under which trials name the software and settings that made them; equal content, equal id."""
         text = json.dumps(versions, sort_keys=True)
         name = hashlib.sha256(text.encode()).hexdigest()[:8]
-        self.db.execute("INSERT OR IGNORE INTO versions VALUES (?, ?)", (name, text))
+        self._write("INSERT OR IGNORE INTO versions VALUES (?, ?)", [(name, text)])
         return name
 
     def versions(self) -> dict[str, dict[str, str]]:
@@ -172,33 +218,60 @@ class Store:
         if not rows:
             return
         names = [f.name for f in fields(rows[0])]
-        marks = ", ".join("?" for _ in names)
-        values = [[json.dumps(getattr(row, k)) if k in _JSON else getattr(row, k) for k in names] for row in rows]
+        marks, changes = ", ".join("?" for _ in names), ", ".join(f"{name} = excluded.{name}" for name in names)
+        values = [[json.dumps(getattr(row, k)) if k in JSON_COLUMNS else getattr(row, k) for k in names] for row in rows]
         # A killed process loses nothing it has committed. Only a dead machine can, so the disk is waited for at times.
         due = time.monotonic() - self._synced > _SYNC_SECONDS
         self.db.execute(f"PRAGMA synchronous={'FULL' if due else 'NORMAL'}")
-        with self.db:
-            self.db.execute("BEGIN")
-            self.db.executemany(f"INSERT OR REPLACE INTO {table} ({', '.join(names)}) VALUES ({marks})", values)
+        self._write(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks}) ON CONFLICT DO UPDATE SET {changes}", values)
         if due:
             self._synced = time.monotonic()
 
-    def done(self) -> set[Row]:
-        """Every trial that is there."""
-        return set(self.db.execute("SELECT experiment, model, task, id FROM trials"))
+    def _write(self, statement: str, values: Sequence[Sequence[Any]]) -> None:
+        """All of it or nothing."""
+        with writing(self.directory), self.db:
+            self.db.execute("BEGIN")
+            self.db.executemany(statement, values)
 
-    def observed(self) -> set[tuple[str, str, str]]:
+    def done(self) -> dict[Row, str]:
+        """Every trial that is there, and what its scores are of."""
+        return {row[:4]: row[4] for row in self.db.execute("SELECT experiment, model, task, id, scoring FROM trials")}
+
+    def mark_asked(self, wanted: AbstractSet[Row], where: str, values: Sequence[Any]) -> int:
+        """Note which rows of those are asked for; how many are not."""
+        rows = self.db.execute(f"SELECT experiment, model, task, id, asked FROM trials WHERE {where}", values).fetchall()
+        changed = [(1 - asked, *row) for *row, asked in rows if (tuple(row) in wanted) != bool(asked)]
+        self._write("UPDATE trials SET asked = ? WHERE experiment = ? AND model = ? AND task = ? AND id = ?", changed)
+        return sum(tuple(row) not in wanted for *row, _ in rows)
+
+    def observed(self) -> set[Recording]:
         """(experiment, model, task) of every recording that is there."""
         return set(self.db.execute("SELECT DISTINCT experiment, model, task FROM observations"))
 
-    def forget_failed(self) -> int:
-        """Remove trials that failed, so that they are tried again; how many there were."""
-        return self.db.execute("DELETE FROM trials WHERE finish = 'failed'").rowcount
+    def note_recording(self, recording: Recording, content: str) -> None:
+        """Remember of which samples a recording is, once all of it is written."""
+        self.set_meta("recorded", [*([*r, c] for r, c in self._recorded().items() if r != recording), [*recording, content]])
+
+    def _recorded(self) -> dict[Recording, str]:
+        return {(experiment, model, task): content for experiment, model, task, content in self.meta("recorded") or []}
+
+    def keep_recordings(self, wanted: Mapping[Recording, str]) -> None:
+        """Drop recordings that are of other samples than the wanted ones: a mean over them cannot be taken apart."""
+        known = self._recorded()
+        stale = [r for r in self.observed() if r not in wanted or known.get(r) != wanted[r]]
+        self._write("DELETE FROM observations WHERE experiment = ? AND model = ? AND task = ?", stale)
+
+    def forget_failed(self) -> None:
+        """Let trials that failed be tried again: scored again where the answer is there, else asked again."""
+        failed = f"finish = 'failed' AND kind != '{LM_EVAL}'"
+        has_answer = f"json_extract(facts, '$.{ANSWER_FINISH}') IS NOT NULL"
+        self._write(f"DELETE FROM trials WHERE {failed} AND NOT {has_answer}", [()])
+        self._write(f"UPDATE trials SET scoring = '' WHERE {failed} AND {has_answer}", [()])
 
     def trials(self, where: str = "1", values: Sequence[Any] = ()) -> Iterator[Trial]:
         names = [f.name for f in fields(Trial)]
         for row in self.db.execute(f"SELECT {', '.join(names)} FROM trials WHERE {where}", values):
-            yield Trial(**{k: json.loads(v) if k in _JSON else v for k, v in zip(names, row, strict=True)})
+            yield Trial(**{k: json.loads(v) if k in JSON_COLUMNS else v for k, v in zip(names, row, strict=True)})
 
     def observations(self) -> list[Observation]:
         names = [f.name for f in fields(Observation)]
@@ -209,6 +282,22 @@ class Store:
         return [name for (name,) in self.db.execute("SELECT DISTINCT j.key FROM trials, json_each(scores) j ORDER BY 1")]
 
     def close(self) -> None:
-        self.db.execute("PRAGMA synchronous=FULL")
-        self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        with suppress(sqlite3.OperationalError):  # on a full disk the rows stay where they are, beside the database
+            self.db.execute("PRAGMA synchronous=FULL")
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self.db.close()
+        if self._copy is not None:
+            self._copy.cleanup()
+
+
+def _writable(path: Path) -> bool:
+    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
+
+
+def _copied(path: Path) -> TemporaryDirectory[str]:
+    """SQLite cannot read a log of writes that it may not write to, nor can an older store be brought up to date there."""
+    folder = TemporaryDirectory(prefix="needlework-")
+    for name in (FILE_NAME, f"{FILE_NAME}-wal"):
+        if path.with_name(name).exists():
+            shutil.copyfile(path.with_name(name), Path(folder.name) / name)
+    return folder

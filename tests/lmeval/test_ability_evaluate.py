@@ -123,6 +123,25 @@ def test_what_is_stored_is_not_asked_again(griffin: Path, tmp_path: Path, monkey
     assert run(griffin, tmp_path).asked == 0
 
 
+def test_rows_with_other_prompts_are_kept_but_not_counted(griffin: Path, tmp_path: Path) -> None:
+    def counted(acts: list[str], shots: int) -> dict[tuple[str, int], int]:
+        run(griffin, tmp_path, acts, ["mini_mmlu_animals"], limit=4, shots=shots)
+        store = Store(tmp_path)
+        assert all(list(t.greedy) == t.facts["greedy"] for t in store.trials())
+        counts = store.db.execute("SELECT intervention, asked, count(*) FROM trials GROUP BY 1, 2").fetchall()
+        store.close()
+        return {(act, asked): count for act, asked, count in counts}
+
+    assert counted(["none"], 0) == {("none", 1): 4}
+    assert counted(["none"], 1) == {("none", 0): 4, ("none", 1): 4}
+    # the first questions again, under something else: their baseline belongs to them
+    assert counted(["keep_heads(k=1)"], 0) == {("none", 0): 4, ("none", 1): 4, ("keep_heads(k=1)", 1): 4}
+    store = Store(tmp_path)
+    (prompts,) = store.db.execute("SELECT count(DISTINCT prompt_id) FROM trials WHERE asked").fetchone()
+    assert prompts == 4
+    store.close()
+
+
 def test_what_is_wrong_is_said_before_the_model_is_loaded(
     griffin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

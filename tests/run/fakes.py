@@ -64,7 +64,8 @@ class FakeTask(Task):
     def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
         if self.scorer == "broken":
             raise ZeroDivisionError("no scores today")
-        return {"correct": float(len(outcome.text) % 2), "options": float(len(outcome.option_logprobs))}
+        odd = len(outcome.text) % 2 == (self.scorer != "even")
+        return {"correct": float(odd), "options": float(len(outcome.option_logprobs))}
 
 
 class FakeChoice(FakeTask):

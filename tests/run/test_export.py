@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import fakes
 import psutil
@@ -17,6 +19,7 @@ from needlework.experiments import run
 from needlework.experiments.describe import describe
 from needlework.experiments.export import export
 from needlework.experiments.plan import load
+from needlework.files import file_name
 from needlework.store import Observation, Store, Trial
 
 
@@ -48,7 +51,7 @@ def test_json_reads_back_as_the_store(finished: Path) -> None:
     store = Store(finished)
     assert [Trial(**row) for row in content["trials"]] == list(store.trials("1 ORDER BY experiment, model, task, id"))
     assert [Observation(**row) for row in content["observations"]] == store.observations()
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     assert content["meta"]["plan"]["name"] == "test"
 
 
@@ -76,6 +79,102 @@ def test_parquet(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parquet.read_table(seen).num_rows == 4
 
 
+@pytest.mark.parametrize("to", ["csv", "json", "parquet", "lm-eval"])
+def test_an_export_that_cannot_be_written_leaves_what_was_there(finished: Path, to: str) -> None:
+    """Files may not grow beyond a size here, so that writing breaks off in the middle, as on a full disk."""
+    pytest.importorskip("pyarrow")
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in (finished / "export").rglob("*") if path.is_file()}
+
+    export(finished, to)
+    before = content()
+    store = Store(finished)
+    store.db.execute("UPDATE trials SET output = hex(randomblob(15000))")
+    store.close()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        with pytest.raises(NeedleworkError, match="cannot write the export"):
+            export(finished, to)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    after = content()
+    assert after.keys() == before.keys(), "no half file is left"
+    assert after == before
+    export(finished, to)
+    assert content() != before
+
+
+def test_a_parquet_file_of_observations_is_whole_or_not_there(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def half(table: Any, path: Path) -> None:
+        Path(path).write_bytes(b"PAR1 and no more")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(parquet, "write_table", half)
+    with pytest.raises(NeedleworkError, match="No space left"):
+        export(finished, "parquet")
+    assert [path.name for path in (finished / "export").iterdir()] == ["trials.parquet"]
+
+
+NAMES = ["..", ".", "../x", "x", "a/b", "a_b", "a b", "/etc/passwd", "", "~", ".hidden", "none", "x" * 300, "日本"]
+
+
+def test_names_stay_in_their_folder_and_apart(finished: Path) -> None:
+    made = [file_name(name) for name in NAMES]
+    assert len(set(made)) == len(NAMES)
+    for name in made:
+        assert Path(name).name == name
+        assert name not in ("", ".", "..")
+        assert len(name.encode()) < 200
+    assert file_name("tiny-griffin_2.0") == "tiny-griffin_2.0", "a name that is one stays"
+    store = Store(finished)
+    row = next(store.trials())
+    store.add([replace(row, model=name, task=name, scores={"correct": float(i)}) for i, name in enumerate(NAMES)])
+    store.close()
+    top = finished / "elsewhere"
+    before = {path for path in finished.parent.rglob("*") if top not in path.parents}
+    paths = export(finished, "lm-eval", top)
+    assert all((top / "lm-eval").resolve() in path.resolve().parents for path in paths)
+    assert {path for path in finished.parent.rglob("*") if top not in path.parents} - before == {top}
+    found = [json.loads(path.read_text()) for path in paths if path.name == "results.json"]
+    exact = {r["config"]["model_args"]["pretrained"]: r["results"] for r in found}
+    assert [exact[name][name]["acc,none"] for name in NAMES] == list(range(len(NAMES)))
+    assert len(paths) == len({path.resolve() for path in paths})
+
+
+def test_lm_eval_files_pool_no_unlike_trials(plan_file: Path, tmp_path: Path) -> None:
+    """Two experiments with a task of one name: other options or another boundary are other results."""
+    more = "  {name}:\n    tasks: [{{kind: fake, samples: 6{options}}}]\n    interventions: none\n{also}"
+    text = fakes.PLAN + more.format(name="even", options=", scorer: even", also="")
+    plan_file.write_text(text + more.format(name="early", options="", also="    boundary: prefill\n"))
+    out = tmp_path / "out"
+    assert run.run_plan(plan_file, out, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
+    found = [json.loads(p.read_text()) for p in export(out, "lm-eval") if p.name == "results.json"]
+    plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
+    counts = {task: n["original"] for task, n in plain["n-samples"].items()}
+    assert counts == {"fake_choice": 4, "look.fake": 6, "sweep.fake": 12, "even.fake": 6, "early.fake": 6}
+    rows = {t.experiment: [] for t in Store(out).trials()}
+    for t in Store(out).trials("intervention = 'none' AND task = 'fake'"):
+        rows[t.experiment].append(t.scores["correct"])
+    for name in ("even", "early", "look", "sweep"):
+        assert plain["results"][f"{name}.fake"]["acc,none"] == pytest.approx(sum(rows[name]) / len(rows[name]))
+
+
+def test_what_the_plan_no_longer_asks_for_is_exported_but_in_no_mean(plan_file: Path, finished: Path) -> None:
+    plan_file.write_text(fakes.PLAN.replace("samples: 6", "samples: 4"))
+    assert run.run_plan(plan_file, finished, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
+    with export(finished, "csv")[0].open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 146
+    assert {asked: sum(row["asked"] == asked for row in rows) for asked in "01"} == {"0": 46, "1": 100}
+    found = [json.loads(p.read_text()) for p in export(finished, "lm-eval") if p.name == "results.json"]
+    plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
+    assert plain["n-samples"]["fake"]["original"] == 8
+
+
 def test_wrong_exports_are_told(finished: Path, tmp_path: Path) -> None:
     with pytest.raises(NeedleworkError, match="did you mean 'csv'"):
         export(finished, "csw")
@@ -89,7 +188,7 @@ def test_every_column_is_documented() -> None:
     for cls in (Trial, Observation):
         for column in fields(cls):
             assert f"`{column.name}`" in text, f"docs/store.md does not tell of {cls.__name__}.{column.name}"
-    assert "store version 1" in text.lower()
+    assert "store version 2" in text.lower()
 
 
 def test_no_more_memory_is_told_than_the_engine_takes(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,9 +25,9 @@ from needlework.store import Store, claimed
 HERE = Path(__file__).parent
 
 
-def go(plan: Path, out: Path, source: fakes.FakeModels | None = None, **options: Any) -> fakes.FakeModels:
+def go(plan: Path, out: Path, source: fakes.FakeModels | None = None, code: int = 0, **options: Any) -> fakes.FakeModels:
     source = source or fakes.FakeModels()
-    assert run.run_plan(plan, out, source=source, make_task=fakes.make_task, progress=False, **options) == 0
+    assert run.run_plan(plan, out, source=source, make_task=fakes.make_task, progress=False, **options) == code
     return source
 
 
@@ -261,7 +261,8 @@ def test_what_breaks_one_trial_fails_that_trial_alone(
     monkeypatch.setattr(run, "CHUNK_ASKS", 64)  # several prompts in one call
     clean = go(plan_file, tmp_path / "clean", fakes.FakeModels(fakes.FakeActor(batchwise=False)))
     victim = clean.actor.asked[5]
-    go(plan_file, tmp_path / "out", fakes.FakeModels(fakes.FakeActor(batchwise=False, poison=frozenset({victim}))))
+    poisoned = fakes.FakeModels(fakes.FakeActor(batchwise=False, poison=frozenset({victim})))
+    go(plan_file, tmp_path / "out", poisoned, code=1)
     store = Store(tmp_path / "out")
     failed = list(store.trials("finish = 'failed'"))
     assert {t.prompt for t in failed} == {" ".join(map(str, victim))}
@@ -269,14 +270,14 @@ def test_what_breaks_one_trial_fails_that_trial_alone(
     assert all(t.scores == {} for t in failed)
     others = [t for t in table(tmp_path / "clean") if getattr(t, "prompt", "") != failed[0].prompt]
     assert [t for t in table(tmp_path / "out") if getattr(t, "prompt", "") != failed[0].prompt] == others
-    assert go(plan_file, tmp_path / "out").loaded == [], "a failure is a result: it is not tried again by itself"
+    assert go(plan_file, tmp_path / "out", code=1).loaded == [], "a failure is a result: it is not tried again by itself"
     go(plan_file, tmp_path / "out", fakes.FakeModels(fakes.FakeActor(batchwise=False)), retry_failed=True)
     assert table(tmp_path / "out") == table(tmp_path / "clean")
 
 
 def test_a_task_that_cannot_score_keeps_the_answers(plan_file: Path, tmp_path: Path) -> None:
     plan_file.write_text(fakes.PLAN.replace("tasks: [fake_choice]", "tasks: [{kind: fake_choice, scorer: broken}]"))
-    go(plan_file, tmp_path / "out")
+    go(plan_file, tmp_path / "out", code=1)
     rows = list(Store(tmp_path / "out").trials("experiment = 'choice'"))
     assert {t.finish for t in rows} == {"failed"}
     assert all("ZeroDivisionError: no scores today" in t.error and t.logprobs for t in rows)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import sqlite3
+from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments import lm_eval_export
-from needlework.store import SCHEMA_VERSION, Observation, Store, Trial
+from needlework.files import beside, whole
+from needlework.store import JSON_COLUMNS, SCHEMA_VERSION, WHOLE_COLUMNS, Observation, Store, Trial
 
-_JSON = ("spans", "facts", "scores", "logprobs", "margins", "receipt")
 _BATCH = 10_000
 
 
@@ -32,22 +31,10 @@ def export(directory: Path | str, to: str, out: Path | str | None = None) -> lis
         folder = Path(out) if out is not None else Path(directory) / "export"
         folder.mkdir(parents=True, exist_ok=True)
         return writers[to](store, folder)
-    except OSError as error:
+    except (OSError, sqlite3.OperationalError) as error:  # SQLite sorts in files of its own
         raise NeedleworkError(f"cannot write the export: {error}") from None
     finally:
         store.close()
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[IO[str]]:
-    """A text file that is there whole or not at all."""
-    half = path.with_name(f"{path.name}.{os.getpid()}.half")
-    try:
-        with half.open("w", encoding="utf-8", newline="") as file:
-            yield file
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
 
 
 def score_column(name: str) -> str:
@@ -57,7 +44,7 @@ def score_column(name: str) -> str:
 def flat(trial: Trial, scores: list[str]) -> dict[str, Any]:
     """One trial as a flat row: structured columns as JSON text, each score as a column of its own."""
     row = {f.name: getattr(trial, f.name) for f in fields(Trial)}
-    row |= {name: json.dumps(row[name]) for name in _JSON}
+    row |= {name: json.dumps(row[name]) for name in row if name in JSON_COLUMNS}
     return row | {score_column(name): trial.scores.get(name) for name in scores}
 
 
@@ -100,12 +87,11 @@ def _parquet(store: Store, folder: Path) -> list[Path]:
     except ImportError:
         raise NeedleworkError("parquet needs pyarrow: pip install 'needlework[parquet]', or export to csv") from None
     columns, scores = _trial_columns(store)
-    kinds = {name: pa.string() for name in columns} | {"seed": pa.int64(), "prompt_tokens": pa.int64()}
+    kinds = {name: pa.int64() if name in WHOLE_COLUMNS else pa.string() for name in columns}
     kinds |= {name: pa.float64() for name in ("seconds", *map(score_column, scores))}
     schema = pa.schema(list(kinds.items()), metadata={"needlework_schema_version": str(SCHEMA_VERSION)})
     trials, seen = folder / "trials.parquet", folder / "observations.parquet"
-    half = trials.with_suffix(".half")
-    with pq.ParquetWriter(half, schema) as writer:
+    with beside(trials) as half, pq.ParquetWriter(half, schema) as writer:
         batch: list[dict[str, Any]] = []
         for trial in store.trials("1 ORDER BY experiment, model, task, id"):
             batch.append(flat(trial, scores))
@@ -113,7 +99,7 @@ def _parquet(store: Store, folder: Path) -> list[Path]:
                 writer.write_table(pa.Table.from_pylist(batch, schema))
                 batch = []
         writer.write_table(pa.Table.from_pylist(batch, schema))
-    half.replace(trials)
     observed = {f.name: [getattr(one, f.name) for one in store.observations()] for f in fields(Observation)}
-    pq.write_table(pa.table(observed), seen)
+    with beside(seen) as half:
+        pq.write_table(pa.table(observed), half)
     return [trials, seen]

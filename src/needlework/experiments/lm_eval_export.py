@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from needlework.files import file_name, whole
 from needlework.store import Store, Trial
 
 Group = tuple[str, str]  # model, intervention
@@ -16,27 +17,43 @@ Group = tuple[str, str]  # model, intervention
 def write(store: Store, folder: Path) -> list[Path]:
     """results.json and samples_TASK.jsonl of every model under every intervention; a trial counts once."""
     written = []
-    groups = store.db.execute("SELECT DISTINCT model, intervention FROM trials ORDER BY 1, 2").fetchall()
+    labels = _labels(store)
+    groups = store.db.execute("SELECT DISTINCT model, intervention FROM trials WHERE asked ORDER BY 1, 2").fetchall()
     for number, (model, intervention) in enumerate(groups):
-        place = folder / "lm-eval" / _file_name(model) / f"{number:04d}-{_file_name(intervention)[:60]}"
+        place = folder / "lm-eval" / file_name(model) / f"{number:04d}-{file_name(intervention)}"
         place.mkdir(parents=True, exist_ok=True)
-        written += _group(store, place, (model, intervention))
+        written += _group(store, place, (model, intervention), labels)
     return written
 
 
-def _group(store: Store, place: Path, group: Group) -> list[Path]:
-    tasks: dict[str, list[Trial]] = {}
-    where = "model = ? AND intervention = ? GROUP BY task, id ORDER BY task, sample, seed"
+def _group(store: Store, place: Path, group: Group, labels: Mapping[tuple[str, str], str]) -> list[Path]:
+    tasks: dict[str, dict[str, Trial]] = {}
+    where = "model = ? AND intervention = ? AND asked ORDER BY task, sample, seed, experiment"
     for trial in store.trials(where, group):
-        tasks.setdefault(trial.task, []).append(trial)
+        tasks.setdefault(labels[trial.experiment, trial.task], {}).setdefault(trial.id, trial)
+    trials = {task: list(some.values()) for task, some in tasks.items()}
     paths = []
-    for task, trials in tasks.items():
-        path = place / f"samples_{_file_name(task)}.jsonl"
-        path.write_text("".join(json.dumps(_sample(i, t)) + "\n" for i, t in enumerate(trials)), encoding="utf-8")
+    for task, some in trials.items():
+        path = place / f"samples_{file_name(task)}.jsonl"
+        with whole(path) as file:
+            file.writelines(json.dumps(_sample(i, t)) + "\n" for i, t in enumerate(some))
         paths.append(path)
     results = place / "results.json"
-    results.write_text(json.dumps(_results(store, group, tasks), indent=1), encoding="utf-8")
+    with whole(results) as file:
+        file.write(json.dumps(_results(store, group, trials), indent=1))
     return [results, *paths]
+
+
+def _labels(store: Store) -> dict[tuple[str, str], str]:
+    """What a task is called: by its name, unless experiments mean different things by it."""
+    meanings: dict[str, set[tuple[str, str]]] = {}
+    homes = set()
+    for experiment, task, *meaning in store.db.execute(
+        "SELECT DISTINCT experiment, task, boundary, scoring FROM trials WHERE asked"
+    ):
+        meanings.setdefault(task, set()).add((meaning[0], meaning[1]))
+        homes.add((experiment, task))
+    return {(e, task): task if len(meanings[task]) == 1 else f"{e}.{task}" for e, task in homes}
 
 
 def _results(store: Store, group: Group, tasks: dict[str, list[Trial]]) -> dict[str, Any]:
@@ -98,7 +115,3 @@ def _sample(number: int, trial: Trial) -> dict[str, Any]:
         "error": trial.error,
         **{_metric(name): value for name, value in trial.scores.items()},
     }
-
-
-def _file_name(text: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", text).strip("_") or "none"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from needlework.experiments.lines import Marked, Place, PlanError, read
 from needlework.experiments.schema import ExperimentFile, FastFile, ModelFile, PlanFile, Settings, keys_at
 from needlework.interventions import grid
 from needlework.interventions.acts import Phase
+from needlework.rescoring import scoring
 from needlework.tasks.base import Task
 
 FAST_LIMIT = 75  # samples per condition with --fast where the plan says nothing: 0 of 75 bounds a share below 5 %
@@ -48,6 +50,11 @@ class NamedTask(Located):
     name: str
     task: Task
     optional: bool = False  # left out, and said so, for models that cannot be asked it
+
+    @cached_property
+    def scoring(self) -> str:
+        """What turns its answers into scores."""
+        return scoring(self.task)
 
 
 @dataclass(frozen=True)

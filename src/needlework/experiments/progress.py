@@ -9,7 +9,7 @@ from typing import Any
 
 from needlework.experiments.asks import Work
 from needlework.experiments.plan import Plan
-from needlework.store import Store
+from needlework.store import LM_EVAL, Store
 
 
 class Bars:
@@ -48,17 +48,39 @@ def bars(plan: Plan, works: Sequence[Work], store: Store, progress: bool) -> Ite
         yield made
 
 
-def summary(store: Store, works: Sequence[Work], folder: Path) -> None:
-    (trials,) = store.db.execute("SELECT count(*) FROM trials").fetchone()
-    failures = store.db.execute("SELECT count(*), min(error) FROM trials WHERE finish = 'failed'").fetchone()
+def summary(store: Store, works: Sequence[Work], folder: Path, unasked: int) -> bool:
+    """The last word. True if every trial of the plan was answered, and every condition was one."""
+    plans = f"asked AND kind != '{LM_EVAL}'"
+    (trials,) = store.db.execute(f"SELECT count(*) FROM trials WHERE {plans}").fetchone()
+    failed, error = store.db.execute(f"SELECT count(*), min(error) FROM trials WHERE {plans} AND finish = 'failed'").fetchone()
+    idle = hid_nothing(store, plans)
     for work in works:
         for note in work.skipped:
             say(note)
         if work.repeated:
             say(f"{work.repeated} samples of {work.sketch.name} were the same question twice and count once")
-    if failures[0]:
-        say(f"{failures[0]} trials failed, for instance: {failures[1]}")
+    if unasked:
+        say(f"{unasked} rows in {folder} are none that this plan asks for: they are kept, and no report counts them")
+    for note in idle:
+        say(note)
+    if failed:
+        say(f"{failed} of {trials} trials failed, for instance: {error}; --retry-failed tries them again")
     say(f"{trials} trials in {folder}")
+    return not failed and not idle
+
+
+def hid_nothing(store: Store, where: str) -> list[str]:
+    """Conditions that hide something in no trial at all: they are the model itself under another name."""
+    note = '"nothing to hide'  # how such a note begins in a receipt's JSON
+    conditions = store.db.execute(
+        f"SELECT experiment, model, intervention, count(*) FROM trials WHERE {where} AND finish != 'failed'"
+        " GROUP BY 1, 2, 3 HAVING min(instr(receipt, ?)) > 0 ORDER BY 1, 2, 3",
+        (note,),
+    )
+    return [
+        f"{act} hid nothing in any of its {trials} trials of {experiment} ({model}); choose fewer tokens"
+        for experiment, model, act, trials in conditions
+    ]
 
 
 def say(text: str) -> None:

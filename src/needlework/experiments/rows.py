@@ -9,7 +9,8 @@ from typing import Any
 from needlework.experiments.asks import Ask, Home
 from needlework.experiments.live import Scored
 from needlework.requests import Answer
-from needlework.store import Trial
+from needlework.rescoring import lasting_scores, stored_facts, stored_finish, stored_outcome
+from needlework.store import ANSWER_FINISH, Trial
 from needlework.tasks.base import Outcome
 
 
@@ -24,6 +25,7 @@ class Result:
     logprobs: Sequence[float] = ()
     margins: Sequence[float] = ()
     receipt: Mapping[str, Any] | None = None
+    lasting: Mapping[str, float] = field(default_factory=dict)  # scores that stay if they cannot be computed again
 
 
 def answered(answer: Answer) -> Result:
@@ -57,24 +59,36 @@ def failed(error: Exception | str) -> Result:
     return Result(error=error if isinstance(error, str) else f"{type(error).__name__}: {error}")
 
 
+def stored(trial: Trial) -> Result:
+    """The answer of a row, as it came back."""
+    finish = stored_finish(trial)
+    return Result(
+        outcome=stored_outcome(trial),
+        output=trial.output,
+        finish=finish,
+        error=trial.error if finish == "failed" else "",
+        logprobs=trial.logprobs,
+        margins=trial.margins,
+        receipt=trial.receipt,
+        lasting=lasting_scores(trial),
+    )
+
+
 def rows(ask: Ask, result: Result, model: str, seconds: float, versions: str) -> list[Trial]:
-    return [_row(ask, home, result, model, seconds, versions) for home in ask.homes]
+    return [row(ask, home, result, model, seconds, versions) for home in ask.homes]
 
 
-def _row(ask: Ask, home: Home, result: Result, model: str, seconds: float, versions: str) -> Trial:
+def row(ask: Ask, home: Home, result: Result, model: str, seconds: float, versions: str) -> Trial:
     item = home.item
+    facts = stored_facts(item, ask.settings.mode)
     scores: dict[str, float] = {}
     finish, error = result.finish, result.error
     if finish != "failed":
         try:
-            scores = home.task.task.score(item, result.outcome)
+            scores = {**result.lasting, **home.task.task.score(item, result.outcome)}
         except Exception as fault:  # a task of one's own may be wrong; its answers are kept all the same
+            facts[ANSWER_FINISH] = finish
             finish, error = "failed", f"the task could not score this: {type(fault).__name__}: {fault}"
-    facts = {**item.facts}
-    if item.twin_target:
-        facts["twin_target"] = item.twin_target
-    if item.answer is not None:
-        facts["answer_option"] = item.answer
     return Trial(
         id=ask.id,
         experiment=home.experiment,
@@ -103,5 +117,6 @@ def _row(ask: Ask, home: Home, result: Result, model: str, seconds: float, versi
         kind=home.task.task.kind,
         ability=home.task.task.ability,
         boundary=ask.settings.boundary if ask.settings.mode == "generate" else "",
+        scoring=home.task.scoring,
         greedy=list(result.outcome.greedy),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,15 @@ from needlework.experiments.plan import MakeTask, Plan, load
 from needlework.experiments.progress import Bars, bars, say, summary
 from needlework.experiments.trials import expand
 from needlework.requests import prepare
-from needlework.store import Observation, Store, claimed
+from needlework.store import LM_EVAL, Observation, Store, StoreError, Trial, claimed, is_full, writing
+from needlework.tasks.scores import SCORES_VERSION
 
-DONE, STOPPED = 0, 130
+DONE, FAILED, STOPPED = 0, 1, 130
 
 # A chunk is what an interrupted run may have to compute again, so it is small; it is also what shares a batch.
 CHUNK_ASKS = 1024
 CHUNK_FLOPS = 5e13
+REUSED_ROWS = 500  # written together
 WATCHED_SPAN = "needle"
 
 
@@ -38,18 +39,21 @@ def run_plan(
     source: Models | None = None,
     make_task: MakeTask | None = None,
 ) -> int:
-    """Run a plan file; 0 when all is done, 130 when stopped by Ctrl-C. Bad input raises before anything is written."""
+    """Run a plan file: 0 when all is done, 1 when trials of the plan failed or a condition hid nothing, 130 on Ctrl-C.
+
+    Bad input raises before anything is written; a disk that takes nothing more raises and stops the run.
+    """
     try:
         plan = load(path, fast=fast, models=models, make_task=make_task)
-        run(plan, out, source or LiveModels(memory_bytes), retry_failed=retry_failed, progress=progress)
+        sound = run(plan, out, source or LiveModels(memory_bytes), retry_failed=retry_failed, progress=progress)
     except KeyboardInterrupt:
         say(f"stopped; everything that was finished is in {out}. The same command goes on from there.")
         return STOPPED
-    return DONE
+    return DONE if sound else FAILED
 
 
-def run(plan: Plan, out: str | Path, source: Models, *, retry_failed: bool = False, progress: bool = True) -> None:
-    """Run a checked plan: every model is looked at and every trial known before the first one starts."""
+def run(plan: Plan, out: str | Path, source: Models, *, retry_failed: bool = False, progress: bool = True) -> bool:
+    """Run a checked plan: every model is looked at and every trial known before the first one starts. True if none failed."""
     works = [expand(plan, source.look(model)) for model in plan.models.values()]
     if Path(out).exists() and not Path(out).is_dir():
         raise NeedleworkError(f"{out} is a file; give a directory")
@@ -57,14 +61,29 @@ def run(plan: Plan, out: str | Path, source: Models, *, retry_failed: bool = Fal
         store = Store(folder, create=True)
         try:
             _sign(store, plan, works)
+            unasked = _compare(store, works)
             if retry_failed:
                 store.forget_failed()
+            runs = [_Run(store, work, source) for work in works]
+            if again := sum(one.reuse() for one in runs):
+                say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
+            store.set_meta("scores_version", SCORES_VERSION)
             with bars(plan, works, store, progress) as shown:
-                for work in works:
-                    _Run(store, work, source, shown).go()
-            summary(store, works, folder)
+                for one in runs:
+                    one.go(shown)
+            return summary(store, works, folder, unasked)
         finally:
             store.close()
+
+
+def _compare(store: Store, works: Sequence[Work]) -> int:
+    """Note what the plan asks of what is there; how many rows it does not ask for."""
+    wanted = {(key[0], work.sketch.name, *key[1:]) for work in works for ask in work.asks for key in ask.wanted()}
+    recordings = {(w.experiment.name, work.sketch.name, w.task.name): w.content() for work in works for w in work.watched}
+    unasked = store.mark_asked(wanted, "kind != ?", [LM_EVAL])
+    store.keep_recordings(recordings)
+    store.set_meta("migrated_from", None)
+    return unasked
 
 
 def _sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
@@ -122,19 +141,20 @@ def _experiments(plan: Plan) -> dict[str, Any]:
 class _Run:
     """One model's work."""
 
-    def __init__(self, store: Store, work: Work, source: Models, bars: Bars) -> None:
-        self.store, self.work, self.source, self.bars = store, work, source, bars
+    def __init__(self, store: Store, work: Work, source: Models) -> None:
+        self.store, self.work, self.source = store, work, source
         self.model = work.sketch.name
+        self.done = {(e, task, trial): what for (e, model, task, trial), what in store.done().items() if model == self.model}
+        self.bars = Bars()
         self.versions = ""
         self._last = 0.0
 
-    def go(self) -> None:
-        done = {(e, task, trial) for e, model, task, trial in self.store.done() if model == self.model}
-        self._copy(done)
+    def go(self, shown: Bars) -> None:
+        self.bars = shown
         pending = [
             chunk
             for chunk in chunks(self.work, CHUNK_ASKS, CHUNK_FLOPS)
-            if any(key not in done for ask in chunk for key in ask.wanted())
+            if any(key not in self.done for ask in chunk for key in ask.wanted())
         ]
         seen = self.store.observed()
         watched = [w for w in self.work.watched if (w.experiment.name, self.model, w.task.name) not in seen]
@@ -143,24 +163,33 @@ class _Run:
         actor = self.source.load(self.work.sketch)
         self.versions = self.store.note_versions(actor.versions())
         for chunk in pending:
-            self._chunk(actor, chunk, {ask.id for ask in chunk if all(key in done for key in ask.wanted())})
+            self._chunk(actor, chunk, {ask.id for ask in chunk if all(key in self.done for key in ask.wanted())})
         for one in watched:
             self._watch(actor, one)
 
-    def _copy(self, done: set[tuple[str, str, str]]) -> None:
-        """An answer that another experiment of this store already has is not asked for again."""
-        ids = {trial for _, _, trial in done}
+    def reuse(self) -> int:
+        """Rows from answers that are there, for whoever lacks them or scores them otherwise now; how many had other scores.
+
+        Equal ids mean equal answers, whoever asked. Scores are each home's own.
+        """
+        answered = {trial for _, _, trial in self.done}
+        again = 0
+        made: list[Trial] = []
         for ask in self.work.asks:
-            missing = [home for home in ask.homes if (home.experiment, home.task.name, ask.id) not in done]
-            if not missing or ask.id not in ids:
-                continue
-            for home in missing:
-                where = "id = ? AND model = ? AND task = ? AND sample = ? AND seed = ?"
-                values = (ask.id, self.model, home.task.name, home.item.id, home.seed)
-                if found := next(self.store.trials(where, values), None):
-                    self.store.add([replace(found, experiment=home.experiment)])
-                    done.add((home.experiment, home.task.name, ask.id))
-                    self.bars.advance([home.experiment])
+            homes = [h for h in ask.homes if self.done.get((h.experiment, h.task.name, ask.id)) != h.task.scoring]
+            if homes and ask.id in answered:
+                known = {(t.experiment, t.task): t for t in self.store.trials("id = ? AND model = ?", (ask.id, self.model))}
+                for home in homes:
+                    own = known.get((home.experiment, home.task.name))
+                    trial = own or min(known.values(), key=lambda t: rows.stored(t).finish == "failed")
+                    made.append(rows.row(ask, home, rows.stored(trial), self.model, trial.seconds, trial.versions))
+                    again += own is not None
+            if len(made) >= REUSED_ROWS:
+                self.store.add(made)
+                made = []
+        self.store.add(made)
+        self.done |= {key: "" for ask in self.work.asks if ask.id in answered for key in ask.wanted()}
+        return again
 
     def _chunk(self, actor: Actor, chunk: Sequence[Ask], there: set[str]) -> None:
         """Ask a whole chunk; what is already there is asked again, for the batch's sake, but not written again."""
@@ -174,13 +203,23 @@ class _Run:
                 self._write(ask, rows.failed(error), there)
         try:
             self._ask(actor, askable, there)
-        except Exception:  # something in it broke the batch: find out which, and let the others through
+        except Exception as broken:  # something in it broke the batch: find out which, and let the others through
+            self._stop_if_full(broken)
             for ask in askable:
                 if ask.id not in there:
                     try:
                         self._ask(actor, [ask], there)
                     except Exception as error:
+                        self._stop_if_full(error)
                         self._write(ask, rows.failed(error), there)
+
+    def _stop_if_full(self, error: Exception) -> None:
+        """A disk that takes nothing more is no trial's failure."""
+        if isinstance(error, StoreError):
+            raise error
+        if is_full(error):
+            with writing(self.store.directory):
+                raise error
 
     def _ask(self, actor: Actor, asks: Sequence[Ask], there: set[str]) -> None:
         if not asks:
@@ -209,3 +248,4 @@ class _Run:
                 for row in table
             ]
         )
+        self.store.note_recording(where, watched.content())

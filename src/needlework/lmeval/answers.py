@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from needlework.lmeval.questions import Question
-from needlework.store import Trial
+from needlework.store import LM_EVAL, Trial
 from needlework.tasks.base import Ability, Mode
 
 EXPERIMENT = "ability"
-KIND = "lm-eval"
 _ABILITIES: dict[Mode, Ability] = {"choices": "knowledge", "perplexity": "perplexity", "generate": ""}
 
 
@@ -48,8 +47,9 @@ def scores(question: Question, responses: Sequence[Any]) -> dict[str, float]:
 def row(question: Question, told: Told, model: str, trial: str, intervention: str, seconds: float, versions: str) -> Trial:
     facts = question.facts()
     target = question.task.doc_to_target(question.doc)
+    greedy: list[bool] = []
     if question.mode == "choices":
-        facts["greedy"] = [bool(greedy) for _, greedy in told.responses]
+        facts["greedy"] = greedy = [bool(one) for _, one in told.responses]
         if isinstance(target, int) and 0 <= target < len(facts.get("options", ())):
             facts["answer_option"] = target
             target = facts["options"][target]
@@ -79,9 +79,10 @@ def row(question: Question, told: Told, model: str, trial: str, intervention: st
         receipt=told.receipt,
         prompt_id=question.digest(),
         versions=versions,
-        kind=KIND,
+        kind=LM_EVAL,
         ability=_ABILITIES[question.mode],
         boundary="decode" if question.mode == "generate" else "",
+        greedy=greedy,
     )
 
 

@@ -11,6 +11,7 @@ from needlework.errors import NeedleworkError
 from needlework.experiments.asks import SEMANTICS_VERSION
 from needlework.experiments.models import Sketch, sketch
 from needlework.experiments.plan import Model
+from needlework.experiments.progress import hid_nothing
 from needlework.interventions import Intervention, parse
 from needlework.lmeval import answers
 from needlework.lmeval import paper as preset
@@ -19,7 +20,7 @@ from needlework.lmeval.questions import Shown, build, find_tasks, quiet, templat
 from needlework.lmeval.retained import Line, Lookup, lines, lookups
 from needlework.lmeval.work import Job, ask, write_files
 from needlework.requests import Request, prepare
-from needlework.store import Store, claimed
+from needlework.store import LM_EVAL, Store, claimed
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,7 @@ class Summary:
     lookups: list[Lookup]
     files: list[Path]  # results.json of each intervention
     failed: int
+    idle: list[str]  # conditions that hid nothing in any of their trials, in words
     asked: int  # questions under an intervention that were asked now; the rest was there
 
 
@@ -78,10 +80,11 @@ def evaluate(
                 _sign(store, job, tasks)
                 asked = ask(job, store, progress)
                 files = write_files(job, loaded, shown, folder)
+                idle = hid_nothing(store, f"asked AND kind = '{LM_EVAL}'")
             finally:
                 store.close()
     rows = list(job.rows.values())
-    return Summary(lines(rows, _homes(loaded)), lookups(rows), files, sum(t.finish == "failed" for t in rows), asked)
+    return Summary(lines(rows, _homes(loaded)), lookups(rows), files, sum(t.finish == "failed" for t in rows), idle, asked)
 
 
 def _paper(
@@ -135,7 +138,7 @@ def _sign(store: Store, job: Job, tasks: Sequence[str]) -> None:
         "seeds": [0],
         "boundary": "decode",
         "interventions": list(job.acts),
-        "tasks": {q.task.task_name: {"kind": "lm-eval", "mode": q.mode, "chance": q.facts().get("chance", 0.0), "options": {}}
+        "tasks": {q.task.task_name: {"kind": LM_EVAL, "mode": q.mode, "chance": q.facts().get("chance", 0.0), "options": {}}
                   for q in job.questions},
     }  # fmt: skip
     store.set_meta("experiments", {**(store.meta("experiments") or {}), answers.EXPERIMENT: experiment})

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +12,7 @@ from lm_eval.api.model import LM
 from lm_eval.evaluator import evaluate
 from lm_eval.utils import handle_non_serializable
 
-from needlework.experiments.export import whole
+from needlework.files import file_name, whole
 from needlework.lmeval.questions import Question, Shown
 
 BOOTSTRAPS = 100  # for the few metrics without a formula (f1, mcc): the store's rows serve for real intervals
@@ -47,9 +45,7 @@ class Replay(LM):
 
 def place(out: Path, intervention: str) -> Path:
     """A directory for each intervention: readable, and never the same for two."""
-    words = re.sub(r"[^\w.-]+", "_", intervention).strip("_")[:60]
-    mark = "" if intervention == "none" else "-" + hashlib.sha256(intervention.encode()).hexdigest()[:8]
-    return out / "lm-eval" / f"{words}{mark}"
+    return out / "lm-eval" / file_name(intervention)
 
 
 def aggregate(loaded: Any, questions: Sequence[Question], answers: Mapping[int, Any], shown: Shown) -> dict[str, Any]:
@@ -81,7 +77,7 @@ def write(folder: Path, results: dict[str, Any], about: Mapping[str, Any], shown
     samples = results.pop("samples")
     dump: Callable[[Any], str] = lambda value: json.dumps(value, default=handle_non_serializable, ensure_ascii=False)  # noqa: E731
     for task, some in samples.items():
-        with whole(folder / f"samples_{task}.jsonl") as file:
+        with whole(folder / f"samples_{file_name(task)}.jsonl") as file:
             file.writelines(dump(sample) + "\n" for sample in some)
     config = {
         "model": "needlework",

@@ -14,7 +14,7 @@ from needlework.experiments.models import Sketch
 from needlework.interventions import Intervention
 from needlework.lmeval import answers
 from needlework.lmeval.questions import Question, Shown, quiet
-from needlework.store import Store, Trial
+from needlework.store import LM_EVAL, Store, Trial
 
 if TYPE_CHECKING:
     from needlework.lmeval.model import NeedleworkLM
@@ -76,6 +76,7 @@ def ask(job: Job, store: Store, progress: bool) -> int:
     ids = job.ids()
     there = {t.id: t for t in store.trials("experiment = ? AND model = ?", (answers.EXPERIMENT, job.seen.name))}
     job.rows = {key: there[trial] for key, trial in ids.items() if trial in there}
+    _mark(job, store)
     missing = len(ids) - len(job.rows)
     versions = ""
     with _bar(missing, progress) as advance:
@@ -95,6 +96,18 @@ def ask(job: Job, store: Store, progress: bool) -> int:
             job.rows |= made
             advance(len(todo))
     return missing
+
+
+def _mark(job: Job, store: Store) -> None:
+    """Rows of these tasks with other prompts (other examples, another template) are not counted together with these."""
+    prompts: dict[str, set[str]] = {}
+    for question in job.questions:
+        prompts.setdefault(question.task.task_name, set()).add(question.digest())
+    where = "kind = ? AND model = ? AND task = ?"
+    for task, digests in prompts.items():
+        values = (LM_EVAL, job.seen.name, task)
+        rows = store.db.execute(f"SELECT experiment, model, task, id, prompt_id FROM trials WHERE {where}", values)
+        store.mark_asked({row[:4] for row in rows if row[4] in digests}, where, values)
 
 
 def _versions(job: Job) -> dict[str, str]:

@@ -65,7 +65,11 @@ class Task(BaseModel):
         raise TypeError(f"{type(self).__name__} must define items()")
 
     def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        """Named scores of one outcome; "correct" (0 or 1) is always among them, except for perplexity."""
+        """Named scores of one outcome; "correct" (0 or 1) is always among them, except for perplexity.
+
+        They depend on the item, the outcome and the task's fields alone, so that `needlework rescore` can compute them
+        again. A row keeps the prompt's text but its tokens in mode perplexity only, options in mode choices only, no twins.
+        """
         raise TypeError(f"{type(self).__name__} must define score()")
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:

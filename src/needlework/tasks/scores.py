@@ -9,12 +9,15 @@ from typing import Any
 from needlework.errors import NeedleworkError
 from needlework.tasks.base import Item, Outcome
 
+# Rises when the same answer gets another score. Answers stay valid: `needlework rescore` computes their scores again.
+# 2: punctuation separates words; version 1 deleted it, so that "day.The" and "day</b>" were words of their own.
+SCORES_VERSION = 2
 WHOLE = 5.0  # graded points for the whole needle
 
 
 def plain(text: str) -> str:
-    """Lower case, no punctuation, single spaces."""
-    return " ".join(re.sub(r"[^\w\s]|_", "", text.lower()).split())
+    """Words in lower case with single spaces. Whatever is no letter or digit separates: "day.</b>The" is "day b the"."""
+    return " ".join(re.sub(r"[\W_]+", " ", text.casefold()).split())
 
 
 def holds(text: str, part: str) -> bool:
@@ -61,8 +64,9 @@ def choice(item: Item, outcome: Outcome, against: str = "all") -> dict[str, floa
     sets = {"all": range(len(logs)), **option_sets(item)}
     scores = {f"correct_{name}": _first_best(logs, some, right) for name, some in sets.items()}
     scores["correct"] = scores.pop("correct_all") if against == "all" else scores[f"correct_{against}"]
-    per_token = [value / len(option) for value, option in zip(logs, item.options, strict=True)]
-    scores["correct_per_token"] = _first_best(per_token, range(len(logs)), right)
+    if all(item.options):  # a row of an old store does not know its options' tokens
+        per_token = [value / len(option) for value, option in zip(logs, item.options, strict=True)]
+        scores["correct_per_token"] = _first_best(per_token, range(len(logs)), right)
     scores["margin"] = logs[right] - max(value for i, value in enumerate(logs) if i != right)
     if outcome.greedy:
         scores["top1"] = float(outcome.greedy[right])
