@@ -17,6 +17,8 @@ from typing import Any
 from needlework.errors import NeedleworkError
 
 SCHEMA_VERSION = 2
+# Rises when an intervention, a phase, a task's prompt or a score changes its meaning: old answers are then no answers.
+SEMANTICS_VERSION = 2
 FILE_NAME = "run.sqlite"
 LOCK_NAME = "run.lock"
 _SYNC_SECONDS = 0.5  # how often written rows are forced to the disk; the system has them at once

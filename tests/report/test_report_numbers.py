@@ -15,10 +15,11 @@ from needlework import stats
 from needlework.report import curves, maps
 from needlework.report.browser import Browser, needle_characters, pieces, shortened
 from needlework.report.conditions import few, place
-from needlework.report.evidence import Bench, collect, helped_by_reading_twice
+from needlework.report.bench import Bench
+from needlework.report.evidence import collect, helped_by_reading_twice
 from needlework.report.frame import Frame
 from needlework.report.page import FIGURES
-from needlework.report.reader import family, load
+from needlework.report.reader import load
 from needlework.store import Store, Trial
 
 
@@ -102,7 +103,7 @@ def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) ->
 def test_evidence_finds_every_experiment(frame: Frame) -> None:
     helps = helped_by_reading_twice(frame)
     assert helps.startswith("tiny-mamba")
-    found = collect(frame, "tiny-jamba", helps)
+    found = collect(Bench(frame, "tiny-jamba"), helps)
     assert found.few_label.startswith("1 of 8 heads")
     assert set(found.layouts) == {"jrt", "question_first"}
     assert [k.form for k in found.few_knowledge] == ["cloze", "letter"]
@@ -112,7 +113,7 @@ def test_evidence_finds_every_experiment(frame: Frame) -> None:
     assert found.interaction is not None
     assert found.interaction.contrast.low > 0
     assert found.omit_decode.value == 0
-    assert not collect(frame, "tiny-mamba", helps).has_attention
+    assert not collect(Bench(frame, "tiny-mamba"), helps).has_attention
 
 
 def test_every_figure_has_its_panels(frame: Frame) -> None:
@@ -167,12 +168,6 @@ def test_fifteen_percent_rounds_as_the_intervention_does() -> None:
     assert [few(h) for h in (32, 16, 10)] == [5, 2, 2]
 
 
-def test_families() -> None:
-    assert family("niah", "generate", {"form": "question-0"}) == "retrieval"
-    assert family("my-own-name", "choices", {"form": "letter", "subject": "rivers"}) == "knowledge"
-    assert family("perplexity", "perplexity", {}) == "perplexity"
-
-
 def test_needles_are_found_by_words_and_else_by_the_answer() -> None:
     assert needle_characters("a needle is here", 5, {"needle": [[2, 4]]}, "here") == [(2, 11)]  # one token of BOS
     assert needle_characters("a needle is here", 9, {"needle": [[2, 4]]}, "here") == [(12, 16)]
@@ -190,7 +185,7 @@ def test_long_prompts_are_cut_around_their_needle_and_say_so() -> None:
 
 def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
     browser = Browser(frame)
-    rows = frame.rows(model="tiny-jamba", task="niah", text="keep_heads(k=1)")
+    rows = frame.rows(Bench(frame, "tiny-jamba").needles("keep_heads(k=1)"))
     key = browser.add("all needles", rows)
     found = browser.collect()
     cell = found["cells"][key]
@@ -205,8 +200,8 @@ def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
 
 def test_browser_keeps_its_budget(frame: Frame) -> None:
     browser = Browser(frame, budget_bytes=20_000)
-    for text in frame.texts(model="tiny-jamba"):
-        browser.add(text, frame.rows(model="tiny-jamba", task="niah", text=text))
+    for text in frame.distinct("text", model="tiny-jamba"):
+        browser.add(text, frame.rows(Bench(frame, "tiny-jamba").needles(text)))
     found = browser.collect()
     assert browser.cells
     assert sum(len(p[0]) for p in found["prompts"]) < 22_000

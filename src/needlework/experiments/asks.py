@@ -13,10 +13,8 @@ from needlework.experiments.sketch import Sketch
 from needlework.interventions import Intervention
 from needlework.interventions.acts import Phase
 from needlework.requests import Request, sample_key
+from needlework.store import SEMANTICS_VERSION as SEMANTICS_VERSION  # used by others from here, too
 from needlework.tasks.base import Item, Mode
-
-# Rises when an intervention, a phase, a task's prompt or a score changes its meaning: old answers are then no answers.
-SEMANTICS_VERSION = 2
 
 Key = tuple[str, str, str]  # experiment, task, trial id: a row of one model
 

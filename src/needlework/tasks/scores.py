@@ -9,6 +9,7 @@ from typing import Any
 from needlework.errors import NeedleworkError
 from needlework.tasks.base import Item, Outcome
 
+SCORES_VERSION = 2  # rises when the same answer gets other scores; those of before are computed again from stored answers
 WHOLE = 5.0  # graded points for the whole needle
 
 
