@@ -13,9 +13,9 @@ import synthetic
 
 from needlework import stats
 from needlework.report import curves, maps
+from needlework.report.bench import Bench
 from needlework.report.browser import Browser, needle_characters, pieces, shortened
 from needlework.report.conditions import few, place
-from needlework.report.bench import Bench
 from needlework.report.evidence import collect, helped_by_reading_twice
 from needlework.report.frame import Frame
 from needlework.report.page import FIGURES
@@ -149,7 +149,21 @@ def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Trial]) -> No
         ("ablate_attention() + ablate_recurrent()", "both_off", {"site": "memory"}),
         ("expose_tokens(mode='omit', phase='decode')", "expose", {"decode": "omit", "prefill": "keep"}),
         ("expose_tokens(mode='null')", "expose", {"decode": "null", "prefill": "null"}),
-        ("limit_context(tokens=8, phase='prefill')", "limit", {"prefill": "8", "decode": ""}),
+        ("limit_context(tokens=8, phase='prefill')", "limit", {"prefill": "8", "decode": "", "sinks": 0}),
+        ("limit_context(tokens=8, sinks=2)", "limit", {"prefill": "8", "decode": "8", "sinks": 2}),
+        ("limit_context(tokens=8, sinks=2, phase='prefill') + limit_context(tokens=8, phase='decode')", "other", {}),
+        ("ablate_attention(site='block')", "attention_block", {"attention_off": False}),
+        ("ablate_attention(site='block') + ablate_recurrent()", "other", {}),
+        ("ablate_attention(phase='decode') + ablate_recurrent()", "other", {}),
+        ("keep_heads(k=0) + ablate_recurrent(site='block')", "both_off", {"site": "block"}),
+        ("keep_heads(k=1, seed=4)", "other", {}),
+        ("keep_heads(k=2, by='random', draw='trial')", "heads", {"way": "random, trial"}),
+        ("keep_heads(k=1, by=ranking('2.0 5.1'))", "heads", {"way": "ranking", "by": "ranking('2.0 5.1')"}),
+        ("expose_tokens(mode='omit', renormalize=True)", "other", {}),
+        ("expose_tokens(mode='omit', compat='paper')", "other", {}),
+        ("expose_tokens(mode='omit', span='distractor')", "other", {}),
+        ("swap_memory(half='kv', from='other')", "other", {}),
+        ("swap_memory(half='kv') + ablate_recurrent()", "other", {}),
         ("swap_memory(half='recurrent')", "swap", {"half": "recurrent"}),
         ("something_of_a_plug_in(3)", "other", {}),
     ],
