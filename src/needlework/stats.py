@@ -66,6 +66,7 @@ def whole(share: float) -> str:
 def number(value: float) -> str:
     if not math.isfinite(value):
         return "–" if math.isnan(value) else "∞"
+    value = value or 0.0  # no minus before a zero
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 

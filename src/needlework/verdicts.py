@@ -251,7 +251,7 @@ def judge(evidence: Evidence) -> list[Verdict]:
         baseline = evidence.baselines.get(rule.claim, evidence.baseline)
         if rule.needs_baseline and estimate.n and side(baseline, BASELINE, below=False) != "supported":
             word = "not testable"
-            told += f" But untouched it finds only {_of(baseline, 'the needles')}: the lower bound must be 80 %."
+            told += f" But untouched it finds {_of(baseline, 'the needles')}: the lower bound must be 80 %."
         if estimate.n:
             told += "".join(f" ({said})" for said in _asides(evidence, rule.claim))
         verdicts.append(Verdict(rule.claim, rule.title, evidence.model, word, told, estimate))

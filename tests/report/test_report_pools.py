@@ -115,7 +115,7 @@ def test_a_baseline_vouches_only_for_the_tasks_that_it_was_asked_in(tmp_path: Pa
     frame = load([store(tmp_path, [*rows(900, 900, task="near"), *far])])
     assert wilson(910, 1000).low > 0.8  # both together would do
     found = verdict(frame, "segregation")
-    assert (found.word, "it finds only 10 % of the needles" in found.sentence) == ("not testable", True)
+    assert (found.word, "untouched it finds 10 % of the needles" in found.sentence) == ("not testable", True)
 
 
 def test_needles_of_unlike_settings_have_maps_of_their_own(tmp_path: Path) -> None:

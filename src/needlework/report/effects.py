@@ -58,11 +58,11 @@ def swap(frame: Frame, browser: Browser) -> Figure:
             for half, label in names.items():
                 rows = bench.swapped(half, in_window)
                 if len(rows):
-                    key = browser.add(f"{bench.name} · {label}" + " · out of window" * (not in_window), rows)
+                    key = browser.add(f"{bench.name} · {label}" + " · out of the window" * (not in_window), rows)
                     own, twin = (stats.accuracy(frame.values(name, rows)) for name in ("correct", "follows_twin"))
                     dots += [Dot(f"{label}: own answer", 4, own, key), Dot(f"{label}: twin's answer", 6, twin, key)]
             if dots:
-                title = bench.titled(bench.model if in_window else "needle out of window")
+                title = bench.titled("needle in the window" if in_window else "needle out of the window")
                 panels.append(Dots(bench.model, title, "share of answers", [dot for dot in dots if dot.y.n]))
     return figure("memory", panels)
 

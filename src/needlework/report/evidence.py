@@ -48,7 +48,7 @@ def collect(bench: Bench, reading_twice_helps: str) -> Evidence:
         note=bench.note,
         baseline=bench.accuracy(bench.retrieval("none")),
         baselines={claim: e for claim, texts in behind.items() if (e := bench.baseline(texts)).n},
-        tasks={claim: names for claim, texts in behind.items() if (names := _task_names(bench, texts))},
+        tasks={claim: names for claim, texts in behind.items() if (names := _task_names(bench, claim, texts))},
         silenced=bench.silenced("plain"),
         few=_retained_if_any(bench, some.text if some else None),
         few_label=f"{bench.share(some)} per layer, by {some.way}" if some else "",
@@ -73,9 +73,10 @@ def _texts(*conditions: Condition | None) -> list[str]:
     return [condition.text for condition in conditions if condition is not None]
 
 
-def _task_names(bench: Bench, texts: list[str]) -> str:
-    """Which tasks a verdict speaks of, unless their name is that of their kind."""
-    names = list(dict.fromkeys(name for mode in ("generate", "choices") for name, _ in bench.tasks(texts, mode)))
+def _task_names(bench: Bench, claim: str, texts: list[str]) -> str:
+    """Which needle tasks a verdict speaks of, unless their name is that of their kind."""
+    modes = ("generate", "choices") if claim == "segregation" else ("generate",)
+    names = list(dict.fromkeys(name for mode in modes for name, _ in bench.tasks(texts, mode)))
     return "" if set(names) <= set(NAMED) else ", ".join(names)
 
 

@@ -20,10 +20,9 @@ def needles(frame: Frame, browser: Browser) -> Figure:
     panels: list[Grid] = []
     for bench in every_bench(frame):
         own = {"model": bench.model, "kind": bench.needle_kinds["generate"], "mode": "generate", "layout": "plain"}
-        unlike = differences(frame.distinct("setting", **own))
-        for label, text in _per_k(bench):
-            numbers = frame.matching(bench.needles(text, in_window=(True, False)))
-            for setting, words in unlike.items():
+        maps = [(label, frame.matching(bench.needles(text, in_window=(True, False)))) for label, text in _per_k(bench)]
+        for setting, words in differences(frame.distinct("setting", **own)).items():
+            for label, numbers in maps:
                 title = bench.titled(f"{label}, {words}" if words else label)
                 panels += _length_by_depth(bench, browser, title, [g for g in numbers if frame.groups[g].setting == setting])
     return figure("needles", panels)

@@ -25,7 +25,11 @@ from needlework.verdicts import RULES, Rule, Verdict
 FILE_NAME = "report.html"
 SMALL, LARGE = 260, 420
 OTHERS = "Tasks that declare no ability (retrieval, knowledge or perplexity): shown as they are, and judged by no rule."
-GRADED = "The graded mean (0 to 5) is no success rate. Out of window: the needle is beyond the reach of attention."
+GRADED = (
+    "Needles of all tasks of one kind, plain layout. The graded mean (0 to 5) is no success rate. Out of window: the needle is"
+    " beyond the reach of attention; graded and forced choice are in the window. Chance, in brackets: a choice among the values"
+    " in the context, those absent from it, or all."
+)
 FIGURES: dict[str, Callable[[Frame, Browser], Figure]] = {
     "heads": curves.heads,
     "needles": maps.needles,
@@ -241,8 +245,11 @@ def _missing(absent: Sequence[Figure]) -> str:
 
 def _method() -> str:
     rows = [[rule.title, rule.rule] for rule in RULES]
-    testable = ["Testable at all", "lower bound of the untouched model's retrieval at least 80 %"]
+    testable = ["Testable at all", "lower bound of the untouched model's retrieval, in the claim's own tasks, at least 80 %"]
     told = (
+        "Retrieval is judged by needles in a haystack inside the window, by all tasks of that kind with the plain layout; each"
+        " trial counts once. A verdict takes the boundary decode (the last prompt token belongs to the answer) where that was"
+        " run; numbers of the boundary prefill stand apart and say so. "
         "Single shares carry Wilson intervals. Retained shares compare the same samples with and without the intervention;"
         " their intervals resample whole clusters (samples that share a haystack), seeded, and are never narrower than"
         " Wilson's for the pairs that changed. Not supported means that the whole interval lies on the other side; what lies"

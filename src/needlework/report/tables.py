@@ -20,7 +20,6 @@ from needlework.report.reader import load
 from needlework.stats import Estimate, percent
 from needlework.verdicts import RULES, Verdict
 
-AGAINST = {"context": "among values in the context", "all": "among all values", "absent": "among absent values", "": ""}
 LETTERS = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
 SYMBOLS = {"supported": "●", "not supported": "○", "inconclusive": "◐", "not testable": "–"}
 STYLES = {"supported": "bold green", "not supported": "bold red", "inconclusive": "yellow", "not testable": "dim"}
@@ -54,8 +53,7 @@ def _conditions(bench: Bench) -> list[tuple[str, str]]:
 
 def scores(frame: Frame) -> tuple[list[str], list[list[str]]]:
     """Exact, graded and forced choice, in and out of the window apart."""
-    header = ["model", "condition", "exact, in window", "exact, out of window", "graded (0-5), in window",
-              "forced choice, in window", "chance"]  # fmt: skip
+    header = ["model", "condition", "exact, in window", "exact, out of window", "graded (0-5)", "forced choice", "chance"]
     rows = []
     for bench in every_bench(frame):
         for label, text in _conditions(bench):
@@ -63,7 +61,7 @@ def scores(frame: Frame) -> tuple[list[str], list[list[str]]]:
             choices = bench.retrieval(text, "choices") if bench.first else inside[:0]
             if len(inside) + len(outside) + len(choices) == 0:
                 continue
-            chance = f"{percent(frame.chance(choices))}, {AGAINST[bench.needles(text, 'choices').against]}"  # type: ignore[index]
+            chance = f"{percent(frame.chance(choices))} ({bench.needles(text, 'choices').against})"
             rows.append([
                 bench.model, bench.titled(label), _told(bench.accuracy(inside)), _told(bench.accuracy(outside)),
                 _graded(frame, inside), _told(bench.accuracy(choices)), chance if len(choices) else "–",
@@ -132,7 +130,7 @@ def _numbers(frame: Frame) -> Table:
             cells = [bench.retrieval(text), *([bench.retrieval(text, "choices"), *known] if bench.first else [])]
             if any(map(len, cells)):
                 shown = [_short(bench.accuracy(rows)) for rows in cells]
-                table.add_row(bench.model if i == 0 else "", bench.titled(label), *shown, end_section=False)
+                table.add_row(Text(bench.model if i == 0 else ""), bench.titled(label), *shown, end_section=False)
         table.add_section()
     return table
 
@@ -158,7 +156,7 @@ def _claims(frame: Frame, found: Sequence[Verdict]) -> Table:
                   caption=f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint")  # fmt: skip
     table.add_column("claim")
     for model in frame.models:
-        table.add_column(model)
+        table.add_column(Text(model))
     for rule in RULES:
         words = {v.model: v.word for v in found if v.claim == rule.claim}
         cells = [Text(f"{SYMBOLS[words[m]]} {words[m]}", STYLES[words[m]]) if m in words else Text("") for m in frame.models]
