@@ -18,7 +18,7 @@ from needlework.report.evidence import collect, verdicts
 from needlework.report.frame import ALL, Frame, Group, Pick
 from needlework.report.page import FIGURES
 from needlework.report.reader import load
-from needlework.report.tables import scores
+from needlework.report.tables import scores, unplaced
 from needlework.report.tasks import others
 from needlework.stats import wilson
 from needlework.store import Store, Trial
@@ -205,6 +205,14 @@ def test_a_limit_with_sinks_is_another_axis(tmp_path: Path) -> None:
     assert (found.word, "with 8 tokens" in found.sentence) == ("supported", True)
     titles = [panel.title for panel in FIGURES["context"](frame, Browser(frame)).panels]
     assert titles == ["One limit at a time", "One limit at a time, with the first 128 tokens in sight"]
+
+
+def test_what_no_figure_places_is_listed_by_its_text(tmp_path: Path) -> None:
+    text = "ablate_heads(heads=[[2, 1]])"
+    store(tmp_path, [*rows(80, 80), *rows(20, 80, text)])
+    frame = load([tmp_path])
+    assert [line[1:3] for line in scores(frame, unplaced)[1]] == [[text, "25 % [16.8, 35.5], n = 80"]]
+    assert "interventions that no figure shows" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
 
 
 # B (d). Which model.

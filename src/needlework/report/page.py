@@ -189,6 +189,9 @@ def _models(frame: Frame) -> str:
     if rows:
         parts += ["<h3>Retrieval: every score beside the others</h3>", _table(header, rows)]
         parts.append(f'<p class="caption">{GRADED}</p>')
+    header, rows = tables.scores(frame, tables.unplaced)
+    if rows:
+        parts += ["<h3>Retrieval under interventions that no figure shows</h3>", _table(header, rows)]
     header, rows = tables.knowledge(frame)
     if rows:
         parts += ["<h3>Knowledge: what is left of the baseline</h3>", _table(header, rows)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -51,12 +51,19 @@ def _conditions(bench: Bench) -> list[tuple[str, str]]:
     return [("untouched", "none"), *((label, c.text) for label, c in named if c is not None)]
 
 
-def scores(frame: Frame) -> tuple[list[str], list[list[str]]]:
+def unplaced(bench: Bench) -> list[tuple[str, str]]:
+    """Interventions that lie on no figure's axis, by their texts."""
+    return [(c.text, c.text) for c in bench.conditions if c.kind in ("other", "attention_block")]
+
+
+def scores(
+    frame: Frame, conditions: Callable[[Bench], list[tuple[str, str]]] = _conditions
+) -> tuple[list[str], list[list[str]]]:
     """Exact, graded and forced choice, in and out of the window apart."""
     header = ["model", "condition", "exact, in window", "exact, out of window", "graded (0-5)", "forced choice", "chance"]
     rows = []
     for bench in every_bench(frame):
-        for label, text in _conditions(bench):
+        for label, text in conditions(bench):
             inside, outside = bench.retrieval(text), bench.retrieval(text, in_window=False)
             choices = bench.retrieval(text, "choices") if bench.first else inside[:0]
             if len(inside) + len(outside) + len(choices) == 0:
