@@ -103,6 +103,8 @@ def test_pairing_helps() -> None:
 
 def test_a_baseline_at_chance_has_no_retained_share() -> None:
     assert math.isnan(stats.retained([1, 0], [0, 0], [0, 1]).value)
+    assert stats.retained([1, 0], [0, 0], [0, 1]).text() == "baseline 0 %: nothing to retain, n = 2"
+    assert stats.NOTHING.text() == "no trials"
     assert math.isnan(stats.retained([1, 0, 0, 0], [1, 0, 0, 0], range(4), chance=0.25).value)
 
 

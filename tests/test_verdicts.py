@@ -104,6 +104,24 @@ def test_double_dissociation() -> None:
     assert "no crossed dissociation" in one_sided.sentence
 
 
+def test_a_claim_is_testable_by_the_baseline_of_its_own_tasks() -> None:
+    weak = Evidence("m", baseline=GOOD, silenced=GONE, follows_kv=wilson(97, 100), baselines={"segregation": wilson(50, 100)})
+    assert verdict("segregation", weak).word == "not testable"
+    assert verdict("memory", weak).word == "supported"
+
+
+def test_what_a_verdict_stands_on_is_said_where_it_was_run() -> None:
+    told = Evidence("m", baseline=GOOD, silenced=GONE, note="boundary: prefill", tasks={"segregation": "near, far"})
+    assert verdict("segregation", told).sentence.endswith(" (Tasks: near, far.) (Boundary: prefill.)")
+    assert verdict("memory", told).sentence == "This was not run."
+
+
+def test_needles_out_of_the_window_do_not_decide_about_memory() -> None:
+    told = Evidence("m", baseline=GOOD, follows_kv=wilson(40, 40), follows_kv_outside=wilson(0, 40))
+    assert verdict("memory", told).estimate == wilson(40, 40)
+    assert "0 % of those answers [0, 8.8; n = 40]" in verdict("memory", told).sentence
+
+
 def test_memory() -> None:
     assert word("memory", follows_kv=wilson(97, 100)) == "supported"
     assert word("memory", follows_kv=wilson(50, 100)) == "inconclusive"
@@ -119,3 +137,6 @@ def test_what_was_not_run_says_so() -> None:
 def test_a_share_that_could_not_be_computed_decides_nothing() -> None:
     nan = Estimate(math.nan, math.nan, math.nan, 80)
     assert word("few_heads", few=nan, few_label="2 of 12 heads") == "inconclusive"
+    why = replace(nan, why="baseline 0 %: nothing to retain")
+    found = verdict("few_heads", Evidence("m", baseline=GOOD, few=why, few_label="2 of 12 heads"))
+    assert "it keeps no known share of its retrieval (baseline 0 %: nothing to retain; n = 80)" in found.sentence

@@ -15,10 +15,12 @@ _LONGEST = 60  # characters; file systems take 255 bytes
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """A place to write a file: it becomes `path` when all is written, and is gone if that fails."""
+    """A place to write a file: it becomes `path` when all is on the disk; if that fails, the file of before stays."""
     half = path.with_name(f".{path.name}.{os.getpid()}.half")
     try:
         yield half
+        with half.open("rb") as file:
+            os.fsync(file.fileno())  # a full disk is noticed here at the latest, while the old file is in its place
         half.replace(path)
     finally:
         half.unlink(missing_ok=True)
@@ -28,6 +30,13 @@ def beside(path: Path) -> Iterator[Path]:
 def whole(path: Path) -> Iterator[IO[str]]:
     """A text file that is there whole or not at all."""
     with beside(path) as half, half.open("w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+@contextmanager
+def whole_bytes(path: Path) -> Iterator[IO[bytes]]:
+    """The same for pictures and other bytes."""
+    with beside(path) as half, half.open("wb") as file:
         yield file
 
 

@@ -32,11 +32,14 @@ class Estimate:
     low: float
     high: float
     n: int
+    why: str = ""  # there is no value
 
     def text(self, unit: str = "%") -> str:
         """`97 % [92, 99], n = 75`; with unit="" plain numbers."""
-        if self.n == 0 or math.isnan(self.value):
-            return "no trials"
+        if self.n == 0:
+            return self.why or "no trials"
+        if math.isnan(self.value):
+            return f"{self.why or 'no value'}, n = {self.n:,}"
         if unit == "%":
             return f"{percent(self.value)} [{percent(self.low, '')}, {percent(self.high, '')}], n = {self.n:,}"
         return f"{number(self.value)} [{number(self.low)}, {number(self.high)}], n = {self.n:,}"
@@ -63,6 +66,7 @@ def whole(share: float) -> str:
 def number(value: float) -> str:
     if not math.isfinite(value):
         return "–" if math.isnan(value) else "∞"
+    value = value or 0.0  # no minus before a zero
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
@@ -114,8 +118,11 @@ def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: f
     """
     a, b = np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64)
     n = len(a)
-    if n == 0 or b.mean() <= chance:
-        return Estimate(math.nan, math.nan, math.nan, n)
+    if n == 0:
+        return NOTHING
+    if b.mean() <= chance:
+        at = f", chance {percent(chance)}" if chance else ""
+        return Estimate(math.nan, math.nan, math.nan, n, f"baseline {percent(float(b.mean()))}{at}: nothing to retain")
     value = float((a.mean() - chance) / (b.mean() - chance))
     totals = resample(cluster_sums(clusters, [a, b]), seed=seed)
     above, below = totals[:, 0] - chance * totals[:, 2], totals[:, 1] - chance * totals[:, 2]

@@ -21,6 +21,8 @@ from typing import Any
 from needlework.errors import NeedleworkError
 
 SCHEMA_VERSION = 2
+# Rises when an intervention, a phase, a task's prompt or a score changes its meaning: old answers are then no answers.
+SEMANTICS_VERSION = 2
 FILE_NAME = "run.sqlite"
 LOCK_NAME = "run.lock"
 LM_EVAL = "lm-eval"  # kind of the rows that lm-evaluation-harness asks for and scores: no plan asks for them

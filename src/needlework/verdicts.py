@@ -45,7 +45,10 @@ class Evidence:
     """The numbers of one model that the rules read. What was not measured stays NOTHING, None or empty."""
 
     model: str
+    note: str = ""  # said with every verdict: under which boundary, if it is not the usual one
     baseline: Estimate = NOTHING
+    baselines: Mapping[str, Estimate] = field(default_factory=dict)  # by claim: of the very tasks that it is judged by
+    tasks: Mapping[str, str] = field(default_factory=dict)  # by claim: the names of these tasks, where they need mention
     silenced: Silenced = Silenced()
     few: Estimate = NOTHING  # paired retained share of retrieval with 15 % of the heads at every position
     few_label: str = ""
@@ -58,7 +61,8 @@ class Evidence:
     context_both: Sequence[tuple[int, Estimate]] = ()  # the same with decode limited, too
     interaction: Interaction | None = None
     dissociation: str = ""  # the four shares, in words
-    follows_kv: Estimate = NOTHING
+    follows_kv: Estimate = NOTHING  # needles inside the window
+    follows_kv_outside: Estimate = NOTHING
     has_attention: bool = True
     has_recurrence: bool = True
 
@@ -95,6 +99,8 @@ def side(estimate: Estimate, line: float, below: bool) -> Word:
 
 def _of(e: Estimate, what: str) -> str:
     """`98.5 % of the needles [91.2, 100; n = 68]`"""
+    if e.why:
+        return f"no known share of {what} ({e.why}; n = {e.n:,})"
     return f"{percent(e.value)} of {what} [{percent(e.low, '')}, {percent(e.high, '')}; n = {e.n:,}]"
 
 
@@ -197,6 +203,8 @@ def _memory(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.follows_kv.n == 0:
         return _not_run(e, e.has_attention and e.has_recurrence, "both kinds of memory")
     told = f"When the two halves of its memory disagree, {_of(e.follows_kv, 'the answers')} follow the KV cache."
+    if e.follows_kv_outside.n:
+        told += f" Needles out of the window do not count here: {_of(e.follows_kv_outside, 'those answers')} follow it."
     return side(e.follows_kv, 0.5, below=False), told, e.follows_kv
 
 
@@ -229,14 +237,22 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
+def _asides(evidence: Evidence, claim: str) -> list[str]:
+    """What the numbers of a verdict stand on, where that is not what everybody expects."""
+    names = evidence.tasks.get(claim, "")
+    return [f"Tasks: {names}."] * bool(names) + [f"{evidence.note.capitalize()}."] * bool(evidence.note)
+
+
 def judge(evidence: Evidence) -> list[Verdict]:
     """One verdict per rule for one model."""
     verdicts = []
-    testable = side(evidence.baseline, BASELINE, below=False) == "supported"
     for rule in RULES:
         word, told, estimate = rule.of(evidence)
-        if rule.needs_baseline and not testable and estimate.n:
+        baseline = evidence.baselines.get(rule.claim, evidence.baseline)
+        if rule.needs_baseline and estimate.n and side(baseline, BASELINE, below=False) != "supported":
             word = "not testable"
-            told += f" But untouched it finds only {_of(evidence.baseline, 'the needles')}: the lower bound must be 80 %."
+            told += f" But untouched it finds {_of(baseline, 'the needles')}: the lower bound must be 80 %."
+        if estimate.n:
+            told += "".join(f" ({said})" for said in _asides(evidence, rule.claim))
         verdicts.append(Verdict(rule.claim, rule.title, evidence.model, word, told, estimate))
     return verdicts

@@ -35,6 +35,17 @@ def test_retained_raw_and_above_chance() -> None:
     assert found["letter", "none"].raw.value == 1
 
 
+def test_a_baseline_of_nothing_says_so_with_its_n() -> None:
+    rows = [trial("letter", fact, act, False) for fact in range(4) for act in ("none", "cut")]
+    _, cut = lines(rows, {"letter": "letter"})
+    assert cut.raw.text() == "baseline 0 %: nothing to retain, n = 4"
+    assert cut.corrected.text() == "baseline 0 %, chance 25 %: nothing to retain, n = 4"
+    (alone,) = lines(rows[1::2], {"letter": "letter"})
+    assert alone.raw.text() == "no baseline: ask none, too"
+    more = [*rows, *(trial("cloze", fact, act, False) for fact in range(4) for act in ("none", "cut"))]
+    assert lookups(more)[0].part.text() == "the letter lost nothing, or there was nothing to lose, n = 4"
+
+
 def test_the_part_of_the_letters_loss_that_is_its_look_up() -> None:
     (one,) = lookups(ROWS)
     letter, cloze = 0.15 / 0.60, 0.45 / 0.60

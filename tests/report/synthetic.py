@@ -10,7 +10,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from needlework.store import Observation, Store, Trial
+from needlework.store import SEMANTICS_VERSION, Observation, Store, Trial
+from needlework.tasks.scores import SCORES_VERSION
 
 LENGTHS = (64, 128, 192, 256)
 DEPTHS = (0, 25, 50, 75, 100)
@@ -165,8 +166,25 @@ def trial(model: str, experiment: str, sample: Sample, text: str) -> Trial:
         id=digest, experiment=experiment, model=model, task=sample.task, sample=sample.id, cluster=sample.id, seed=0,
         intervention=text, mode=sample.mode, prompt=sample.prompt, prompt_tokens=len(sample.prompt.split()),
         target=sample.target, output=output, finish="stop" if output else "scored", error="", seconds=0.01,
-        spans=sample.spans, facts=sample.facts, scores=scores,
+        spans=sample.spans, facts=sample.facts, scores=scores, kind=kind_of(sample.task), ability=ability_of(sample.task),
+        boundary="decode" if sample.mode == "generate" else "",
     )  # fmt: skip
+
+
+def kind_of(task: str) -> str:
+    """Of the names that this module gives its tasks."""
+    return task.removesuffix("_jrt").removesuffix("_question_first")
+
+
+def ability_of(task: str) -> str:
+    return "retrieval" if task.startswith("niah") else "perplexity" if task == "perplexity" else "knowledge"
+
+
+def sign(store: Store, models: dict[str, dict[str, Any]]) -> None:
+    """What a run writes down beside its rows."""
+    store.set_meta("models", models)
+    store.set_meta("semantics_version", SEMANTICS_VERSION)
+    store.set_meta("scores_version", SCORES_VERSION)
 
 
 def trials(model: str, per_cell: int) -> Iterator[Trial]:
@@ -198,7 +216,7 @@ def write(directory: Path, models: tuple[str, ...] = tuple(LAYERS), per_cell: in
     """A store with every experiment; `hostile` puts markup into answers."""
     store = Store(directory, create=True)
     store.db.execute("PRAGMA synchronous=OFF")
-    store.set_meta("models", {m: {"anatomy": anatomy(m), "weights": f"hash of {m}"} for m in models})
+    sign(store, {m: {"anatomy": anatomy(m), "weights": f"hash of {m}"} for m in models})
     for model in models:
         rows = list(trials(model, per_cell))
         if hostile:

@@ -13,12 +13,13 @@ import synthetic
 
 from needlework import stats
 from needlework.report import curves, maps
+from needlework.report.bench import Bench
 from needlework.report.browser import Browser, needle_characters, pieces, shortened
 from needlework.report.conditions import few, place
-from needlework.report.evidence import Bench, collect, helped_by_reading_twice
+from needlework.report.evidence import collect, helped_by_reading_twice
 from needlework.report.frame import Frame
 from needlework.report.page import FIGURES
-from needlework.report.reader import family, load
+from needlework.report.reader import load
 from needlework.store import Store, Trial
 
 
@@ -102,7 +103,7 @@ def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) ->
 def test_evidence_finds_every_experiment(frame: Frame) -> None:
     helps = helped_by_reading_twice(frame)
     assert helps.startswith("tiny-mamba")
-    found = collect(frame, "tiny-jamba", helps)
+    found = collect(Bench(frame, "tiny-jamba"), helps)
     assert found.few_label.startswith("1 of 8 heads")
     assert set(found.layouts) == {"jrt", "question_first"}
     assert [k.form for k in found.few_knowledge] == ["cloze", "letter"]
@@ -112,7 +113,7 @@ def test_evidence_finds_every_experiment(frame: Frame) -> None:
     assert found.interaction is not None
     assert found.interaction.contrast.low > 0
     assert found.omit_decode.value == 0
-    assert not collect(frame, "tiny-mamba", helps).has_attention
+    assert not collect(Bench(frame, "tiny-mamba"), helps).has_attention
 
 
 def test_every_figure_has_its_panels(frame: Frame) -> None:
@@ -148,7 +149,21 @@ def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Trial]) -> No
         ("ablate_attention() + ablate_recurrent()", "both_off", {"site": "memory"}),
         ("expose_tokens(mode='omit', phase='decode')", "expose", {"decode": "omit", "prefill": "keep"}),
         ("expose_tokens(mode='null')", "expose", {"decode": "null", "prefill": "null"}),
-        ("limit_context(tokens=8, phase='prefill')", "limit", {"prefill": "8", "decode": ""}),
+        ("limit_context(tokens=8, phase='prefill')", "limit", {"prefill": "8", "decode": "", "sinks": 0}),
+        ("limit_context(tokens=8, sinks=2)", "limit", {"prefill": "8", "decode": "8", "sinks": 2}),
+        ("limit_context(tokens=8, sinks=2, phase='prefill') + limit_context(tokens=8, phase='decode')", "other", {}),
+        ("ablate_attention(site='block')", "attention_block", {"attention_off": False}),
+        ("ablate_attention(site='block') + ablate_recurrent()", "other", {}),
+        ("ablate_attention(phase='decode') + ablate_recurrent()", "other", {}),
+        ("keep_heads(k=0) + ablate_recurrent(site='block')", "both_off", {"site": "block"}),
+        ("keep_heads(k=1, seed=4)", "other", {}),
+        ("keep_heads(k=2, by='random', draw='trial')", "heads", {"way": "random, trial"}),
+        ("keep_heads(k=1, by=ranking('2.0 5.1'))", "heads", {"way": "ranking", "by": "ranking('2.0 5.1')"}),
+        ("expose_tokens(mode='omit', renormalize=True)", "other", {}),
+        ("expose_tokens(mode='omit', compat='paper')", "other", {}),
+        ("expose_tokens(mode='omit', span='distractor')", "other", {}),
+        ("swap_memory(half='kv', from='other')", "other", {}),
+        ("swap_memory(half='kv') + ablate_recurrent()", "other", {}),
         ("swap_memory(half='recurrent')", "swap", {"half": "recurrent"}),
         ("something_of_a_plug_in(3)", "other", {}),
     ],
@@ -165,12 +180,6 @@ def test_fifteen_percent_rounds_as_the_intervention_does() -> None:
     for heads in range(1, 65):
         assert few(heads) == KeepHeads(fraction=0.15).count(heads)
     assert [few(h) for h in (32, 16, 10)] == [5, 2, 2]
-
-
-def test_families() -> None:
-    assert family("niah", "generate", {"form": "question-0"}) == "retrieval"
-    assert family("my-own-name", "choices", {"form": "letter", "subject": "rivers"}) == "knowledge"
-    assert family("perplexity", "perplexity", {}) == "perplexity"
 
 
 def test_needles_are_found_by_words_and_else_by_the_answer() -> None:
@@ -190,7 +199,7 @@ def test_long_prompts_are_cut_around_their_needle_and_say_so() -> None:
 
 def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
     browser = Browser(frame)
-    rows = frame.rows(model="tiny-jamba", task="niah", text="keep_heads(k=1)")
+    rows = frame.rows(Bench(frame, "tiny-jamba").needles("keep_heads(k=1)"))
     key = browser.add("all needles", rows)
     found = browser.collect()
     cell = found["cells"][key]
@@ -205,8 +214,8 @@ def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
 
 def test_browser_keeps_its_budget(frame: Frame) -> None:
     browser = Browser(frame, budget_bytes=20_000)
-    for text in frame.texts(model="tiny-jamba"):
-        browser.add(text, frame.rows(model="tiny-jamba", task="niah", text=text))
+    for text in frame.distinct("text", model="tiny-jamba"):
+        browser.add(text, frame.rows(Bench(frame, "tiny-jamba").needles(text)))
     found = browser.collect()
     assert browser.cells
     assert sum(len(p[0]) for p in found["prompts"]) < 22_000

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 import synthetic
@@ -143,6 +146,27 @@ def test_pictures_of_every_figure(tmp_path: Path) -> None:
     found = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"needles.png", "needles.svg", "layouts.png", "layouts.svg"} <= found
     assert (tmp_path / "figures" / "needles.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("ending", [".html", ".png", ".svg"])
+def test_a_full_disk_leaves_the_report_of_before(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic.write(tmp_path, ("tiny-mamba",), per_cell=1)
+    build([tmp_path])
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.suffix in (".html", ".png", ".svg")}
+    real = Path.open
+
+    def full(path: Path, *args: Any, **options: Any) -> Any:
+        file = real(path, *args, **options)
+        if path.name.endswith(".half") and ending in path.name:
+            full_disk = OSError(errno.ENOSPC, "No space left on device")
+            monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(full_disk))
+        return file
+
+    monkeypatch.setattr(Path, "open", full)
+    with pytest.raises(NeedleworkError, match=r"cannot write the report .*No space left"):
+        build([tmp_path])
+    assert before == {path: path.read_bytes() for path in before}
+    assert list(tmp_path.rglob("*.half")) == []
 
 
 def test_summary_in_the_terminal(run: Path) -> None:

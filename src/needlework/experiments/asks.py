@@ -13,12 +13,9 @@ from needlework.experiments.plan import Experiment, NamedTask
 from needlework.interventions import Intervention
 from needlework.interventions.acts import Phase
 from needlework.requests import Request, sample_key
+from needlework.store import SEMANTICS_VERSION as SEMANTICS_VERSION
 from needlework.store import digest
 from needlework.tasks.base import Item, Mode
-
-# Rises when an intervention, a phase or a task's prompt changes its meaning: old answers are then no answers. A changed
-# score raises tasks.scores.SCORES_VERSION instead: old answers stay, and are scored again.
-SEMANTICS_VERSION = 2
 
 Key = tuple[str, str, str]  # experiment, task, trial id: a row of one model
 

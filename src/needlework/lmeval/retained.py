@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from needlework.stats import NOTHING, Estimate
 from needlework.store import Trial
 
 BASELINE = "none"
+NO_BASELINE = replace(NOTHING, why="no baseline: ask none, too")
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def lines(trials: Sequence[Trial], home: dict[str, str]) -> list[Line]:
         base = [before[key].scores["correct"] for key in both]
         clusters = [after[key].cluster for key in both]
         chance = float(np.mean([after[key].facts.get("chance", 0.0) for key in both])) if both else 0.0
-        shares = [stats.retained(right, base, clusters, c) if both else NOTHING for c in (0.0, chance)]
+        shares = [stats.retained(right, base, clusters, c) if both else NO_BASELINE for c in (0.0, chance)]
         made.append(Line(name, text, stats.accuracy([t.scores["correct"] for t in after.values()]), *shares))
     return made
 
@@ -90,7 +91,7 @@ def _part(columns: Sequence[dict[str, Trial]]) -> Estimate:
     shares = _share(drawn)
     shares = shares[np.isfinite(shares)]
     if not math.isfinite(value) or not len(shares):
-        return Estimate(math.nan, math.nan, math.nan, len(facts))
+        return Estimate(math.nan, math.nan, math.nan, len(facts), "the letter lost nothing, or there was nothing to lose")
     low, high = stats.interval(shares)
     return Estimate(value, low, high, len(facts))
 

@@ -1,13 +1,18 @@
-"""What an intervention's text means to a report: which experiment's axis it lies on, and where."""
+"""What an intervention's text means to a report: which experiment's axis it lies on, and where.
+
+A condition is placed only if its fields say everything: building the intervention again from them must give the same one.
+What has a field more than that (other layers, a renormalised exposure, another seed of a score that needs none) is "other".
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 from needlework.errors import NeedleworkError
 from needlework.interventions import (
+    NONE,
     AblateAttention,
     AblateRecurrent,
     ExposeTokens,
@@ -20,8 +25,9 @@ from needlework.interventions import (
 )
 from needlework.interventions.ranking import Ranking
 
-Kind = Literal["none", "heads", "recurrent", "both_off", "expose", "limit", "swap", "other"]
+Kind = Literal["none", "heads", "attention_block", "recurrent", "both_off", "expose", "limit", "swap", "other"]
 EXPOSURES = ("keep", "omit", "only", "null", "balanced")
+PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,13 @@ class Condition:
     phase: str = "both"  # prefill | decode | both
     k: int | None = None  # heads kept per layer; 0 also for ablate_attention
     fraction: float | None = None
-    by: str = ""  # entropy | l2 | norm | random | ranking | "" for ablate_attention
-    site: str = ""
+    by: str = ""  # entropy | l2 | norm | random | the text of a ranking | "" for ablate_attention
+    seed: int = 0  # of random heads
+    draw: str = ""  # of random heads: token | trial
+    site: str = ""  # of the recurrent side: memory | block
     prefill: str = ""  # exposure mode, or limit in tokens
     decode: str = ""
+    sinks: int = 0  # first tokens that stay in sight under a limit
     half: str = ""  # which half of the memory came from the twin
 
     def kept(self, heads: int) -> int | None:
@@ -53,6 +62,13 @@ class Condition:
     def attention_off(self) -> bool:
         return self.kind == "heads" and (self.k == 0 or self.fraction == 0)
 
+    @property
+    def way(self) -> str:
+        """How heads are chosen: entropy, l2, norm, ranking, "random" (anew for each token), "random, trial" or "" (none)."""
+        if self.by.startswith("ranking"):
+            return "ranking"
+        return "random, trial" if self.draw == "trial" else self.by
+
 
 def few(heads: int) -> int:
     """The paper's 15 % of the heads, rounded as `keep_heads(fraction=0.15)` rounds."""
@@ -63,67 +79,104 @@ def few(heads: int) -> int:
 def place(text: str) -> Condition:
     """The condition that an intervention's text stands for; one that no figure knows is kept as "other"."""
     try:
-        parts = parse(text).parts
+        whole = parse(text)
     except NeedleworkError:  # of a plug-in that is not installed here: its trials are still listed by their text
         return Condition(text, "other")
-    if not parts:
+    if not whole.parts:
         return Condition(text, "none")
     for reader in (_heads, _off, _exposure, _limit, _swap):
-        found = reader(text, parts)
-        if found is not None:
-            return found
+        condition = reader(text, whole.parts)
+        if condition is not None and normal(rebuilt(condition)) == normal(whole):
+            return condition
     return Condition(text, "other")
+
+
+def rebuilt(condition: Condition) -> Intervention:
+    """The intervention that the fields of a placed condition describe."""
+    c = condition
+    when: dict[str, Any] = {"phase": c.phase}
+    if c.kind == "heads":
+        return KeepHeads(**when, **_choice(c)) if c.by else AblateAttention(**when)
+    if c.kind == "attention_block":
+        return AblateAttention(**when, site="block")
+    if c.kind in ("recurrent", "both_off"):
+        recurrent = AblateRecurrent(**when, **_any(site=c.site))
+        return recurrent + AblateAttention(**when) if c.kind == "both_off" else recurrent
+    parts: list[Intervention] = []
+    if c.kind == "swap":
+        parts += [SwapMemory(**_any(half=half)) for half in (("kv", "recurrent") if c.half == "both" else (c.half,))]
+    for phase, value in zip(PHASES, (c.prefill, c.decode), strict=True):
+        if c.kind == "expose":
+            parts.append(ExposeTokens(**_any(phase=phase, mode=value)))
+        elif c.kind == "limit" and value:
+            parts.append(LimitContext(**_any(phase=phase, tokens=int(value), sinks=c.sinks)))
+    return sum(parts, NONE)
+
+
+def _any(**fields: Any) -> dict[str, Any]:
+    """Fields that the intervention itself checks."""
+    return fields
+
+
+def _choice(c: Condition) -> dict[str, Any]:
+    by = Ranking.parse(c.by.removeprefix("ranking('").removesuffix("')")) if c.way == "ranking" else c.by
+    return {"k": c.k, "fraction": c.fraction, "by": by, "seed": c.seed, "draw": c.draw or "token"}
+
+
+def normal(whole: Intervention) -> frozenset[str]:
+    """One spelling for interventions that do the same: phase by phase, without parts that change nothing."""
+    parts: set[str] = set()
+    for part in whole.parts:
+        if isinstance(part, ExposeTokens) and part.mode == "keep":
+            continue  # attention as it was
+        if isinstance(part, KeepHeads) and part.scope == "layer" and 0 in (part.k, part.fraction):
+            part = AblateAttention(phase=part.phase, layers=part.layers)  # none is kept, however they would be chosen
+        phases = PHASES if part.phase == "both" else (part.phase,)
+        parts |= {str(part.model_copy(update={"phase": phase})) for phase in phases}
+    return frozenset(parts)
 
 
 def _heads(text: str, parts: tuple[Part, ...]) -> Condition | None:
     part: Intervention = parts[0]
-    if len(parts) != 1 or not isinstance(part, (KeepHeads, AblateAttention)) or part.layers is not None:
-        return None
     if isinstance(part, AblateAttention):
-        return Condition(text, "heads", part.phase, k=0, site=part.site)
-    if part.scope == "model":
+        return Condition(text, "attention_block" if part.site == "block" else "heads", part.phase, k=0)
+    if not isinstance(part, KeepHeads):
         return None
-    by = "ranking" if isinstance(part.by, Ranking) else part.by
-    return Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction, by=by)
+    placed = Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction)
+    if part.by == "random":
+        return replace(placed, by="random", seed=part.seed, draw=part.draw)
+    return replace(placed, by=part.by.text() if isinstance(part.by, Ranking) else part.by)
 
 
 def _off(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    recurrent = [p for p in parts if isinstance(p, AblateRecurrent)]
-    silenced = [p for p in parts if isinstance(p, AblateAttention) or (isinstance(p, KeepHeads) and p.k == 0)]
-    if len(recurrent) != 1 or len(recurrent) + len(silenced) != len(parts) or any(p.layers is not None for p in parts):
+    recurrent = next((part for part in parts if isinstance(part, AblateRecurrent)), None)
+    if recurrent is None:
         return None
-    if not silenced:
-        return Condition(text, "recurrent", recurrent[0].phase, site=recurrent[0].site)
-    if len(silenced) > 1 or silenced[0].phase != recurrent[0].phase:
-        return None
-    return Condition(text, "both_off", recurrent[0].phase, site=recurrent[0].site)
+    return Condition(text, "recurrent" if len(parts) == 1 else "both_off", recurrent.phase, site=recurrent.site)
 
 
 def _exposure(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    modes = {"prefill": "keep", "decode": "keep"}
+    placed = Condition(text, "expose", prefill="keep", decode="keep")
     for part in parts:
-        plain = isinstance(part, ExposeTokens) and part.span == "needle" and part.layers is None
-        if not isinstance(part, ExposeTokens) or not plain or part.renormalize or part.compat != "right":
+        if not isinstance(part, ExposeTokens):
             return None
-        for phase in ("prefill", "decode"):
-            if part.phase in (phase, "both"):
-                modes[phase] = part.mode
-    return Condition(text, "expose", prefill=modes["prefill"], decode=modes["decode"])
+        placed = replace(placed, **_in_phases(part, part.mode))
+    return placed
 
 
 def _limit(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    limits = {"prefill": "", "decode": ""}
+    placed = Condition(text, "limit")
     for part in parts:
-        if not isinstance(part, LimitContext) or part.layers is not None:
+        if not isinstance(part, LimitContext):
             return None
-        for phase in ("prefill", "decode"):
-            if part.phase in (phase, "both"):
-                limits[phase] = str(part.tokens)
-    return Condition(text, "limit", prefill=limits["prefill"], decode=limits["decode"])
+        placed = replace(placed, sinks=part.sinks, **_in_phases(part, str(part.tokens)))
+    return placed
+
+
+def _in_phases(part: Part, value: str) -> dict[str, Any]:
+    return {phase: value for phase in PHASES if part.phase in (phase, "both")}
 
 
 def _swap(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    if not all(isinstance(part, SwapMemory) for part in parts):
-        return None
-    halves = sorted(part.half for part in parts if isinstance(part, SwapMemory))
-    return Condition(text, "swap", half="both" if len(halves) > 1 else halves[0])
+    halves = [part.half for part in parts if isinstance(part, SwapMemory)]
+    return Condition(text, "swap", half="both" if len(halves) > 1 else halves[0]) if halves else None

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from needlework import stats
+from needlework.report.bench import BY, Bench, every_bench
 from needlework.report.browser import Browser
 from needlework.report.captions import figure
 from needlework.report.conditions import Condition
-from needlework.report.evidence import Bench
-from needlework.report.frame import Frame, Ints
+from needlework.report.frame import ALL, Frame, Ints, Pick, differences
 from needlework.report.spec import Cell, Figure, Grid, Lines, Point, Series
 from needlework.stats import Estimate
 
@@ -20,43 +21,47 @@ Measure = Callable[[Ints], Estimate]
 KEPT = "heads kept"
 
 
-def _by_share(bench: Bench, conditions: Sequence[Condition]) -> dict[float, list[str]]:
-    """Intervention texts per share of heads kept; the untouched model is the end of every curve."""
-    found: dict[float, list[str]] = {1.0: ["none"]}
+def _by_share(bench: Bench, conditions: Sequence[Condition]) -> dict[float, list[list[str]]]:
+    """Per share of heads kept, the draws that are pooled (random heads have several seeds), each in all its spellings.
+
+    The untouched model is the end of every curve.
+    """
+    shares: dict[float, dict[int, list[str]]] = {1.0: {0: ["none"]}}
     for condition in conditions:
         kept = condition.kept(bench.heads)
         if kept is not None and kept < bench.heads:
-            found.setdefault(kept / bench.heads, []).append(condition.text)
-    return dict(sorted(found.items()))
+            seed = condition.seed if kept else 0
+            shares.setdefault(kept / bench.heads, {}).setdefault(seed, []).append(condition.text)
+    return {share: list(shares[share].values()) for share in sorted(shares)}
 
 
-def _conditions(bench: Bench, by: str, phase: str) -> list[Condition]:
+def _conditions(bench: Bench, way: str, phase: str) -> list[Condition]:
     own = bench.of_kind("heads", phase=phase)
-    silent = [c for c in own if c.attention_off and c.site != "block"]
-    return [c for c in own if c.by == by and not c.attention_off] + silent
+    chosen = [c for c in own if c.way == way and not c.attention_off]
+    if way == "ranking":  # two rankings are two ways: the first one met is drawn
+        chosen = [c for c in chosen if c.by == chosen[0].by]
+    return chosen + [c for c in own if c.attention_off]
 
 
 def _series(
-    bench: Bench, browser: Browser, what: str, label: str, color: int, by: str, phase: str, rows: Rows, measure: Measure,
+    bench: Bench, browser: Browser, what: str, label: str, color: int, way: str, phase: str, rows: Rows, measure: Measure,
     dashed: bool = False,
 ) -> Series:  # fmt: skip
     points, measured = [], False
-    for share, texts in _by_share(bench, _conditions(bench, by, phase)).items():
-        found = [rows(text) for text in texts]
-        if share == 0:  # two texts silence all heads: the one with more trials stands for both
-            found = [max(found, key=len)]
-        some = np.concatenate(found)
-        estimate = measure(some)
-        if estimate.n:
-            title = f"{bench.model} · {what} · {label} · {stats.percent(share)} of the heads"
-            points.append(Point(share, estimate, browser.add(title, some)))
-            measured |= by != "random" or 0 < share < 1  # no heads and all heads belong to every way of choosing
+    for share, draws in _by_share(bench, _conditions(bench, way, phase)).items():
+        # of two texts that do the same (k=2, fraction=0.125) the one with more trials stands for both
+        drawn = np.concatenate([max((rows(text) for text in spellings), key=len) for spellings in draws])
+        estimate = measure(drawn)
+        if estimate.n and estimate.value == estimate.value:
+            kept = f"{share * bench.heads:.0f} of {bench.heads} heads" if bench.heads else "untouched"
+            points.append(Point(share, estimate, browser.add(f"{bench.name} · {what} · {label} · {kept}", drawn)))
+            measured |= way != "random" or 0 < share < 1  # no heads and all heads belong to every way of choosing
     return Series(label, color, points if len(points) > 1 and measured else [], dashed)
 
 
 def _best_way(bench: Bench) -> str:
-    ways = {c.by for c in bench.of_kind("heads", phase="both")}
-    return next((way for way in ("entropy", "l2", "norm", "ranking") if way in ways), "entropy")
+    ways = {c.way for c in bench.of_kind("heads", phase="both")}
+    return next((way for way in BY if way in ways), BY[0])
 
 
 def _retrieval(bench: Bench, browser: Browser) -> Lines:
@@ -103,26 +108,42 @@ def _left(bench: Bench, browser: Browser) -> Lines:
         def rows(text: str, form: str = form) -> Ints:
             return bench.knowledge(text, form)
 
-        def measure(found: Ints, form: str = form) -> Estimate:
-            return bench.pairs(found, bench.knowledge("none", form)).corrected
+        def measure(trials: Ints, form: str = form) -> Estimate:
+            return bench.pairs(trials, bench.knowledge("none", form)).corrected
 
         series.append(_series(bench, browser, "retained", form, color, way, "both", rows, measure))
     return _lines(bench, "What is left of the baseline", "retained share, chance-corrected", series, (0.95, "95 %"))
 
 
-def _perplexity(bench: Bench, browser: Browser) -> Lines:
+def _perplexities(bench: Bench, browser: Browser) -> list[Lines]:
+    """One picture for each task: texts of another kind or length have another perplexity."""
+    frame = bench.frame
+    own = frame.distinct("kind", "task", "setting", model=bench.model, mode="perplexity")
+    unlike = differences(setting for _, _, setting in own)
+    made = []
+    for kind, task, setting in own:
+        pick = Pick(
+            model=bench.model, ability=ALL, kind=kind, task=task, setting=setting, mode="perplexity", against="", text=ALL,
+            boundary="", layout=ALL, form=ALL, in_window=ALL, context_tokens=ALL, depth_percent=ALL, chance=ALL,
+        )  # fmt: skip
+        words = [task] * (len({name for _, name, _ in own}) > 1) + [unlike[setting]] * bool(unlike[setting])
+        made.append(_perplexity(bench, browser, pick, ", ".join(["Perplexity", *words])))
+    return made
+
+
+def _perplexity(bench: Bench, browser: Browser, pick: Pick, title: str) -> Lines:
     way, frame = _best_way(bench), bench.frame
 
     def rows(text: str) -> Ints:
-        return frame.rows(model=bench.model, family="perplexity", text=text)
+        return frame.rows(replace(pick, text=text))
 
     def measure(part: str) -> Measure:
-        def of(found: Ints) -> Estimate:
-            every, recall = frame.values("tokens", found), frame.values("tokens_recall", found)
+        def of(trials: Ints) -> Estimate:
+            every, recall = frame.values("tokens", trials), frame.values("tokens_recall", trials)
             tokens = {"nll": every, "nll_recall": recall, "nll_rest": every - recall}[part]
-            nll = frame.values(part, found) * tokens
+            nll = frame.values(part, trials) * tokens
             known = ~(np.isnan(nll) | np.isnan(tokens))
-            return stats.perplexity(nll[known], tokens[known], frame.cluster[found][known])
+            return stats.perplexity(nll[known], tokens[known], frame.cluster[trials][known])
         return of
 
     plans = [("all tokens", 1, way, "nll"), ("recall tokens", 6, way, "nll_recall"), ("other tokens", 4, way, "nll_rest"),
@@ -131,7 +152,7 @@ def _perplexity(bench: Bench, browser: Browser) -> Lines:
         _series(bench, browser, "perplexity", label, color, by, "both", rows, measure(part))
         for label, color, by, part in plans
     ]
-    return _lines(bench, "Perplexity", "perplexity (log scale)", series, percent=False)
+    return _lines(bench, title, "perplexity (log scale)", series, percent=False)
 
 
 def _lines(
@@ -139,38 +160,58 @@ def _lines(
     percent: bool = True,
 ) -> Lines:  # fmt: skip
     shown = [one for one in series if one.points]
-    return Lines(bench.model, title, KEPT, y_label, shown, percent=percent, level=level, mark=(0.15, "15 %"))
+    return Lines(bench.model, bench.titled(title), KEPT, y_label, shown, percent=percent, level=level, mark=(0.15, "15 %"))
 
 
 def heads(frame: Frame, browser: Browser) -> Figure:
     panels = []
-    for model in frame.models:
-        bench = Bench(frame, model)
+    for bench in every_bench(frame):
         if bench.of_kind("heads"):
-            made = [draw(bench, browser) for draw in (_retrieval, _left, _knowledge, _perplexity)]
+            made = [_retrieval(bench, browser)]
+            if bench.first:  # scored trials know no boundary: they are drawn once
+                made += [_left(bench, browser), _knowledge(bench, browser), *_perplexities(bench, browser)]
             panels += [panel for panel in made if panel.series]
     return figure("heads", panels)
 
 
 def context(frame: Frame, browser: Browser) -> Figure:
     panels: list[Lines | Grid] = []
-    for model in frame.models:
-        bench = Bench(frame, model)
-        kinds = [("while reading", 1, "prefill"), ("while answering", 2, "decode"), ("in both", 3, "both")]
-        series = [Series(label, color, _limit_points(bench, browser, phase)) for label, color, phase in kinds]
-        if any(one.points for one in series):
-            panels.append(Lines(
-                model, "One limit at a time", "tokens in sight of attention (log scale)", "needles found, exact",
-                [one for one in series if one.points], share_x=False, level=(0.95, "95 %"),
-            ))  # fmt: skip
-            panels += _crossed_limits(bench, browser)
+    for bench in every_bench(frame):
+        for sinks in sorted({c.sinks for c in bench.of_kind("limit")}):  # what sinks show is another axis
+            limits = bench.of_kind("limit", sinks=sinks)
+            with_sinks = f", with the first {sinks} tokens in sight" if sinks else ""
+            panels += _single_limits(bench, browser, limits, with_sinks)
+            panels += _crossed_limits(bench, browser, limits, with_sinks)
     return figure("context", panels)
 
 
-def _crossed_limits(bench: Bench, browser: Browser) -> list[Grid]:
+def _single_limits(bench: Bench, browser: Browser, limits: Sequence[Condition], with_sinks: str) -> list[Lines]:
+    kinds = [("while reading", 1, "prefill"), ("while answering", 2, "decode"), ("in both", 3, "both")]
+    series = [Series(label, color, _limit_points(bench, browser, limits, phase, label)) for label, color, phase in kinds]
+    shown = [one for one in series if one.points]
+    title, x_label = bench.titled(f"One limit at a time{with_sinks}"), "tokens in sight of attention (log scale)"
+    lines = Lines(bench.model, title, x_label, "needles found, exact", shown, share_x=False, level=(0.95, "95 %"))
+    return [lines] if shown else []
+
+
+def _limit_points(bench: Bench, browser: Browser, limits: Sequence[Condition], phase: str, label: str) -> list[Point]:
+    def phase_of(c: Condition) -> str:
+        return "both" if c.prefill == c.decode else "prefill" if not c.decode else "decode" if not c.prefill else ""
+
+    points = []
+    for tokens, text in bench.placed((int(c.prefill or c.decode), c) for c in limits if phase_of(c) == phase).items():
+        rows = bench.retrieval(text)
+        if len(rows):
+            key = browser.add(f"{bench.name} · {tokens} tokens in sight {label}", rows)
+            points.append(Point(float(tokens), bench.accuracy(rows), key))
+    return sorted(points, key=lambda point: point.x)
+
+
+def _crossed_limits(bench: Bench, browser: Browser, limits: Sequence[Condition], with_sinks: str) -> list[Grid]:
     """Limits while reading x while answering, where they were crossed."""
-    texts = {(c.prefill, c.decode): c.text for c in bench.of_kind("limit")}
-    if sum(bool(prefill and decode and prefill != decode) for prefill, decode in texts) == 0:
+    own = bench.placed(((c.prefill, c.decode), c) for c in limits)
+    texts = {place: text for place, text in own.items() if len(bench.retrieval(text))}
+    if not any(prefill and decode and prefill != decode for prefill, decode in texts):
         return []
     texts["", ""] = "none"
     prefills, decodes = (sorted({pair[i] for pair in texts}, key=lambda n: int(n or 10**9)) for i in (0, 1))
@@ -179,19 +220,9 @@ def _crossed_limits(bench: Bench, browser: Browser) -> list[Grid]:
         line: list[Cell | None] = []
         for prefill in prefills:
             rows = bench.retrieval(texts.get((prefill, decode), "-"))
-            title = f"{bench.model} · {prefill or 'all'} tokens while reading, {decode or 'all'} while answering"
+            title = f"{bench.name} · {prefill or 'all'} tokens while reading, {decode or 'all'} while answering"
             line.append(Cell(bench.accuracy(rows), browser.add(title, rows)) if len(rows) else None)
         cells.append(line)
+    title = bench.titled(f"Both limits crossed{with_sinks}")
     rows_, cols = [n or "all" for n in decodes], [n or "all" for n in prefills]
-    return [Grid(bench.model, "Both limits crossed", "while answering", "tokens in sight while reading", rows_, cols, cells)]
-
-
-def _limit_points(bench: Bench, browser: Browser, phase: str) -> list[Point]:
-    points = []
-    for c in bench.of_kind("limit"):
-        where = "both" if c.prefill == c.decode else "prefill" if not c.decode else "decode" if not c.prefill else ""
-        rows = bench.retrieval(c.text)
-        if where == phase and len(rows):
-            key = browser.add(f"{bench.model} · {c.prefill or c.decode} tokens in sight ({phase})", rows)
-            points.append(Point(float(c.prefill or c.decode), bench.accuracy(rows), key))
-    return sorted(points, key=lambda point: point.x)
+    return [Grid(bench.model, title, "while answering", "tokens in sight while reading", rows_, cols, cells)]

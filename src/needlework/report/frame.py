@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
-
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Trials that differ in their sample only."""
+    """Trials that differ in their sample only: one field for everything that makes two trials unlike."""
 
-    model: str
-    task: str
-    family: str  # retrieval | knowledge | perplexity
+    model: str  # its label: one for each (weights, tokenizer, dtype, window rule)
+    ability: str  # retrieval | knowledge | perplexity | "" for a task that declares none
+    kind: str  # of the task
+    task: str  # the name that a plan gave it
+    setting: str  # the task's options, as JSON, less those that are fields here
     mode: str  # generate | choices | perplexity
+    against: str  # which options count in a choice: all | context | absent; else ""
     text: str  # the intervention
+    boundary: str  # who owned the last prompt token: decode | prefill; "" where nothing is decoded
     layout: str
     form: str  # of knowledge: cloze | letter | lookup | judgement; else ""
     in_window: bool
@@ -32,23 +38,55 @@ class Group:
     chance: float
 
 
+class _All(Enum):
+    ALL = "all"
+
+
+ALL: Final = _All.ALL
+Want: TypeAlias = T | Collection[T] | _All  # one value, any of several, or whatever there is
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pick:
+    """Which trials a number stands on. Every field of a Group has to be said: nothing is pooled because it was forgotten."""
+
+    model: Want[str]
+    ability: Want[str]
+    kind: Want[str]
+    task: Want[str]
+    setting: Want[str]
+    mode: Want[str]
+    against: Want[str]
+    text: Want[str]
+    boundary: Want[str]
+    layout: Want[str]
+    form: Want[str]
+    in_window: Want[bool]
+    context_tokens: Want[float]
+    depth_percent: Want[float]
+    chance: Want[float]
+
+
 @dataclass
 class Frame:
     """What the figures and verdicts are computed from. Each trial counts once, however many experiments it served."""
 
     groups: list[Group]
     group: Ints  # per trial
+    trial: Ints  # equal for the same answer judged alike, in whatever task or directory it stands
     sample: Ints
     cluster: Ints
     source: Ints
     row: Ints
     scores: dict[str, NDArray[np.float32]]
     models: dict[str, dict[str, Any]]  # label -> what the store says about the model
-    observations: list[tuple[str, Any]]  # label, Observation
+    observations: list[Watched]
     directories: list[Path]
     plans: list[str]
     trials: int  # rows read, repeated ones included
     failed: int
+    warnings: list[str] = field(default_factory=list)  # what a reader must know before believing anything
+    notes: list[str] = field(default_factory=list)  # what was left out, and how much of it
 
     @cached_property
     def _order(self) -> tuple[Ints, Ints]:
@@ -64,33 +102,49 @@ class Frame:
             coded[name] = (vocabulary, np.asarray(codes, dtype=np.int64))
         return coded
 
-    def matching(self, **wanted: Any) -> Ints:
-        """Numbers of the groups whose fields have the wanted values (one, or any of a list)."""
+    def matching(self, pick: Pick) -> Ints:
+        """Numbers of the groups that a pick takes."""
+        return self._where(vars(pick))
+
+    def _where(self, wanted: Mapping[str, Want[Any]]) -> Ints:
         mask = np.ones(len(self.groups), dtype=bool)
         for name, value in wanted.items():
-            vocabulary, codes = self._codes[name]
-            values = value if isinstance(value, (list, tuple, set, frozenset)) else [value]
-            mask &= np.isin(codes, [vocabulary[v] for v in values if v in vocabulary])
+            if not isinstance(value, _All):
+                vocabulary, codes = self._codes[name]
+                values = [value] if isinstance(value, (str, int, float)) else value
+                mask &= np.isin(codes, [vocabulary[v] for v in values if v in vocabulary])
         return np.flatnonzero(mask)
 
     def of_groups(self, numbers: Iterable[int]) -> Ints:
+        """The trials of these groups, each once: two tasks may have asked the same thing."""
         order, starts = self._order
         parts = [order[starts[g] : starts[g + 1]] for g in numbers]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+        if not parts:
+            return np.zeros(0, dtype=np.int64)
+        rows = np.concatenate(parts)
+        _, first = np.unique(self.trial[rows], return_index=True)
+        return rows[np.sort(first)]
 
-    def rows(self, **wanted: Any) -> Ints:
-        return self.of_groups(self.matching(**wanted))
+    def rows(self, pick: Pick) -> Ints:
+        return self.of_groups(self.matching(pick))
 
     def values(self, name: str, rows: Ints) -> NDArray[np.float64]:
         column = self.scores.get(name)
         return np.full(len(rows), np.nan) if column is None else column[rows].astype(np.float64)
 
-    def texts(self, **wanted: Any) -> list[str]:
-        """The interventions found among matching trials, in the order in which they were first met."""
-        return list(dict.fromkeys(self.groups[g].text for g in self.matching(**wanted)))
+    def distinct(self, *names: str, **wanted: Want[Any]) -> list[Any]:
+        """What there is to pick from: values of a field (tuples, of several fields), in the order in which they were met.
 
-    def distinct(self, name: str, **wanted: Any) -> list[Any]:
-        return list(dict.fromkeys(getattr(self.groups[g], name) for g in self.matching(**wanted)))
+        Only to look through the trials: a number is made from `rows`, where every field has to be said.
+        """
+        groups = [self.groups[g] for g in self._where(wanted)]
+        if len(names) == 1:
+            return list(dict.fromkeys(getattr(group, names[0]) for group in groups))
+        return list(dict.fromkeys(tuple(getattr(group, name) for name in names) for group in groups))
+
+    def count(self, model: str) -> int:
+        """How many trials of a model there are."""
+        return int(np.isin(self.group, self._where({"model": model})).sum())
 
     def chance(self, rows: Ints) -> float:
         if len(rows) == 0:
@@ -108,3 +162,25 @@ class Frame:
 
     def window(self, model: str) -> int | None:
         return self.anatomy(model).get("window")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the heads of one model looked at in one task."""
+
+    model: str
+    task: str
+    setting: str  # all of the task's options, as JSON
+    mass: dict[tuple[int, int], tuple[float, int]]  # (layer, head) -> mean attention on the needle, samples
+
+    @property
+    def samples(self) -> int:
+        return max(count for _, count in self.mass.values())
+
+
+def differences(settings: Iterable[str]) -> dict[str, str]:
+    """What tells these settings from each other, in words: `distractors 3`. Empty for a single one."""
+    options = {setting: json.loads(setting) if setting else {} for setting in dict.fromkeys(settings)}
+    names = dict.fromkeys(name for some in options.values() for name in some)
+    unlike = [n for n in names if len({json.dumps(some.get(n), sort_keys=True) for some in options.values()}) > 1]
+    return {setting: ", ".join(f"{n} {some.get(n)}" for n in unlike) for setting, some in options.items()}

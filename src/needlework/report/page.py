@@ -9,7 +9,11 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from needlework.report import captions, charts, curves, effects, maps, tables
+from rich.console import Console
+
+from needlework.errors import NeedleworkError
+from needlework.files import whole
+from needlework.report import captions, charts, curves, effects, maps, tables, tasks
 from needlework.report.browser import Browser
 from needlework.report.evidence import verdicts
 from needlework.report.frame import Frame
@@ -20,7 +24,12 @@ from needlework.verdicts import RULES, Rule, Verdict
 
 FILE_NAME = "report.html"
 SMALL, LARGE = 260, 420
-GRADED = "The graded mean (0 to 5) is no success rate. Out of window: the needle is beyond the reach of attention."
+OTHERS = "Tasks that declare no ability (retrieval, knowledge or perplexity): shown as they are, and judged by no rule."
+GRADED = (
+    "Needles of all tasks of one kind, plain layout. The graded mean (0 to 5) is no success rate. Out of window: the needle is"
+    " beyond the reach of attention; graded and forced choice are in the window. Chance, in brackets: a choice among the values"
+    " in the context, those absent from it, or all."
+)
 FIGURES: dict[str, Callable[[Frame, Browser], Figure]] = {
     "heads": curves.heads,
     "needles": maps.needles,
@@ -30,7 +39,7 @@ FIGURES: dict[str, Callable[[Frame, Browser], Figure]] = {
     "head-map": maps.head_map,
     "context": curves.context,
     "layouts": effects.layouts,
-    "tasks": maps.tasks,
+    "tasks": tasks.tasks,
 }
 
 
@@ -39,23 +48,32 @@ def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True) 
     frame = load([Path(directory) for directory in dirs])
     browser = Browser(frame)
     figures = [make(frame, browser) for make in FIGURES.values()]
+    for warning in frame.warnings:
+        Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
     folder = Path(out) if out is not None else Path(dirs[0])
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / FILE_NAME
-    path.write_text(page(frame, figures, browser), encoding="utf-8")
-    if pictures:
-        charts.save([figure for figure in figures if figure.panels], folder / "figures")
+    text = page(frame, figures, browser)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with whole(path) as file:
+            file.write(text)
+        if pictures:
+            charts.save([figure for figure in figures if figure.panels], folder / "figures")
+    except OSError as error:
+        raise NeedleworkError(
+            f"cannot write the report into {folder}: {error.strerror or error}; files of before are as they were. Make room,"
+            " or choose another directory with --out"
+        ) from None
     return path
 
 
 def page(frame: Frame, figures: Sequence[Figure], browser: Browser) -> str:
     found = verdicts(frame)
     shown = [figure for figure in figures if figure.panels]
-    body = [_findings(frame, found), _models(frame)]
+    body = [_remarks(frame), _findings(frame, found), _models(frame)]
     tails = {"dissociation": _contrasts(frame)}
     body += [_figure(i, figure, tails.get(figure.id, "")) for i, figure in enumerate(shown, 1)]
     body += [_missing([figure for figure in figures if not figure.panels]), _method()]
-    failed = f" {frame.failed:,} trials failed and are left out." if frame.failed else ""
     sections = [("findings", "Findings"), ("models", "Models and scores")]
     links = [*sections, *((f.id, f.title) for f in shown), ("method", "Method")]
     nav = "<ul>" + "".join(f'<li><a href="#{name}">{escape(title)}</a></li>' for name, title in links) + "</ul>"
@@ -64,7 +82,7 @@ def page(frame: Frame, figures: Sequence[Figure], browser: Browser) -> str:
     parts = {
         "title": escape(f"needlework: {', '.join(names)}"),
         "heading": escape(_heading(names)),
-        "lede": escape(f"{frame.trials:,} trials of {count}, with parts silenced while it answers.{failed}"),
+        "lede": escape(f"{frame.trials:,} trials of {count}, with parts silenced while it answers."),
         "css": _asset("page.css"),
         "js": _asset("page.js"),
         "nav": nav,
@@ -104,6 +122,13 @@ def _heading(names: Sequence[str]) -> str:
 
 def _chip(word: str) -> str:
     return f'<span class="chip {word.replace(" ", "-")}">{escape(word)}</span>'
+
+
+def _remarks(frame: Frame) -> str:
+    """What a reader must know first: versions that do not fit, and what was left out."""
+    warned = "".join(f'<p class="warning">{escape(words)}</p>' for words in frame.warnings)
+    noted = f'<p class="caption">{escape(" ".join(frame.notes))}</p>' if frame.notes else ""
+    return f'<section id="remarks">{warned}{noted}</section>' if warned or noted else ""
 
 
 def _findings(frame: Frame, found: Sequence[Verdict]) -> str:
@@ -164,9 +189,15 @@ def _models(frame: Frame) -> str:
     if rows:
         parts += ["<h3>Retrieval: every score beside the others</h3>", _table(header, rows)]
         parts.append(f'<p class="caption">{GRADED}</p>')
+    header, rows = tables.scores(frame, tables.unplaced)
+    if rows:
+        parts += ["<h3>Retrieval under interventions that no figure shows</h3>", _table(header, rows)]
     header, rows = tables.knowledge(frame)
     if rows:
         parts += ["<h3>Knowledge: what is left of the baseline</h3>", _table(header, rows)]
+    header, rows = tasks.others(frame)
+    if rows:
+        parts += ["<h3>Other tasks</h3>", _table(header, rows), f'<p class="caption">{OTHERS}</p>']
     return "".join(parts) + "</section>"
 
 
@@ -217,8 +248,11 @@ def _missing(absent: Sequence[Figure]) -> str:
 
 def _method() -> str:
     rows = [[rule.title, rule.rule] for rule in RULES]
-    testable = ["Testable at all", "lower bound of the untouched model's retrieval at least 80 %"]
+    testable = ["Testable at all", "lower bound of the untouched model's retrieval, in the claim's own tasks, at least 80 %"]
     told = (
+        "Retrieval is judged by needles in a haystack inside the window, by all tasks of that kind with the plain layout; each"
+        " trial counts once. A verdict takes the boundary decode (the last prompt token belongs to the answer) where that was"
+        " run; numbers of the boundary prefill stand apart and say so. "
         "Single shares carry Wilson intervals. Retained shares compare the same samples with and without the intervention;"
         " their intervals resample whole clusters (samples that share a haystack), seeded, and are never narrower than"
         " Wilson's for the pairs that changed. Not supported means that the whole interval lies on the other side; what lies"

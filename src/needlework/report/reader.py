@@ -6,6 +6,7 @@ import json
 import math
 from array import array
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -13,27 +14,24 @@ from typing import Any
 
 import numpy as np
 
-from needlework.report.frame import Frame, Group
-from needlework.store import Store
-from needlework.tasks.scores import begins, holds
+from needlework.errors import NeedleworkError
+from needlework.report.frame import Frame, Group, Watched
+from needlework.report.models import Seen, labels, renamed
+from needlework.store import SEMANTICS_VERSION, Store
+from needlework.tasks.scores import SCORES_VERSION, begins, holds
 
-KNOWLEDGE_TASKS = ("cloze", "letter", "judgements", "knowledge", "mmlu", "glue", "mini-", "mini_")
 FORMS = {
     "cloze": "cloze", "question": "cloze", "statement": "cloze", "letter": "letter", "lookup": "lookup",
     "acceptability": "judgement", "entailment": "judgement", "paraphrase": "judgement",
 }  # fmt: skip
+# Options of a task that only say how many samples there are, or that are a field of their group.
+COUNTED = ("samples", "per_subject", "rounds", "lengths", "depths", "layout", "against", "twins")
+FOREIGN = "lm-eval"  # the kind of tasks whose scores are lm-eval's own, not ours
 _QUERY = (
-    "SELECT rowid, id, experiment, model, task, prompt_id, sample, cluster, seed, intervention, mode, finish, facts, scores,"
+    "SELECT rowid, id, experiment, model, task, kind, ability, boundary, prompt_id, sample, cluster, seed, intervention, mode,"
+    " finish, facts, scores, scoring, asked, instr(receipt, '\"nothing to hide') > 0,"
     " CASE WHEN intervention LIKE '%swap_memory%' THEN output ELSE '' END FROM trials ORDER BY rowid"
 )
-
-
-def family(task: str, mode: str, facts: dict[str, Any]) -> str:
-    """Retrieval asks for what stands in the prompt, knowledge for what does not."""
-    if mode == "perplexity":
-        return "perplexity"
-    known = task.startswith(KNOWLEDGE_TASKS) or ("subject" in facts and facts.get("form") in FORMS)
-    return "knowledge" if known else "retrieval"
 
 
 @dataclass
@@ -42,7 +40,8 @@ class Columns:
 
     source: array[int] = field(default_factory=lambda: array("i"))  # which directory
     row: array[int] = field(default_factory=lambda: array("q"))  # SQLite's rowid there
-    key: array[int] = field(default_factory=lambda: array("q"))  # hash of (model, task, trial id)
+    key: array[int] = field(default_factory=lambda: array("q"))  # hash of group, trial id and scoring
+    trial: array[int] = field(default_factory=lambda: array("q"))  # hash of model, trial id and whether it is right
     group: array[int] = field(default_factory=lambda: array("i"))
     sample: array[int] = field(default_factory=lambda: array("i"))
     cluster: array[int] = field(default_factory=lambda: array("i"))
@@ -57,25 +56,48 @@ class Columns:
             column.append(math.nan if value is None else value)
 
 
+@dataclass
+class Counts:
+    """Rows that were read, and those that no number stands on."""
+
+    rows: int = 0
+    failed: int = 0
+    not_asked: int = 0  # of an earlier version of the plan
+    nothing_hidden: int = 0  # a limit that was wider than the prompt
+
+    def notes(self) -> list[str]:
+        told = [
+            (self.failed, "trials failed and are left out."),
+            (self.not_asked, "rows of an earlier version of the plan are left out."),
+            (self.nothing_hidden, "trials are left out: their limit on context was wider than what there was to hide."),
+        ]
+        return [f"{count:,} {words}" for count, words in told if count]
+
+
 class _Reader:
     def __init__(self) -> None:
         self.columns = Columns()
         self.groups: dict[Group, int] = {}
         self.samples: dict[tuple[str, str, int], int] = {}
         self.clusters: dict[tuple[str, str], int] = {}
-        self.failed = 0
-        self.trials = 0
+        self.counts = Counts()
         self.facts = lru_cache(maxsize=100_000)(lambda text: json.loads(text))
         self.group_of = lru_cache(maxsize=400_000)(self._group)
 
-    def _group(self, label: str, task: str, mode: str, text: str, facts_text: str, against: str) -> int:
+    def _group(
+        self, label: str, ability: str, kind: str, task: str, options: _Options, mode: str, text: str, boundary: str,
+        facts_text: str,
+    ) -> int:  # fmt: skip
         facts = self.facts(facts_text)
-        kind = family(task, mode, facts)
         group = Group(
-            label, task, kind, mode, text, str(facts.get("layout") or "plain"),
-            _form(task, facts) if kind == "knowledge" else "", facts.get("in_window") is not False,
-            _number(facts.get("length_tokens", facts.get("context_tokens"))), _number(facts.get("depth_percent")),
-            _chance(facts, against) if mode == "choices" else 0.0,  # nobody guesses a generated answer
+            model=label, ability=ability, kind=kind, task=task, setting=options.setting, mode=mode,
+            against=options.against if mode == "choices" else "", text=text, boundary=boundary,
+            layout=str(facts.get("layout") or "plain"),
+            form=FORMS.get(str(facts.get("form")), "") if ability == "knowledge" else "",
+            in_window=facts.get("in_window") is not False,
+            context_tokens=_number(facts.get("length_tokens", facts.get("context_tokens"))),
+            depth_percent=_number(facts.get("depth_percent")),
+            chance=_chance(facts, options.against) if mode == "choices" else 0.0,  # nobody guesses a generated answer
         )  # fmt: skip
         return self.groups.setdefault(group, len(self.groups))
 
@@ -85,57 +107,90 @@ class _Reader:
         same = begins if facts.get("world") == "toy" else holds
         return {"follows_twin": float(same(output, twin))} if twin else {}
 
-    def read(self, store: Store, source: int, labels: dict[str, str]) -> None:
-        c, against = self.columns, _against(store)
-        found = store.db.execute(_QUERY)
-        for row, id_, where, model, task, prompt, sample, cluster, seed, text, mode, finish, facts, scores, said in found:
-            self.trials += 1
-            if finish == "failed":
-                self.failed += 1
+    def read(self, store: Store, source: int, label_of: dict[str, str]) -> None:
+        c, counts, options, plain = self.columns, self.counts, _options(store), _Options()
+        for (
+            row, id_, experiment, model, task, kind, ability, boundary, prompt, sample, cluster, seed, text, mode, finish,
+            facts, scores, scoring, asked, idle, said,
+        ) in store.db.execute(_QUERY):  # fmt: skip
+            counts.rows += 1
+            counts.not_asked += not asked
+            counts.failed += bool(asked) and finish == "failed"
+            counts.nothing_hidden += bool(asked and idle) and finish != "failed"
+            if not asked or idle or finish == "failed":
                 continue
-            label = labels.get(model, model)
+            label, values = label_of.get(model, model), json.loads(scores)
+            own = options.get((experiment, task), plain)
+            group = self.group_of(label, ability, kind, task, own, mode, text, boundary, facts)
             c.source.append(source)
             c.row.append(row)
-            c.key.append(hash((label, task, id_)))
-            c.group.append(self.group_of(label, task, mode, text, facts, against.get((where, task), "all")))
-            same = (task, prompt, 0) if prompt else (task, sample, seed)  # what is paired with its baseline
+            c.key.append(hash((group, id_, scoring)))
+            c.trial.append(hash((label, id_, values.get("correct"))))
+            c.group.append(group)
+            same = ("", prompt, 0) if prompt else (task, sample, seed)  # what is paired with its baseline
             c.sample.append(self.samples.setdefault(same, len(self.samples)))
-            c.cluster.append(self.clusters.setdefault((task, f"{seed}/{cluster}"), len(self.clusters)))
-            own = json.loads(scores)
-            c.score(own if not said else {**self._whose(said, self.facts(facts)), **own})
+            family = kind.removesuffix("_choice") or task  # tasks of one kind draw one cell's haystack alike
+            c.cluster.append(self.clusters.setdefault((family, f"{seed}/{cluster}"), len(self.clusters)))
+            c.score(values if not said else {**self._whose(said, self.facts(facts)), **values})
 
 
 def load(directories: Sequence[Path]) -> Frame:
     """Read the stores of these directories, side by side."""
-    reader = _Reader()
-    models: dict[str, dict[str, Any]] = {}
-    observations: list[tuple[str, Any]] = []
-    plans = []
-    for source, directory in enumerate(directories):
-        store = Store(directory)
-        try:
-            known = store.meta("models") or {}
-            labels = _labels(known, models, directory)
-            models.update({labels[name]: about for name, about in known.items()})
+    reader, plans = _Reader(), []
+    with ExitStack() as opened:
+        stores = []
+        for directory in directories:
+            stores.append(Store(directory))
+            opened.callback(stores[-1].close)
+        warnings = _versions(stores)
+        seen = [[Seen(s.directory, name, about) for name, about in (s.meta("models") or {}).items()] for s in stores]
+        every = [one for some in seen for one in some]
+        called = dict(zip(((one.directory, one.name) for one in every), labels(every), strict=True))
+        models: dict[str, dict[str, Any]] = {}
+        watched: list[Watched] = []
+        for source, (store, some) in enumerate(zip(stores, seen, strict=True)):
+            label_of = {one.name: called[one.directory, one.name] for one in some}
+            for one in some:
+                models.setdefault(label_of[one.name], one.about)
             plans.append(_plan_name(store.meta("plan")))
-            reader.read(store, source, labels)
-            observations += [(labels.get(o.model, o.model), o) for o in store.observations()]
-        finally:
-            store.close()
+            reader.read(store, source, label_of)
+            watched += _watched(store, label_of)
     for group in reader.groups:
         models.setdefault(group.model, {})
-    return _frame(reader, models, observations, list(directories), plans)
+    return _frame(reader, models, watched, list(directories), plans, warnings, [*reader.counts.notes(), *renamed(every)])
 
 
-def _labels(found: dict[str, Any], known: dict[str, dict[str, Any]], directory: Path) -> dict[str, str]:
-    """A model keeps its name, unless another directory has other weights under the same name."""
-    clash = {name for name, about in found.items() if name in known and known[name].get("weights") != about.get("weights")}
-    return {name: f"{name} ({directory.name})" if name in clash else name for name in found}
+def _versions(stores: Sequence[Store]) -> list[str]:
+    """Refuse stores that mean different things by the same words; warn of what is not of this version."""
+    meant = {str(store.directory): store.meta("semantics_version") for store in stores}
+    if len(set(meant.values())) > 1:
+        told = ", ".join(f"{directory}: {version or 'unknown'}" for directory, version in meant.items())
+        raise NeedleworkError(
+            f"these runs are of different semantics versions ({told}): the same words mean different things in them;"
+            " report them one by one, or run the older plan again into a new directory"
+        )
+    warnings = []
+    for directory, version in meant.items():
+        if version != SEMANTICS_VERSION:
+            warnings.append(
+                f"{directory} is of semantics version {version or 'unknown'}, this needlework of version {SEMANTICS_VERSION}:"
+                " its answers may mean something else than this page says; run its plan again into a new directory."
+            )
+    for store in stores:
+        version = store.meta("scores_version")
+        ours = "SELECT 1 FROM trials WHERE kind != ? LIMIT 1"
+        if version != SCORES_VERSION and store.db.execute(ours, (FOREIGN,)).fetchone():
+            warnings.append(
+                f"scores of a newer version in {store.directory}: use the needlework that made them."
+                if isinstance(version, int) and version > SCORES_VERSION
+                else f"scores of an older version: needlework rescore {store.directory}"
+            )
+    return warnings
 
 
 def _frame(
-    reader: _Reader, models: dict[str, dict[str, Any]], observations: list[tuple[str, Any]], directories: list[Path],
-    plans: list[str],
+    reader: _Reader, models: dict[str, dict[str, Any]], watched: list[Watched], directories: list[Path], plans: list[str],
+    warnings: list[str], notes: list[str],
 ) -> Frame:  # fmt: skip
     columns = reader.columns
     keys = np.asarray(columns.key, dtype=np.int64)
@@ -146,12 +201,49 @@ def _frame(
         filled = np.full(len(keys), np.nan, dtype=np.float32)
         filled[: len(column)] = np.asarray(column, dtype=np.float32)
         scores[name] = filled[first]
-    names = ("group", "sample", "cluster", "source", "row")
+    names = ("group", "trial", "sample", "cluster", "source", "row")
     picked = {name: np.asarray(getattr(columns, name), dtype=np.int64)[first] for name in names}
     return Frame(
-        groups=list(reader.groups), scores=scores, models=models, observations=observations, directories=directories,
-        plans=plans, trials=reader.trials, failed=reader.failed, **picked,
+        groups=list(reader.groups), scores=scores, models=models, observations=watched, directories=directories,
+        plans=plans, trials=reader.counts.rows, failed=reader.counts.failed, warnings=warnings, notes=notes, **picked,
     )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What a plan set for a task, as far as two tasks can differ in it."""
+
+    setting: str = ""
+    against: str = "all"
+
+
+def _options(store: Store) -> dict[tuple[str, str], _Options]:
+    """Per experiment and task."""
+    made = {}
+    for name, experiment in (store.meta("experiments") or {}).items():
+        for task, about in experiment.get("tasks", {}).items():
+            chosen = about.get("options", {})
+            setting = {key: value for key, value in chosen.items() if key not in COUNTED}
+            text = json.dumps(setting, sort_keys=True) if setting else ""
+            made[name, task] = _Options(text, str(chosen.get("against") or "all"))
+    return made
+
+
+def _watched(store: Store, label_of: dict[str, str]) -> list[Watched]:
+    """One for each task and setting; of several experiments that recorded the same one, that with the most samples."""
+    experiments = store.meta("experiments") or {}
+    made: dict[tuple[str, str, str], Watched] = {}
+    by_task: dict[tuple[str, str, str], dict[tuple[int, int], tuple[float, int]]] = {}
+    for o in store.observations():
+        by_task.setdefault((o.experiment, o.model, o.task), {})[o.layer, o.head] = (o.needle_mass, o.samples)
+    for (experiment, model, task), mass in by_task.items():
+        chosen = experiments.get(experiment, {}).get("tasks", {}).get(task, {}).get("options", {})
+        setting = json.dumps(chosen, sort_keys=True)
+        one = Watched(label_of.get(model, model), task, setting, mass)
+        place = (one.model, task, setting)
+        if place not in made or made[place].samples < one.samples:
+            made[place] = one
+    return list(made.values())
 
 
 def _number(value: Any) -> float:
@@ -162,19 +254,6 @@ def _plan_name(plan: Any) -> str:
     return str(plan.get("name", "")) if isinstance(plan, dict) else str(plan or "")
 
 
-def _form(task: str, facts: dict[str, Any]) -> str:
-    return FORMS.get(str(facts.get("form")), "judgement" if "glue" in task else "letter")
-
-
-def _against(store: Store) -> dict[tuple[str, str], str]:
-    """Which options count, per experiment and task: a choice among fewer has another chance."""
-    experiments = store.meta("experiments") or {}
-    return {
-        (name, task): str(about.get("options", {}).get("against", "all"))
-        for name, experiment in experiments.items()
-        for task, about in experiment.get("tasks", {}).items()
-    }
-
-
 def _chance(facts: dict[str, Any], against: str) -> float:
+    """A choice among fewer options has another chance."""
     return float(facts.get("chance" if against == "all" else f"chance_{against}") or facts.get("chance") or 0.0)

@@ -16,7 +16,7 @@ def draw(panel: Panel, width: int = WIDTH) -> str:
     """`width` in units of which a letter has 11: the same for every panel of its size on the page."""
     if isinstance(panel, Lines):
         return _lines(panel, width)
-    return _grid(panel, width) if isinstance(panel, Grid) else _dots(panel)
+    return _grid(panel, width) if isinstance(panel, Grid) else _dots(panel, width)
 
 
 def _svg(height: float, label: str, body: Sequence[str], width: int = WIDTH) -> str:
@@ -153,7 +153,7 @@ def _grid(panel: Grid, width: int) -> str:
             body.append(_text(at, under + 14, name, anchor="end" if slanted else "middle", extra=turn))
     body += _window_edge(panel, left, top, wide, tall)
     body.append(_text(left + wide * len(panel.cols) / 2, height - 4, panel.col_title, "label") if panel.col_title else "")
-    middle = top + tall * len(panel.rows) / 2
+    middle = max(top + tall * len(panel.rows) / 2, 4 + 2.9 * len(panel.row_title))  # a map of one row is lower than its name
     body.append(_text(11, middle, panel.row_title, "label", extra=f' transform="rotate(-90 11 {middle:.1f})"'))
     return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body, width)
 
@@ -196,12 +196,12 @@ def _window_edge(panel: Grid, left: float, top: float, wide: float, tall: float)
     return [f'<path class="edge" d="{"".join(path)}"><title>edge of the attention window</title></path>'] if path else []
 
 
-def _dots(panel: Dots) -> str:
+def _dots(panel: Dots, width: int) -> str:
     left, right, top, row, bottom = 10, 14, 12, 34, 38
     most = max([1.0, *(dot.y.high for dot in panel.dots if math.isfinite(dot.y.high))])
     least = min([0.0, *(dot.y.low for dot in panel.dots if math.isfinite(dot.y.low))])
     height = top + row * len(panel.dots) + bottom
-    x = Scale(max(-0.5, least), min(1.5, most), left, WIDTH - right)
+    x = Scale(max(-0.5, least), min(1.5, most), left, width - right)
     base = height - bottom
     body = []
     for value in (0.0, 0.25, 0.5, 0.75, 1.0):
@@ -212,12 +212,12 @@ def _dots(panel: Dots) -> str:
         y = top + row * i + 23
         label = f"{dot.label}: {dot.y.text()}"
         body.append(_text(left, y - 10, dot.label, "name", "start"))
-        body.append(_text(WIDTH - right, y - 10, whole(dot.y.value) + " %", "name", "end"))
+        body.append(_text(width - right, y - 10, whole(dot.y.value) + " %", "name", "end"))
         body.append(
             f'<g><g{_mark(dot.key, label, i == 0, (i, 0))}><title>{escape(label)}</title><g class="s{dot.color}">'
-            f'<rect class="halo" x="{left}" y="{y - 8}" width="{WIDTH - left - right}" height="16"/>'
+            f'<rect class="halo" x="{left}" y="{y - 8}" width="{width - left - right}" height="16"/>'
             + _line(x(dot.y.low), y, x(dot.y.high), y, "whisker")
             + f'<circle class="dot" cx="{x(dot.y.value):.1f}" cy="{y}" r="4.2"/></g></g></g>'
         )
-    body.append(_text((left + WIDTH - right) / 2, height - 6, panel.x_label, "label"))
-    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body)
+    body.append(_text((left + width - right) / 2, height - 6, panel.x_label, "label"))
+    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body, width)

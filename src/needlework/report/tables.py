@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from needlework.report import tasks
+from needlework.report.bench import Bench, every_bench
 from needlework.report.conditions import Condition
-from needlework.report.evidence import Bench, verdicts
+from needlework.report.evidence import verdicts
 from needlework.report.frame import Frame, Ints
 from needlework.report.reader import load
 from needlework.stats import Estimate, percent
@@ -33,7 +35,7 @@ def models(frame: Frame) -> tuple[list[str], list[list[str]]]:
         parameters = anatomy.get("parameters")
         rows.append([
             model, kinds or "–", str(frame.heads(model) or "–"), str(frame.window(model) or "none"),
-            f"{parameters:,}" if parameters else "–", f"{len(frame.rows(model=model)):,}",
+            f"{parameters:,}" if parameters else "–", f"{frame.count(model):,}",
         ])  # fmt: skip
     return header, rows
 
@@ -42,27 +44,34 @@ def _conditions(bench: Bench) -> list[tuple[str, str]]:
     few, off, recurrent = bench.few(), bench.silent(), bench.recurrent_off()
     few_decode, off_decode = bench.few("decode"), bench.silent("decode")
     named: list[tuple[str, Condition | None]] = [
-        ("15 % of the heads", few), ("15 % of the heads, decode only", few_decode), ("no heads", off),
-        ("no heads, decode only", off_decode), ("no recurrent memory", recurrent),
+        (bench.share(few) if few else "", few), (f"{bench.share(few_decode)}, decode only" if few_decode else "", few_decode),
+        ("no heads", off), ("no heads, decode only", off_decode),
+        (f"no recurrent {recurrent.site}" if recurrent else "", recurrent),
     ]  # fmt: skip
     return [("untouched", "none"), *((label, c.text) for label, c in named if c is not None)]
 
 
-def scores(frame: Frame) -> tuple[list[str], list[list[str]]]:
+def unplaced(bench: Bench) -> list[tuple[str, str]]:
+    """Interventions that lie on no figure's axis, by their texts."""
+    return [(c.text, c.text) for c in bench.conditions if c.kind in ("other", "attention_block")]
+
+
+def scores(
+    frame: Frame, conditions: Callable[[Bench], list[tuple[str, str]]] = _conditions
+) -> tuple[list[str], list[list[str]]]:
     """Exact, graded and forced choice, in and out of the window apart."""
     header = ["model", "condition", "exact, in window", "exact, out of window", "graded (0-5)", "forced choice", "chance"]
     rows = []
-    for model in frame.models:
-        bench = Bench(frame, model)
-        for label, text in _conditions(bench):
-            inside, choices = bench.retrieval(text), bench.retrieval(text, "choices")
-            if len(inside) + len(choices) == 0:
+    for bench in every_bench(frame):
+        for label, text in conditions(bench):
+            inside, outside = bench.retrieval(text), bench.retrieval(text, in_window=False)
+            choices = bench.retrieval(text, "choices") if bench.first else inside[:0]
+            if len(inside) + len(outside) + len(choices) == 0:
                 continue
-            outside = bench.accuracy(bench.retrieval(text, in_window=False))
-            chance = percent(frame.chance(choices)) if len(choices) else "–"
+            chance = f"{percent(frame.chance(choices))} ({bench.needles(text, 'choices').against})"
             rows.append([
-                model, label, _told(bench.accuracy(inside)), _told(outside), _graded(frame, inside),
-                _told(bench.accuracy(choices)), chance,
+                bench.model, bench.titled(label), _told(bench.accuracy(inside)), _told(bench.accuracy(outside)),
+                _graded(frame, inside), _told(bench.accuracy(choices)), chance if len(choices) else "–",
             ])  # fmt: skip
     return header, rows
 
@@ -71,14 +80,17 @@ def knowledge(frame: Frame) -> tuple[list[str], list[list[str]]]:
     """What is left of knowledge, raw and corrected for chance, asked in every form."""
     header = ["model", "asked as", "condition", "right", "retained, raw", "retained, chance-corrected"]
     rows = []
-    for model in frame.models:
-        bench = Bench(frame, model)
+    for bench in every_bench(frame):
         for form in bench.forms():
-            for label, text in _conditions(bench):
-                found = bench.knowledge(text, form)
-                if len(found):
-                    pairs = bench.retained_knowledge(text, form)
-                    rows.append([model, form, label, _told(bench.accuracy(found)), _told(pairs.raw), _told(pairs.corrected)])
+            kinds = bench.knowledge_kinds(form)
+            for which, (kind, mode) in enumerate(kinds):
+                asked = form if form and len(kinds) == 1 else f"{form} ({kind})" if form else kind
+                for label, text in _conditions(bench) if bench.first or mode == "generate" else ():
+                    right = bench.accuracy(bench.knowledge(text, form, which))
+                    if right.n:
+                        pairs = bench.retained_knowledge(text, form, which=which)
+                        shares = [_told(pairs.raw), _told(pairs.corrected)]
+                        rows.append([bench.model, asked, bench.titled(label), _told(right), *shares])
     return header, rows
 
 
@@ -87,11 +99,11 @@ def contrasts(frame: Frame) -> tuple[list[str], list[list[str]]]:
     header = ["model", "retrieval: without recurrence less without attention",
               "knowledge: without attention less without recurrence", "interaction (the sum)", "crossed"]  # fmt: skip
     rows = []
-    for model in frame.models:
-        found = Bench(frame, model).interaction()
+    for bench in every_bench(frame):
+        found = bench.interaction()
         if found is not None:
             gaps = [found.retrieval_gap, found.knowledge_gap, found.contrast]
-            rows.append([model, *(gap.text("") for gap in gaps), "yes" if found.crossed else "no"])
+            rows.append([bench.name, *(gap.text("") for gap in gaps), "yes" if found.crossed else "no"])
     return header, rows
 
 
@@ -108,30 +120,41 @@ def _graded(frame: Frame, rows: Ints) -> str:
 def summary(directories: Sequence[Path]) -> RenderableType:
     """The main numbers of one or more runs, for the terminal."""
     frame = load([Path(d) for d in directories])
-    return Stack(_numbers(frame), _claims(frame, verdicts(frame)))
+    said = [Text(words, "yellow") for words in frame.warnings] + [Text(words) for words in frame.notes]
+    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_other_tasks(frame), *said)
 
 
 def _numbers(frame: Frame) -> Table:
     table = Table(title="Retrieval and knowledge", title_justify="left", caption_justify="left",
-                  caption="in-window needles, exact match; 95 % intervals in brackets")  # fmt: skip
+                  caption="in-window needles, exact match; 95 % intervals in brackets, n trials")  # fmt: skip
     table.add_column("model")
     table.add_column("condition")
     for name in ("retrieval", "forced choice", "cloze", "letter"):
         table.add_column(name, justify="right")
-    for model in frame.models:
-        bench = Bench(frame, model)
-        for i, (label, text) in enumerate(c for c in _conditions(bench) if "decode" not in c[0]):
+    for bench in every_bench(frame):
+        for i, (label, text) in enumerate(c for c in _conditions(bench) if "decode only" not in c[0]):
             known = [bench.knowledge(text, form) for form in ("cloze", "letter")]
-            cells = [bench.retrieval(text), bench.retrieval(text, "choices"), *known]
+            cells = [bench.retrieval(text), *([bench.retrieval(text, "choices"), *known] if bench.first else [])]
             if any(map(len, cells)):
                 shown = [_short(bench.accuracy(rows)) for rows in cells]
-                table.add_row(model if i == 0 else "", label, *shown, end_section=False)
+                table.add_row(Text(bench.model if i == 0 else ""), bench.titled(label), *shown, end_section=False)
         table.add_section()
     return table
 
 
 def _short(e: Estimate) -> str:
-    return f"{percent(e.value)} [{percent(e.low, '')}, {percent(e.high, '')}]" if e.n else "–"
+    """On two lines: a terminal has eighty columns."""
+    return f"{percent(e.value)} [{percent(e.low, '')}, {percent(e.high, '')}]\nn = {e.n:,}" if e.n else "–"
+
+
+def _other_tasks(frame: Frame) -> list[Table]:
+    header, rows = tasks.others(frame)
+    table = Table(title="Other tasks: of no known ability, judged by no rule", title_justify="left")
+    for name in header:
+        table.add_column(name)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return [table] if rows else []
 
 
 def _claims(frame: Frame, found: Sequence[Verdict]) -> Table:
@@ -140,7 +163,7 @@ def _claims(frame: Frame, found: Sequence[Verdict]) -> Table:
                   caption=f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint")  # fmt: skip
     table.add_column("claim")
     for model in frame.models:
-        table.add_column(model)
+        table.add_column(Text(model))
     for rule in RULES:
         words = {v.model: v.word for v in found if v.claim == rule.claim}
         cells = [Text(f"{SYMBOLS[words[m]]} {words[m]}", STYLES[words[m]]) if m in words else Text("") for m in frame.models]

@@ -1,0 +1,248 @@
+"""Questions that are asked of one model's trials under one boundary. Every selection of trials for a number is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from needlework import stats
+from needlework.report.conditions import Condition, few, place
+from needlework.report.frame import ALL, Frame, Ints, Pick, Want
+from needlework.stats import Estimate, Interaction
+from needlework.verdicts import Silenced
+
+Floats = NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
+BY = ("entropy", "l2", "norm", "ranking")  # which way of choosing heads a claim is judged by, best known first
+SITES = ("memory", "block")
+BOUNDARIES = ("decode", "prefill", "")  # which one is judged where several were run
+AGAINST = ("context", "all", "absent")  # which choice is judged: the values in the context need binding, not mere presence
+NEEDLE = {"generate": "niah", "choices": "niah_choice"}
+KNOWLEDGE = ("cloze_choice", "letter", "letter_lookup", "cloze", "lm-eval")  # which kind stands for a form, first of all
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The same samples with and without an intervention."""
+
+    after: Floats
+    before: Floats
+    clusters: Ints
+    chance: float
+
+    @property
+    def raw(self) -> Estimate:
+        return stats.retained(self.after, self.before, self.clusters)
+
+    @property
+    def corrected(self) -> Estimate:
+        return stats.retained(self.after, self.before, self.clusters, self.chance)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model, and who owned the last prompt token where something was generated."""
+
+    frame: Frame
+    model: str
+    boundary: str = "decode"
+    first: bool = True  # the one that is judged; scored trials, which know no boundary, are drawn with it only
+
+    @property
+    def note(self) -> str:
+        """What is said beside every number that is not of the usual boundary."""
+        return "" if self.boundary in ("decode", "") else f"boundary: {self.boundary}"
+
+    def titled(self, title: str) -> str:
+        return ", ".join(part for part in (title if title != self.model or not self.note else "", self.note) if part)
+
+    @property
+    def name(self) -> str:
+        """For the titles of lists of trials."""
+        return f"{self.model} · {self.note}" if self.note else self.model
+
+    @property
+    def heads(self) -> int:
+        """Heads per layer; where the store does not say, the most that were kept in any trial."""
+        known = self.frame.heads(self.model)
+        return known or max((c.k or 0 for c in self.conditions if c.kind == "heads"), default=0)
+
+    def share(self, condition: Condition) -> str:
+        """How many of the heads stay: `1 of 4 heads (25 %)`."""
+        kept = condition.kept(self.heads) or 0
+        return f"{kept} of {self.heads} heads ({stats.percent(kept / self.heads)})" if self.heads else "no heads"
+
+    @cached_property
+    def conditions(self) -> list[Condition]:
+        return [place(text) for text in self.frame.distinct("text", model=self.model)]
+
+    def of_kind(self, kind: str, **wanted: Any) -> list[Condition]:
+        own = [c for c in self.conditions if c.kind == kind]
+        return [c for c in own if all(getattr(c, key) == value for key, value in wanted.items())]
+
+    def placed(self, pairs: Iterable[tuple[Key, Condition]]) -> dict[Key, str]:
+        """The intervention of each place of an axis; of two texts that do the same, the one with more trials."""
+        chosen: dict[Key, str] = {}
+        for key, condition in pairs:
+            if key not in chosen or len(self.retrieval(condition.text)) > len(self.retrieval(chosen[key])):
+                chosen[key] = condition.text
+        return chosen
+
+    # Selections: each says for every field of a Group which values it takes.
+
+    @cached_property
+    def needle_kinds(self) -> dict[str, str]:
+        """By mode: needles in a haystack, or the only kind of retrieval that was asked, if it is another and the only one."""
+        kinds = self.frame.distinct("mode", "kind", model=self.model, ability="retrieval")
+        families = {kind.removesuffix("_choice") for _, kind in kinds}
+        return NEEDLE if NEEDLE["generate"] in families or len(families) != 1 else {**NEEDLE, **dict(kinds)}
+
+    def needles(self, text: str, mode: str = "generate", layout: str = "plain", in_window: Want[bool] = True) -> Pick:
+        """Needles of all tasks of the kind: their names and settings are pooled, lengths and depths too."""
+        boundary = self.boundary if mode == "generate" else ""
+        kind = self.needle_kinds[mode]
+        ways = self.frame.distinct("against", model=self.model, kind=kind, mode=mode, text=text, layout=layout)
+        return Pick(
+            model=self.model, ability="retrieval", kind=kind, task=ALL, setting=ALL, mode=mode,
+            against=next((way for way in AGAINST if way in ways), ""), text=text, boundary=boundary, layout=layout, form="",
+            in_window=in_window, context_tokens=ALL, depth_percent=ALL, chance=ALL,
+        )  # fmt: skip
+
+    def retrieval(self, text: str, mode: str = "generate", layout: str = "plain", in_window: bool = True) -> Ints:
+        return self.frame.rows(self.needles(text, mode, layout, in_window))
+
+    def tasks(self, texts: Iterable[str], mode: str = "generate", layout: str = "plain") -> list[tuple[str, str]]:
+        """(name, setting) of the needle tasks that were asked under these interventions."""
+        numbers = [g for text in texts for g in self.frame.matching(self.needles(text, mode, layout))]
+        return list(dict.fromkeys((self.frame.groups[g].task, self.frame.groups[g].setting) for g in numbers))
+
+    def baseline(self, texts: Iterable[str]) -> Estimate:
+        """Untouched retrieval, of the tasks that were asked under these interventions: no other can vouch for them."""
+        asked = set(self.tasks(texts))
+        numbers = self.frame.matching(self.needles("none"))
+        own = [g for g in numbers if (self.frame.groups[g].task, self.frame.groups[g].setting) in asked]
+        return self.accuracy(self.frame.of_groups(own))
+
+    def knowledge_kinds(self, form: str) -> list[tuple[str, str]]:
+        """(kind, mode) of the tasks that asked for knowledge in this form, the one that is judged first.
+
+        Tasks that choose among options go before those that generate, and the toy world's before lm-eval's.
+        """
+        kinds = self.frame.distinct("kind", "mode", model=self.model, ability="knowledge", form=form)
+        order = {kind: i for i, kind in enumerate(KNOWLEDGE)}
+        return sorted(kinds, key=lambda pair: (pair[1] != "choices", order.get(pair[0], len(order)), pair[0]))
+
+    def knowledge(self, text: str, form: str, which: int = 0) -> Ints:
+        """Trials of one kind of task that asks for knowledge in this form; names and settings of its tasks are pooled."""
+        kinds = self.knowledge_kinds(form)
+        if which >= len(kinds):
+            return np.zeros(0, dtype=np.int64)
+        kind, mode = kinds[which]
+        return self.frame.rows(Pick(
+            model=self.model, ability="knowledge", kind=kind, task=ALL, setting=ALL, mode=mode,
+            against="all" if mode == "choices" else "", text=text, boundary=self.boundary if mode == "generate" else "",
+            layout="plain", form=form, in_window=ALL, context_tokens=ALL, depth_percent=ALL, chance=ALL,
+        ))  # fmt: skip
+
+    def forms(self) -> list[str]:
+        known = self.frame.distinct("form", model=self.model, ability="knowledge")
+        return [form for form in ("cloze", "letter", "lookup", "judgement", "") if form in known]
+
+    # Numbers.
+
+    def accuracy(self, rows: Ints, score: str = "correct") -> Estimate:
+        return stats.accuracy(self.frame.values(score, rows))
+
+    def pairs(self, rows: Ints, base: Ints, score: str = "correct") -> Pairs:
+        """Trials of `rows` beside the base's answer to the same sample; those without one are left out."""
+        known = np.full(int(self.frame.sample.max(initial=0)) + 1, np.nan)
+        known[self.frame.sample[base]] = self.frame.values(score, base)
+        before, after = known[self.frame.sample[rows]], self.frame.values(score, rows)
+        both = ~(np.isnan(before) | np.isnan(after))
+        return Pairs(after[both], before[both], self.frame.cluster[rows][both], self.frame.chance(rows[both]))
+
+    def retained(self, text: str) -> Pairs:
+        return self.pairs(self.retrieval(text), self.retrieval("none"))
+
+    def retained_knowledge(self, text: str, form: str, score: str = "correct", which: int = 0) -> Pairs:
+        pairs = self.pairs(self.knowledge(text, form, which), self.knowledge("none", form, which), score)
+        return replace(pairs, chance=0.0) if score == "top1" else pairs
+
+    def silent(self, phase: str = "both") -> Condition | None:
+        """The condition that silences all heads; of two that do the same, the one with more trials."""
+        off = [c for c in self.of_kind("heads", phase=phase) if c.attention_off]
+        return max(off, key=lambda c: len(self.retrieval(c.text)) + len(self.retrieval(c.text, "choices")), default=None)
+
+    def few(self, phase: str = "both") -> Condition | None:
+        wanted = few(self.heads) if self.heads else 0
+        own = [c for c in self.of_kind("heads", phase=phase) if c.way in BY and c.kept(self.heads) == wanted and wanted]
+        return min(own, key=lambda c: (BY.index(c.way), c.fraction is None), default=None)
+
+    def silenced(self, layout: str) -> Silenced:
+        off = self.silent()
+        if off is None:
+            return Silenced()
+        choices = self.retrieval(off.text, "choices", layout)
+        exact = self.accuracy(self.retrieval(off.text, layout=layout))
+        return Silenced(exact, self.accuracy(choices), self.frame.chance(choices))
+
+    def recurrent_off(self) -> Condition | None:
+        own = [c for c in self.of_kind("recurrent", phase="both") if c.site in SITES]
+        return min(own, key=lambda c: SITES.index(c.site), default=None)
+
+    def sides(self, ability: str) -> stats.Side | None:
+        """One ability under none, attention off and recurrence off, on the samples that saw all three."""
+        attention, recurrent = self.silent(), self.recurrent_off()
+        if attention is None or recurrent is None:
+            return None
+        form = (self.forms() or [""])[0]
+        texts = ("none", attention.text, recurrent.text)
+        rows = [self.retrieval(t) if ability == "retrieval" else self.knowledge(t, form) for t in texts]
+        common = np.intersect1d(self.frame.sample[rows[1]], self.frame.sample[rows[2]])
+        keep = [r[np.isin(self.frame.sample[r], common)] for r in rows[1:]]
+        keep = [r[np.argsort(self.frame.sample[r], kind="stable")] for r in keep]
+        first, second = self.pairs(keep[0], rows[0]), self.pairs(keep[1], rows[0])
+        if len(first.after) == 0 or len(first.after) != len(second.after):
+            return None
+        return stats.Side(first.before, first.after, second.after, first.clusters, first.chance)
+
+    def interaction(self) -> Interaction | None:
+        retrieval, knowledge = self.sides("retrieval"), self.sides("knowledge")
+        if retrieval is None or knowledge is None or np.mean(knowledge.base) <= knowledge.chance:
+            return None
+        return stats.interaction(retrieval, knowledge) if np.mean(retrieval.base) > 0 else None
+
+    def swapped(self, half: str, in_window: bool) -> Ints:
+        """Needles that were asked after this half of the memory (or "both") came from the twin."""
+        texts = [c.text for c in self.of_kind("swap", half=half)]
+        parts = [self.retrieval(text, in_window=in_window) for text in texts]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def follows_kv(self, in_window: bool) -> Estimate:
+        """The share of answers that follow the half of the memory that is the KV cache, whichever half was swapped."""
+        kv, recurrent = self.swapped("kv", in_window), self.swapped("recurrent", in_window)
+        values = [self.frame.values("follows_twin", kv), self.frame.values("correct", recurrent)]
+        return stats.accuracy(np.concatenate(values))
+
+    def limits(self, both: bool = False, sinks: int = 0) -> list[tuple[int, Estimate]]:
+        """Retrieval against the context in sight of prefill (of decode, too, if `both`), fewest tokens first."""
+        own = [c for c in self.of_kind("limit", sinks=sinks) if c.prefill and c.decode == (c.prefill if both else "")]
+        texts = self.placed((int(c.prefill), c) for c in own)
+        points = [(tokens, self.accuracy(self.retrieval(text))) for tokens, text in texts.items()]
+        return sorted((point for point in points if point[1].n), key=lambda point: point[0])
+
+
+def benches(frame: Frame, model: str) -> list[Bench]:
+    """One for each boundary under which the model generated anything; the one that is judged comes first."""
+    run = frame.distinct("boundary", model=model, mode="generate")
+    known = [boundary for boundary in BOUNDARIES if boundary in run] or ["decode"]
+    return [Bench(frame, model, boundary, boundary == known[0]) for boundary in known]
+
+
+def every_bench(frame: Frame) -> list[Bench]:
+    return [bench for model in frame.models for bench in benches(frame, model)]

@@ -1,0 +1,359 @@
+"""What is pooled into one number and what is not: each case once went wrong, with these very counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import synthetic
+
+from needlework.report import build, summary
+from needlework.report.bench import Bench, benches
+from needlework.report.browser import Browser
+from needlework.report.evidence import collect, verdicts
+from needlework.report.frame import ALL, Frame, Group, Pick
+from needlework.report.page import FIGURES
+from needlework.report.reader import load
+from needlework.report.tables import scores, unplaced
+from needlework.report.tasks import others
+from needlework.stats import wilson
+from needlework.store import Store, Trial
+from needlework.verdicts import Verdict
+
+MODEL = "tiny-griffin"
+OFF = "ablate_attention()"
+
+
+def row(i: int, right: bool, text: str = "none", **fields: Any) -> Trial:
+    """The i-th needle, found or not; unlike trials have unlike ids, as in a real store."""
+    facts = {"layout": "plain", "in_window": True, "length_tokens": 64, "depth_percent": 50, "twin_target": "jade four"}
+    facts |= {"world": "toy", "chance": 0.25} | fields.pop("facts", {})
+    chosen = {"experiment": "one", "task": "niah", "kind": "niah", "ability": "retrieval", "mode": "generate",
+              "boundary": "decode", **fields}  # fmt: skip
+    what = [text, chosen["boundary"], chosen["mode"], chosen.get("prompt_id", i), i]
+    return Trial(
+        **{"id": json.dumps(what), "model": MODEL, "sample": f"niah/{i}", "cluster": f"niah/{i}", "seed": 0,
+           "intervention": text, "prompt": "a needle", "prompt_tokens": 2, "target": "amber nine",
+           "output": "amber nine ." if right else "jade four .", "finish": "stop", "error": "", "seconds": 0.0,
+           "facts": facts, "scores": {"correct": float(right)}, "prompt_id": f"prompt {i}", **chosen}
+    )  # fmt: skip
+
+
+def rows(right: int, n: int, text: str = "none", **fields: Any) -> Iterator[Trial]:
+    return (row(i, i < right, text, **fields) for i in range(n))
+
+
+def store(directory: Path, trials: Sequence[Trial], experiments: Any = None, **about: Any) -> Path:
+    made = Store(directory, create=True)
+    synthetic.sign(made, {MODEL: {"anatomy": synthetic.anatomy(MODEL), "weights": "w", **about}})
+    if experiments:
+        made.set_meta("experiments", experiments)
+    made.add(trials)
+    made.close()
+    return directory
+
+
+def verdict(frame: Frame, claim: str) -> Verdict:
+    return next(v for v in verdicts(frame) if v.claim == claim)
+
+
+def numbers(frame: Frame) -> list[str]:
+    """Every share of every figure's table, as text."""
+    from needlework.report.spec import table
+
+    figures = [make(frame, Browser(frame)) for make in FIGURES.values()]
+    return [cell for figure in figures for panel in figure.panels for line in table(panel)[1] for cell in line[1:]]
+
+
+def test_a_pick_says_every_field_of_a_group() -> None:
+    assert [f.name for f in fields(Pick)] == [f.name for f in fields(Group)]
+    with pytest.raises(TypeError, match="boundary"):
+        Pick(**{f.name: ALL for f in fields(Group) if f.name != "boundary"})
+
+
+# A. The kind of a task decides, not its name.
+
+
+def test_needle_tasks_of_any_name_are_judged_together(tmp_path: Path) -> None:
+    trials = [
+        row(i, True, text, task=name, prompt_id=f"{name} {i}")
+        for name in ("niah", "far", "letter-needles") for i in range(5) for text in ("none", OFF)
+    ]  # fmt: skip
+    found = verdict(load([store(tmp_path, trials)]), "segregation")
+    assert (found.estimate.n, found.estimate.value) == (15, 1.0)
+    assert "(Tasks: niah, far, letter-needles.)" in found.sentence
+
+
+def test_a_task_of_no_known_ability_is_shown_apart_and_judged_by_no_rule(tmp_path: Path) -> None:
+    own = {"task": "niah-like", "kind": "haiku", "ability": ""}
+    store(tmp_path, [*rows(9, 10, **own), *rows(2, 10, OFF, **own)])
+    frame = load([tmp_path])
+    assert {v.word for v in verdicts(frame)} == {"not testable"}
+    assert not any("needles" in v.sentence for v in verdicts(frame))
+    assert [line[1:] for line in others(frame)[1]] == [
+        ["niah-like", "none", "90 % [59.6, 98.2], n = 10"], ["niah-like", OFF, "20 % [5.7, 51], n = 10"],
+    ]  # fmt: skip
+    assert scores(frame)[1] == []
+    assert "<h3>Other tasks</h3>" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+
+
+def test_an_own_retrieval_task_stands_in_where_no_needle_was_asked(tmp_path: Path) -> None:
+    own = {"task": "fetch", "kind": "fetching", "ability": "retrieval"}
+    found = verdict(load([store(tmp_path / "a", [*rows(90, 90, **own), *rows(0, 90, OFF, **own)])]), "segregation")
+    assert (found.estimate.n, "(Tasks: fetch.)" in found.sentence) == (90, True)
+    two = [*rows(90, 90, **own), *rows(0, 90, OFF, **own), *rows(90, 90, OFF, kind="copying", task="copy")]
+    assert verdict(load([store(tmp_path / "b", two)]), "segregation").word == "not testable"  # unlike kinds are not pooled
+
+
+def test_a_baseline_vouches_only_for_the_tasks_that_it_was_asked_in(tmp_path: Path) -> None:
+    far = [*rows(10, 100, task="far"), *rows(0, 100, OFF, task="far")]
+    far = [replace(t, prompt_id=f"far {t.sample}", id=f"far {t.id}") for t in far]
+    frame = load([store(tmp_path, [*rows(900, 900, task="near"), *far])])
+    assert wilson(910, 1000).low > 0.8  # both together would do
+    found = verdict(frame, "segregation")
+    assert (found.word, "untouched it finds 10 % of the needles" in found.sentence) == ("not testable", True)
+
+
+def test_needles_of_unlike_settings_have_maps_of_their_own(tmp_path: Path) -> None:
+    def about(distractors: int, samples: int) -> dict[str, Any]:
+        return {"tasks": {"niah": {"options": {"distractors": distractors, "samples": samples}}}}
+
+    experiments = {"one": about(0, 1), "two": about(8, 1), "three": about(8, 5)}
+    trials = [*rows(10, 10), *rows(2, 10, experiment="two", prompt_id="8"), *rows(4, 4, experiment="three", prompt_id="3")]
+    trials = [replace(t, id=f"{t.experiment} {t.id}", prompt_id=f"{t.experiment} {t.sample}") for t in trials]
+    frame = load([store(tmp_path, trials, experiments)])
+    grids = {panel.title: panel.cells[0][0].y for panel in FIGURES["needles"](frame, Browser(frame)).panels}  # type: ignore[union-attr]
+    assert grids == {"all 4 heads, distractors 0": wilson(10, 10), "all 4 heads, distractors 8": wilson(6, 14)}
+    bench = Bench(frame, MODEL)
+    assert bench.accuracy(bench.retrieval("none")) == wilson(16, 24)  # a claim speaks of needles
+
+
+def test_one_answer_in_two_tasks_counts_once(tmp_path: Path) -> None:
+    trials = [*rows(8, 10), *rows(8, 10, task="near", experiment="two")]
+    frame = load([store(tmp_path, trials)])
+    assert len(frame.row) == 20
+    bench = Bench(frame, MODEL)
+    assert bench.accuracy(bench.retrieval("none")) == wilson(8, 10)
+
+
+# B (a). The boundary.
+
+
+def test_boundaries_are_shown_apart(tmp_path: Path) -> None:
+    text = "keep_heads(phase='decode', k=0)"
+    trials = []
+    for boundary, right in (("decode", 3), ("prefill", 75)):
+        trials += [*rows(75, 75, boundary=boundary, experiment=boundary)]
+        trials += [*rows(right, 75, text, boundary=boundary, experiment=boundary)]
+    frame = load([store(tmp_path, trials)])
+    decode, prefill = benches(frame, MODEL)
+    assert (decode.boundary, prefill.boundary) == ("decode", "prefill")
+    assert decode.accuracy(decode.retrieval(text)) == wilson(3, 75)  # 4 %
+    assert prefill.accuracy(prefill.retrieval(text)) == wilson(75, 75)
+    assert decode.accuracy(decode.retrieval("none")).n == 75
+    assert decode.retained(text).raw.value == pytest.approx(0.04)
+    assert prefill.retained(text).raw.value == 1.0
+    shown = {line[1]: line[2] for line in scores(frame)[1]}
+    assert shown["no heads, decode only"] == "4 % [1.4, 11.1], n = 75"
+    assert shown["no heads, decode only, boundary: prefill"] == "100 % [95.1, 100], n = 75"
+    assert not any("n = 150" in cell for cell in numbers(frame))
+    assert any("n = 75" in cell for cell in numbers(frame))
+
+
+def test_verdicts_are_judged_with_the_last_prompt_token_in_decode_where_that_was_run(tmp_path: Path) -> None:
+    trials = [*rows(100, 100), *rows(100, 100, boundary="prefill"), *rows(0, 100, OFF), *rows(100, 100, OFF, boundary="prefill")]
+    omit = "expose_tokens(phase='decode', mode='omit')"
+    trials += [*rows(0, 100, omit, boundary="prefill")]
+    frame = load([store(tmp_path, trials)])
+    assert verdict(frame, "segregation").estimate == wilson(0, 100)
+    assert "oundary" not in verdict(frame, "segregation").sentence
+    exposure = verdict(frame, "exposure")  # run under the other boundary only: judged there, and said
+    assert (exposure.word, exposure.estimate.n) == ("supported", 100)
+    assert exposure.sentence.endswith("(Boundary: prefill.)")
+
+
+# B (b). The window.
+
+
+def test_the_memory_verdict_counts_needles_inside_the_window(tmp_path: Path) -> None:
+    trials = list(rows(40, 40))
+    for half in ("kv", "recurrent"):
+        text = f"swap_memory(half={half!r})"
+        inside, outside = (half == "recurrent", half == "kv")  # inside it follows the KV cache, outside never
+        trials += [row(i, inside, text, prompt_id=f"in {i}") for i in range(20)]
+        trials += [row(i, outside, text, prompt_id=f"out {i}", facts={"in_window": False}) for i in range(20)]
+    found = verdict(load([store(tmp_path, trials)]), "memory")
+    assert (found.word, found.estimate) == ("supported", wilson(40, 40))
+    assert "Needles out of the window do not count here: 0 % of those answers [0, 8.8; n = 40] follow it." in found.sentence
+
+
+# B (c). Sinks.
+
+
+def test_a_limit_with_sinks_is_another_axis(tmp_path: Path) -> None:
+    def limit(tokens: int, sinks: str = "") -> str:
+        return f"limit_context(phase='prefill', tokens={tokens}{sinks})"
+
+    trials = [*rows(80, 80), *rows(80, 80, limit(1, ", sinks=128")), *rows(2, 80, limit(8)), *rows(80, 80, limit(64))]
+    frame = load([store(tmp_path, trials)])
+    found = verdict(frame, "context")
+    assert found.sentence.startswith("64 tokens in sight while reading are the fewest that suffice")
+    assert (found.word, "with 8 tokens" in found.sentence) == ("supported", True)
+    titles = [panel.title for panel in FIGURES["context"](frame, Browser(frame)).panels]
+    assert titles == ["One limit at a time", "One limit at a time, with the first 128 tokens in sight"]
+
+
+def test_what_no_figure_places_is_listed_by_its_text(tmp_path: Path) -> None:
+    text = "ablate_heads(heads=[[2, 1]])"
+    store(tmp_path, [*rows(80, 80), *rows(20, 80, text)])
+    frame = load([tmp_path])
+    assert [line[1:3] for line in scores(frame, unplaced)[1]] == [[text, "25 % [16.8, 35.5], n = 80"]]
+    assert "interventions that no figure shows" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+
+
+# B (d). Which model.
+
+
+def _model(directory: Path, right: int, **about: Any) -> Path:
+    return store(directory, [replace(t, id=f"{about} {t.id}") for t in rows(right, 10)], **about)
+
+
+def _shares(frame: Frame) -> dict[str, str]:
+    return {line[0]: line[2].split(" [")[0] for line in scores(frame)[1]}
+
+
+def test_three_checkpoints_of_one_name_are_three_models(tmp_path: Path) -> None:
+    made = [_model(tmp_path / name / "run", right, weights=name) for name, right in (("x", 5), ("y", 10), ("z", 0))]
+    assert _shares(load(made)) == {MODEL: "50 %", f"{MODEL} (y/run)": "100 %", f"{MODEL} (z/run)": "0 %"}
+
+
+@pytest.mark.parametrize(
+    "what,labels",
+    [("dtype", ("float32", "bfloat16")), ("window_rule", ("transformers", "deepmind")), ("tokenizer", ("a", "b"))],
+)
+def test_whatever_changes_answers_makes_another_model(tmp_path: Path, what: str, labels: tuple[str, str]) -> None:
+    made = [_model(tmp_path / name, right, **{what: name}) for name, right in zip(labels, (10, 0), strict=True)]
+    first, second = labels
+    expected = {
+        "dtype": [f"{MODEL} ({first})", f"{MODEL} ({second})"],
+        "window_rule": [f"{MODEL} (window: {first})", f"{MODEL} (window: {second})"],
+        "tokenizer": [MODEL, f"{MODEL} ({second})"],
+    }[what]
+    assert _shares(load(made)) == dict(zip(expected, ("100 %", "0 %"), strict=True))
+
+
+def test_one_model_in_two_directories_is_one_and_its_trials_count_once(tmp_path: Path) -> None:
+    made = [store(tmp_path / name, list(rows(7, 10))) for name in ("a", "b")]
+    frame = load(made)
+    assert list(frame.models) == [MODEL]
+    assert (len(frame.row), frame.trials) == (10, 20)
+
+
+def test_one_model_under_two_names_is_said(tmp_path: Path) -> None:
+    first, second = (store(tmp_path / name, list(rows(7, 10))) for name in ("a", "b"))
+    other = Store(second)
+    other.set_meta("models", {"mine": other.meta("models")[MODEL]})
+    other.db.execute("UPDATE trials SET model = 'mine'")
+    other.close()
+    frame = load([first, second])
+    assert (list(frame.models), len(frame.row)) == ([MODEL], 10)
+    assert frame.notes == [
+        f"mine is the same model as {MODEL} (weights, tokenizer, dtype and window rule): shown as one, as {MODEL}."
+    ]
+
+
+def test_the_same_answer_under_another_scoring_is_not_the_same_row(tmp_path: Path) -> None:
+    own = {"task": "pick", "kind": "niah_choice", "mode": "choices", "boundary": ""}
+    experiments = {name: {"tasks": {"pick": {"options": {"against": name}}}} for name in ("all", "context")}
+    trials = [*rows(2, 10, **own, experiment="all", scoring="a"), *rows(9, 10, **own, experiment="context", scoring="c")]
+    frame = load([store(tmp_path, trials, experiments)])
+    assert len(frame.row) == 20
+    bench = Bench(frame, MODEL)
+    assert bench.accuracy(bench.retrieval("none", "choices")) == wilson(9, 10)  # one way of scoring is judged: no n of 20
+
+
+def test_equal_groups_with_unlike_scorings_keep_their_rows(tmp_path: Path) -> None:
+    trials = [*rows(2, 10, scoring="a"), *rows(9, 10, scoring="b", experiment="two")]
+    assert len(load([store(tmp_path, trials)]).row) == 20
+
+
+def test_stores_of_unlike_semantics_are_not_put_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from needlework.errors import NeedleworkError
+
+    old, new = (store(tmp_path / name, list(rows(7, 10))) for name in ("old", "new"))
+    changed = Store(old)
+    changed.set_meta("semantics_version", 1)
+    changed.close()
+    with pytest.raises(NeedleworkError, match=r"old: 1, .*new: 2.*report them one by one"):
+        load([old, new])
+    text = build([old], pictures=False).read_text(encoding="utf-8")
+    assert "is of semantics version 1, this needlework of version 2" in text
+    assert "is of semantics version 1" in capsys.readouterr().err
+    build([new], pictures=False)
+    assert capsys.readouterr().err == ""
+
+
+# C. What is left out, and said.
+
+
+def _said(directory: Path) -> str:
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(summary([directory]))
+    return console.export_text()
+
+
+def test_rows_that_the_plan_no_longer_asks_for_are_left_out_and_said(tmp_path: Path) -> None:
+    old = [replace(t, asked=0, experiment="before") for t in rows(37, 37)]
+    store(tmp_path, [*rows(1, 10), *old])
+    frame = load([tmp_path])
+    bench = Bench(frame, MODEL)
+    assert bench.accuracy(bench.retrieval("none")) == wilson(1, 10)
+    words = "37 rows of an earlier version of the plan are left out."
+    assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert words in _said(tmp_path)
+
+
+def test_a_limit_that_hid_nothing_is_left_out_and_said(tmp_path: Path) -> None:
+    text = "limit_context(phase='prefill', tokens=64)"
+    idle = {"notes": ["nothing to hide: the prompt has 40 tokens"]}
+    acted = list(rows(10, 80, text))
+    trials = [replace(t, receipt=idle, scores={"correct": 1.0}) if i >= 50 else t for i, t in enumerate(acted)]
+    frame = load([store(tmp_path, [*rows(80, 80), *trials])])
+    assert collect(Bench(frame, MODEL), "").context == [(64, wilson(10, 50))]
+    words = "30 trials are left out: their limit on context was wider than what there was to hide."
+    assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert words in _said(tmp_path)
+
+
+@pytest.mark.parametrize("version", [None, 1])
+def test_scores_of_an_older_version_are_said(tmp_path: Path, version: int | None, capsys: pytest.CaptureFixture[str]) -> None:
+    changed = Store(store(tmp_path, list(rows(7, 10))))
+    changed.set_meta("scores_version", version)
+    changed.close()
+    text = build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert f"scores of an older version: needlework rescore {tmp_path}" in text
+    assert "needlework rescore" in capsys.readouterr().err
+    assert "scores of an older version" in _said(tmp_path)
+
+
+# D, F. What is said of a number.
+
+
+def test_shares_of_heads_are_the_true_ones(tmp_path: Path) -> None:
+    frame = load([store(tmp_path, [*rows(80, 80), *rows(80, 80, "keep_heads(k=1)")])])
+    assert [line[1] for line in scores(frame)[1]] == ["untouched", "1 of 4 heads (25 %)"]
+    assert "With 1 of 4 heads (25 %) per layer, by entropy" in verdict(frame, "few_heads").sentence
+    assert "15 % of the heads" not in _said(tmp_path)
+
+
+def test_every_share_in_the_terminal_has_its_n(run: Path) -> None:
+    lines = [line.split("│") for line in _said(run).splitlines()]
+    shares = [(i, j) for i, line in enumerate(lines) for j, cell in enumerate(line) if "[" in cell and " %" in cell]
+    assert len(shares) > 20
+    assert all("n = " in lines[i][j] or "n = " in lines[i + 1][j] for i, j in shares)
