@@ -20,6 +20,7 @@ from needlework.receipts import Tally
 from needlework.recurrence import Mixer, MixerPlan, compile_mixer, hooked
 from needlework.subjects.families import Family
 from needlework.subjects.probe import Findings, attention_switched, run_model
+from needlework.subjects.quiet import slow_kernel_hints
 from needlework.subjects.seams import continues_prefill, fast_kernels
 from needlework.subjects.state import Memory
 
@@ -84,6 +85,8 @@ class Body:
                 stack.enter_context(attention_switched(self.model, NAME))
             if self.kernels == "fast":
                 stack.enter_context(fast_kernels(self.model))
+            if self.device.type != "cuda":
+                stack.enter_context(slow_kernel_hints())
             stack.enter_context(torch.inference_mode())
             training = [module for module in self.model.modules() if module.training]
             self.model.eval()
