@@ -13,6 +13,7 @@ from rich.text import Text
 from needlework.anatomy import Anatomy
 from needlework.interventions import Intervention
 from needlework.requests import Answer
+from needlework.zoo import smollm2
 
 
 def anatomy_of(source: str, window: str = "transformers") -> Anatomy:
@@ -95,7 +96,7 @@ _SILENCED_ROWS = {"ablate_attention()": "no heads", "keep_heads(fraction=0.15)":
 def zoo_table(entries: Mapping[str, Any]) -> Table:
     """One column a model: eighty columns of a terminal hold six of them."""
     rows = Table(title="the zoo: % right of held-out questions (n and intervals: `--json`, cards)", title_justify="left")
-    rows.caption = "and smollm2-135m, a pretrained Transformer: needlework\\[smollm2]"
+    rows.caption = f"and {smollm2.NAME}, a pretrained Transformer: {smollm2.INSTALL}"
     rows.caption_justify = "left"
     rows.add_column("")
     for name in entries:
