@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from needlework.errors import NeedleworkError
+from needlework.terminal import plain, say
 
 BAD_INPUT, STOPPED = 2, 130
 app = typer.Typer(
@@ -41,10 +42,10 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
             try:
                 function(*args, **kwargs)
             except NeedleworkError as error:
-                Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+                say(f"error: {error}", style="red")
                 raise typer.Exit(BAD_INPUT) from None
             except KeyboardInterrupt:
-                Console(stderr=True).print("stopped")
+                say("stopped")
                 raise typer.Exit(STOPPED) from None
 
         app.command(name)(run)
@@ -129,7 +130,7 @@ def train(
     from needlework.zoo.train import train as run
 
     record = run(recipe, out, steps=steps, seed=seed)
-    Console().print(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", markup=False)
+    say(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", stderr=False)
 
 
 @command("needlework plan plans/02-head-sparsification.yaml")
@@ -146,7 +147,7 @@ def plan(
     from needlework.experiments.plan import load
 
     found = describe(load(file, fast=fast, models=model))
-    typer.echo(json.dumps(asdict(found), indent=1) if as_json else found.text())
+    typer.echo(json.dumps(asdict(found), indent=1) if as_json else plain(found.text()))
 
 
 @command("needlework run plans/02-head-sparsification.yaml --out runs/sweep")
@@ -173,7 +174,7 @@ def export(
     from needlework.experiments.export import export as write
 
     for path in write(directory, to, out):
-        Console(soft_wrap=True).print(f"wrote {path}")
+        say(f"wrote {path}", stderr=False)
 
 
 @command("needlework report runs/sweep")
@@ -184,7 +185,7 @@ def report(
     """Build one self-contained report.html, and PNG and SVG of every figure."""
     from needlework.report import build
 
-    Console(soft_wrap=True).print(f"report: {build(directories, out)}")
+    say(f"report: {build(directories, out)}", stderr=False)
 
 
 @command("needlework demo")

@@ -13,6 +13,7 @@ from rich.text import Text
 from needlework.anatomy import Anatomy
 from needlework.interventions import Intervention
 from needlework.requests import Answer
+from needlework.terminal import plain
 from needlework.zoo import smollm2
 
 
@@ -78,7 +79,8 @@ def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answe
     for intervention, answer in zip(interventions, answers, strict=True):
         mean = sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else float("nan")
         done = [str(answer.receipt.total(what)) for what in ("heads_zeroed", "states_cut", "columns_touched")]
-        rows.add_row(Text(str(intervention)), Text(answer.error or answer.text), answer.finish, f"{mean:.2f}", *done)
+        said = Text(plain(answer.error or answer.text))
+        rows.add_row(Text(plain(str(intervention))), said, answer.finish, f"{mean:.2f}", *done)
     return rows
 
 

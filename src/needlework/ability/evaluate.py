@@ -20,6 +20,7 @@ from needlework.experiments.sketch import Sketch, sketch
 from needlework.interventions import Intervention, parse
 from needlework.requests import Request, prepare
 from needlework.store import Store, claimed
+from needlework.terminal import plain
 
 
 @dataclass(frozen=True)
@@ -156,12 +157,14 @@ def _homes(loaded: Any) -> dict[str, str]:
 def table(summary: Summary) -> Any:
     """The summary for a terminal."""
     from rich.table import Table
+    from rich.text import Text
 
     shown = Table(title="general ability")
     for name in ("asked", "intervention", "right", "retained, raw", "retained, chance-corrected"):
         shown.add_column(name)
     for line in summary.lines:
-        shown.add_row(line.name, line.intervention, line.accuracy.text(), line.raw.text(), line.corrected.text())
+        names = Text(plain(line.name)), Text(plain(line.intervention))
+        shown.add_row(*names, line.accuracy.text(), line.raw.text(), line.corrected.text())
     for one in summary.lookups:
-        shown.add_row("part of the letter's loss that is its look-up", one.intervention, "", "", one.part.text())
+        shown.add_row("part of the letter's loss that is its look-up", Text(plain(one.intervention)), "", "", one.part.text())
     return shown
