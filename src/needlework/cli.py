@@ -27,7 +27,8 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name from `needlework zoo`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Memory = Annotated[str | None, typer.Option(help="Most memory to use, e.g. 8GiB. Default: half of what is free.")]
+_MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
+Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
 Out = Annotated[Path, typer.Option(help="Directory to write into.")]
 
 

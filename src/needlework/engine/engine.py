@@ -40,6 +40,7 @@ class Engine:
         prepared = [prepare(request, self.body.anatomy) for request in requests]
         for item in prepared:
             self.body.check_length(len(item.request.prompt) + item.steps)
+        self.budget.check(prepared)
         reader = self.reader = Reader(self.body)
         reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
         pending = deque(self.budget.batches(list(enumerate(prepared)), ROWS_AT_ONCE))

@@ -63,6 +63,7 @@ def choices(
         engine.body.check_length(len(request.prompt) + longest - 1)  # an option's last token is never read
         scored = Request(**{**vars(request), "scoring": True, "max_new_tokens": longest})
         prepared.append(prepare(scored, engine.body.anatomy))
+    engine.budget.check(prepared)
     reader = Reader(engine.body)
     reader.expect([reading for item in prepared for reading in readings_of(item).values()])
     with engine.body.session():

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from needlework.errors import NeedleworkError
+from needlework.experiments.asks import Ask, Work, answer_tokens
 from needlework.experiments.plan import Model
 from needlework.experiments.sketch import Sketch, sketch
 from needlework.receipts import Receipt
-from needlework.requests import Answer, Request
+from needlework.requests import Answer, Prepared, Request, prepare
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
@@ -78,6 +82,26 @@ class LiveModels:
             seen.directory, device=model.device, dtype=model.dtype, window=model.window, memory_bytes=self.memory_bytes
         )
         return LiveActor(subject, model)
+
+
+def check_memory(source: Models, works: Sequence[Work]) -> None:
+    """Refuse, before anything is loaded or written, a limit that the largest question of some model does not fit into."""
+    for work in works:
+        if work.sketch.costs is not None:
+            work.sketch.costs.check(getattr(source, "memory_bytes", None), _largest(work))
+
+
+def _largest(work: Work) -> Iterator[Prepared]:
+    """The longest question of each kind under each intervention."""
+    longest: dict[tuple[str, str], Ask] = {}
+    for ask in sorted(work.asks, key=lambda ask: len(ask.item.prompt) + answer_tokens(ask)):
+        longest[ask.settings.mode, str(ask.intervention)] = ask
+    for ask in longest.values():
+        request = ask.request()
+        if request.scoring:
+            request = replace(request, max_new_tokens=max(map(len, ask.options())))
+        with suppress(NeedleworkError):  # what cannot be asked of this prompt fails its own trial
+            yield prepare(request, work.sketch.anatomy)
 
 
 class LiveActor:

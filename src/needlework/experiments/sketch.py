@@ -8,12 +8,15 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.experiments.plan import Model
 from needlework.subjects.files import fetch, read_config, read_tokenizer, weight_files
+
+if TYPE_CHECKING:
+    from needlework.engine.budget import Costs
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -33,6 +36,7 @@ class Sketch:
     tokenizer: Any
     eos: frozenset[int] = frozenset()
     directory: str = ""  # where it is loaded from
+    costs: Costs | None = None  # what prompts and answers take of it
     _stops: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -68,13 +72,15 @@ class Sketch:
 
 def sketch(model: Model) -> Sketch:
     """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights."""
-    from needlework.subjects.load import blueprint
+    from needlework.engine.budget import Costs
+    from needlework.subjects.load import blueprint, torch_dtype
 
     try:
         place = locate(model)
         folder, gguf = (place.parent, place.name) if place.is_file() else (place, "")
         weights, tokenizer_hash = weights_hash(place), hash_files(_tokenizer_files(place))
-        anatomy = blueprint(place, model.window).anatomy  # type: ignore[arg-type]
+        value_bytes = torch_dtype(model.dtype).itemsize
+        body = blueprint(place, model.window)  # type: ignore[arg-type]
         tokenizer = read_tokenizer(folder, gguf)
         if tokenizer is None:
             raise NeedleworkError(
@@ -82,7 +88,7 @@ def sketch(model: Model) -> Sketch:
             )
     except NeedleworkError as error:
         raise model.error(f"model {model.name!r}: {error}") from None
-    return Sketch(model, weights, tokenizer_hash, anatomy, tokenizer, _eos(folder), str(place))
+    return Sketch(model, weights, tokenizer_hash, body.anatomy, tokenizer, _eos(folder), str(place), Costs.of(body, value_bytes))
 
 
 def locate(model: Model) -> Path:

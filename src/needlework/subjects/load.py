@@ -34,8 +34,7 @@ def load_body(
     kernels: Kernels = "fast",
 ) -> tuple[Body, Any]:
     """A body and its tokenizer (None if there is none)."""
-    if dtype not in DTYPES:
-        raise NeedleworkError(f"dtype {dtype!r} is not known; choose from {', '.join(DTYPES)}")
+    precision = torch_dtype(dtype)
     place = _device(device)
     origin = _origin(source)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -45,10 +44,16 @@ def load_body(
     if not origin.gguf:
         weight_files(folder)  # refuses what is no safetensors
     code = {"trust_remote_code": trust_remote_code}
-    model = _weights(folder, origin.gguf, config, dtype=DTYPES[dtype], device_map=device_map, **code)
+    model = _weights(folder, origin.gguf, config, dtype=precision, device_map=device_map, **code)
     if device_map is None:
         model = model.to(place)
     return make_body(model, window, kernels), read_tokenizer(folder, origin.gguf, **code)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise NeedleworkError(f"dtype {name!r} is not known; choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "fast") -> Body:
