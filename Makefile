@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 export TRANSFORMERS_VERBOSITY := error
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo docs check test test-fast bench clean
+.PHONY: setup demo docs check test test-fast test-wheel bench clean
 
 setup: $(STAMP)
 
@@ -44,6 +44,10 @@ test: $(BROWSER)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
+
+# The wheel as a user installs it: with the newest dependencies that it allows, outside of the repository. Needs an index.
+test-wheel:
+	$(PYTHON) tests/wheel/run.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

@@ -60,10 +60,10 @@ def _reset(model: Any) -> Any:
             if type(module).__name__ == "RecurrentGemmaRecurrentBlock":
                 module.conv1d_state = None
                 module.rg_lru.recurrent_states = None
-        config = copy.copy(config)
-        config.layer_types = [
-            "linear_attention" if kind == "recurrent" else "sliding_attention" for kind in config.layers_block_type
-        ]
+        if getattr(config, "layer_types", None) is None:  # before transformers 5.23
+            config = copy.copy(config)
+            kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+            config.layer_types = [kinds[kind] for kind in config.layers_block_type]
     return DynamicCache(config=config)
 
 

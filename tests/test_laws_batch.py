@@ -77,7 +77,8 @@ def test_a_small_budget_changes_nothing(name: str) -> None:
         return subject.generate([p for p, _ in rows], interventions=[a for _, a in rows], max_new_tokens=3)
 
     whole = ask(subject, rows)
-    small = nw.Subject(subject.body, memory_bytes=1)
+    small = nw.Subject(subject.body)
+    small.engine.budget.limit = 1  # one request at a time
     for a, b in zip(whole, ask(small, rows), strict=True):
         _same(a, b)
     for a, b in zip(whole[::-1], ask(subject, rows[::-1]), strict=True):

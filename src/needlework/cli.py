@@ -15,6 +15,7 @@ import typer
 from rich.console import Console
 
 from needlework.errors import NeedleworkError
+from needlework.terminal import plain, say
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 app = typer.Typer(
@@ -26,7 +27,8 @@ app = typer.Typer(
 F = TypeVar("F", bound=Callable[..., None])
 Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name from `needlework zoo`.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-Memory = Annotated[str | None, typer.Option(help="Most memory to use, e.g. 8GiB. Default: half of what is free.")]
+_MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
+Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
 Out = Annotated[Path, typer.Option(help="Directory to write into.")]
 
 
@@ -41,10 +43,10 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
             try:
                 function(*args, **kwargs)
             except NeedleworkError as error:
-                Console(stderr=True, soft_wrap=True).print(f"error: {error}", style="red", markup=False, highlight=False)
+                say(f"error: {error}", style="red")
                 raise typer.Exit(BAD_INPUT) from None
             except KeyboardInterrupt:
-                Console(stderr=True).print("stopped")
+                say("stopped")
                 raise typer.Exit(STOPPED) from None
 
         app.command(name)(run)
@@ -129,7 +131,7 @@ def train(
     from needlework.training.train import train as run
 
     record = run(recipe, out, steps=steps, seed=seed)
-    Console().print(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", markup=False)
+    say(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", stderr=False)
 
 
 @command("needlework plan plans/02-head-sparsification.yaml")
@@ -146,7 +148,7 @@ def plan(
     from needlework.experiments.plan import load
 
     found = describe(load(file, fast=fast, models=model))
-    typer.echo(json.dumps(asdict(found), indent=1) if as_json else found.text())
+    typer.echo(json.dumps(asdict(found), indent=1) if as_json else plain(found.text()))
 
 
 @command("needlework run plans/02-head-sparsification.yaml --out runs/sweep")
@@ -198,7 +200,7 @@ def export(
     from needlework.experiments.export import export as write
 
     for path in write(directory, to, out):
-        Console(soft_wrap=True).print(f"wrote {path}")
+        say(f"wrote {path}", stderr=False)
 
 
 @command("needlework report runs/sweep")
@@ -209,7 +211,7 @@ def report(
     """Build one self-contained report.html, and PNG and SVG of every figure."""
     from needlework.report import build
 
-    Console(soft_wrap=True).print(f"report: {build(directories, out)}")
+    say(f"report: {build(directories, out)}", stderr=False)
 
 
 @command("needlework demo")

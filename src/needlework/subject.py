@@ -18,6 +18,7 @@ from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention
 from needlework.model.body import Body, Kernels
 from needlework.requests import Answer, Request
+from needlework.zoo import resolve
 
 Prompt = str | Sequence[int]
 
@@ -169,13 +170,6 @@ def _one_each(given: Any, count: int, default: Any, name: str) -> Any:
     if len(given) != count:
         raise NeedleworkError(f"{len(given)} {name} for {count} prompts; give one for each")
     return given
-
-
-def resolve(source: str | Path) -> str | Path:
-    """The directory of a model that comes with needlework, or the source as it is."""
-    from needlework import zoo
-
-    return zoo.path(str(source)) if str(source) in zoo.names() and not Path(source).exists() else source
 
 
 def load(

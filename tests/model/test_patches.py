@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from needlework.model import patches
+from needlework.model.families import family
 from needlework.model.patches import MAMBA1_MIXERS, MENDED, continues_prefill, fast_kernels
 from tiny import ARCHITECTURES, build
 
@@ -28,7 +29,7 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 def new_cache(model: Any) -> Any:
     """A cache that knows RecurrentGemma's layers, so that its length is right."""
     config = copy.copy(model.config)
-    if config.model_type == "recurrent_gemma":
+    if config.model_type == "recurrent_gemma" and getattr(config, "layer_types", None) is None:  # before transformers 5.23
         kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
         config.layer_types = [kinds[kind] for kind in config.layers_block_type]
     if config.model_type == "minimax":
@@ -340,3 +341,19 @@ def test_unknown_families_are_fed_token_by_token() -> None:
     assert not continues_prefill("no_such_family", fast=True)
     assert not continues_prefill("no_such_family", fast=False)
     assert set(MAMBA1_MIXERS) < MENDED
+
+
+@pytest.mark.parametrize("names", ["before 5.23", "since 5.23"])
+def test_recurrent_gemma_has_its_cache_whatever_its_layers_are_called(names: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import RecurrentGemmaConfig
+
+    kinds = {"before 5.23": ("recurrent", "attention"), "since 5.23": ("linear_attention", "sliding_attention")}[names]
+    called = property(lambda config: [kinds[0], kinds[0], kinds[1]] * 2)
+    windows = {"sliding_window": "attention_window_size"}
+    mapped = windows if names == "before 5.23" else {**windows, "layer_types": "layers_block_type"}
+    monkeypatch.setattr(RecurrentGemmaConfig, "layers_block_type", called)
+    monkeypatch.setattr(RecurrentGemmaConfig, "attribute_map", mapped)
+    cache = family("recurrent_gemma").make_cache(RecurrentGemmaConfig(num_hidden_layers=6, attention_window_size=8))
+    kept = ["LinearAttentionLayer", "LinearAttentionLayer", "DynamicSlidingWindowLayer"]
+    assert [type(layer).__name__ for layer in cache.layers] == kept * 2
+    assert cache.layers[2].sliding_window == 8

@@ -79,3 +79,13 @@ def test_built_in_sentences_depend_on_the_seed_alone() -> None:
     first, again, other = ("".join(islice(english.sentences(Stream("s", n)), 50)) for n in (1, 1, 2))
     assert first == again != other
     assert len(set(islice(english.sentences(Stream("s")), 2000))) > 1500
+
+
+def test_a_tokenizer_that_knows_no_word_is_an_error_and_no_endless_loop() -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", fuse_unk=True))
+    mute = PreTrainedTokenizerFast(tokenizer_object=core)
+    with pytest.raises(NeedleworkError, match="only 1 tokens, and more text makes no more"):
+        haystack.gather(mute, english.sentences(Stream("x")), 64)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
 from needlework.engine.prefill import readings_of
+from needlework.errors import NeedleworkError
 from needlework.model.body import Body
 from needlework.requests import Prepared
 
@@ -18,38 +20,82 @@ if TYPE_CHECKING:
 _ACTIVATIONS = 24  # values kept per token and hidden unit while a layer runs, seen over the families
 
 
+@dataclass(frozen=True)
+class Costs:
+    """Bytes that prompts and answers take of a model, on top of its weights. Estimates, seen over the families."""
+
+    weights: int
+    kv_per_token: int
+    state: int
+    heads: int
+    vocabulary: int
+    activations_per_token: int  # while a layer runs
+    shareable: bool  # rows read the prompt's keys where they lie
+
+    @staticmethod
+    def of(body: Body, value_bytes: int | None = None) -> Costs:
+        """`value_bytes` where the model will be loaded in another precision than the one that the body is in."""
+        anatomy, own = body.anatomy, int(next(body.model.parameters()).element_size())
+        size = value_bytes or own
+        return Costs(
+            anatomy.parameters * size, anatomy.kv_bytes_per_token * size // own, anatomy.state_bytes * size // own,
+            sum(part.query_heads for _, part in anatomy.attention_parts()), anatomy.vocabulary,
+            _ACTIVATIONS * int(body.model.config.get_text_config(decoder=True).hidden_size) * size, body.shareable,
+        )  # fmt: skip
+
+    def prompt(self, tokens: int) -> int:
+        """Peak while a prompt is read, its memory included."""
+        return tokens * (2 * self.kv_per_token + self.activations_per_token) + self.state
+
+    def row(self, item: Prepared) -> int:
+        """What one request adds: a row that decodes, or one for each option: their tokens are read at once, all logits kept."""
+        steps, options = item.request.steps, len(item.request.options)
+        own_keys = steps if self.shareable else steps + item.prefill_tokens
+        scores = 4 * self.heads * (item.prefill_tokens + steps)
+        kept = steps if options else 1
+        read = (kept - 1) * self.activations_per_token + 12 * kept * self.vocabulary
+        return max(1, options) * (2 * (own_keys * self.kv_per_token + self.state) + read + scores)
+
+    def batch(self, items: Sequence[Prepared]) -> int:
+        """Rows that are read and go on together: each prompt once."""
+        keys = {reading.key for item in items for reading in readings_of(item).values()}
+        return sum(map(self.row, items)) + len(keys) * self.prompt(items[0].prefill_tokens)
+
+    def check(self, limit: int | None, items: Iterable[Prepared]) -> None:
+        """Refuse a limit that not even one request at a time stays within, with the least that does."""
+        if limit is None:
+            return
+        needs, tokens = max(((self.batch([item]), item.tokens_read) for item in items), default=(0, 0))
+        if needs > limit:
+            raise NeedleworkError(
+                f"memory: {amount(limit)} is too little: one request of {tokens:,} tokens takes about {amount(needs)}, beside"
+                f" {amount(self.weights)} of weights and what Python and its libraries take (about 500MiB). Give"
+                f" {amount(needs)} or more, or shorter prompts"
+            )
+
+
+def amount(count: int) -> str:
+    """Bytes as the command line takes them, rounded up."""
+    unit, size = ("MiB", 2**20) if count >= 2**20 else ("KiB", 2**10)
+    return f"{-(-count // size)}{unit}"
+
+
 class Budget:
-    """A number of bytes, and what a prompt or a row costs. Estimates: the engine halves when they prove too low."""
+    """A number of bytes for prompts and answers, and what fits into it. The engine halves when estimates prove too low."""
 
     def __init__(self, body: Body, limit: int | None) -> None:
+        self.given = limit
         self.limit = limit or default_limit(body.device)
-        self.body = body
-        config = body.model.config.get_text_config(decoder=True)
-        self.bytes = int(next(body.model.parameters()).element_size())
-        self.hidden = int(config.hidden_size)
+        self.costs = Costs.of(body)
 
-    def prompt_bytes(self, tokens: int) -> int:
-        """Peak while a prompt is read, its memory included."""
-        anatomy = self.body.anatomy
-        return tokens * (2 * anatomy.kv_bytes_per_token + _ACTIVATIONS * self.hidden * self.bytes) + anatomy.state_bytes
-
-    def row_bytes(self, item: Prepared) -> int:
-        """What one trial adds: a decoding row, or a row for each of its options with the logits of all their tokens."""
-        anatomy, steps, options = self.body.anatomy, item.request.steps, len(item.request.options)
-        own_keys = steps if self.body.shareable else steps + item.prefill_tokens
-        scores = 4 * sum(part.query_heads for _, part in anatomy.attention_parts()) * (item.prefill_tokens + steps)
-        logits = 12 * anatomy.vocabulary * (steps if options else 1)
-        return max(1, options) * (2 * (own_keys * anatomy.kv_bytes_per_token + anatomy.state_bytes) + logits + scores)
+    def check(self, items: Iterable[Prepared]) -> None:
+        self.costs.check(self.given, items)
 
     def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Track]) -> bool:
         """Whether a batch may be read while these trials decode."""
         items = [item for _, item in batch]
-        now = sum(self.row_bytes(track.prepared) for track in running)
-        return now + self._batch_bytes(items) <= self.limit
-
-    def _batch_bytes(self, items: Sequence[Prepared]) -> int:
-        keys = {reading.key for item in items for reading in readings_of(item).values()}
-        return sum(self.row_bytes(item) for item in items) + len(keys) * self.prompt_bytes(items[0].prefill_tokens)
+        now = sum(self.costs.row(track.prepared) for track in running)
+        return now + self.costs.batch(items) <= self.limit
 
     def batches(self, requests: Sequence[tuple[int, Prepared]], most: int) -> Iterator[list[tuple[int, Prepared]]]:
         """Batches of one length that fit, the longest first; requests that share readings stay together where they can."""
@@ -64,7 +110,7 @@ class Budget:
         for pair in sorted(requests, key=order):
             item = pair[1]
             mine = {reading.key for reading in readings_of(item).values()}
-            row, prompt = self.row_bytes(item), self.prompt_bytes(item.prefill_tokens)
+            row, prompt = self.costs.row(item), self.costs.prompt(item.prefill_tokens)
             cost = row + len(mine - keys) * prompt
             other = batch and (
                 batch[0][1].prefill_tokens != item.prefill_tokens

@@ -42,6 +42,7 @@ class Engine:
         prepared = [prepare(request, self.body.anatomy) for request in requests]
         for item in prepared:
             self.body.check_length(item.tokens_read)
+        self.budget.check(prepared)
         with self.body.session():  # before anything of this engine is set: another thread's run may not be over
             self.reader = Reader(self.body)
             self.reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+from needlework.errors import NeedleworkError
+from needlework.experiments.asks import Ask, Work, answer_tokens
 from needlework.experiments.models import Sketch, sketch
 from needlework.experiments.plan import Model
 from needlework.receipts import Receipt
-from needlework.requests import Answer, Request
+from needlework.requests import Answer, Prepared, Request, prepare
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
@@ -85,6 +88,22 @@ class _Scores(NamedTuple):
     greedy: tuple[bool, ...]
     receipt: Receipt
     error: str
+def check_memory(source: Models, works: Sequence[Work]) -> None:
+    """Refuse, before anything is loaded or written, a limit that the largest question of some model does not fit into."""
+    for work in works:
+        if work.sketch.costs is not None:
+            work.sketch.costs.check(getattr(source, "memory_bytes", None), _largest(work))
+
+
+def _largest(work: Work) -> Iterator[Prepared]:
+    """The longest question of each kind under each intervention."""
+    longest: dict[tuple[str, str], Ask] = {}
+    for ask in sorted(work.asks, key=lambda ask: len(ask.item.prompt) + answer_tokens(ask)):
+        longest[ask.settings.mode, str(ask.intervention)] = ask
+    for ask in longest.values():
+        with suppress(NeedleworkError):  # what cannot be asked of this prompt fails its own trial
+            yield prepare(ask.request(), work.sketch.anatomy)
+
 
 
 class LiveActor:

@@ -8,11 +8,15 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.experiments.plan import Model
+from needlework.model.files import fetch, read_config, read_tokenizer, weight_files
+
+if TYPE_CHECKING:
+    from needlework.engine.budget import Costs
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -32,6 +36,7 @@ class Sketch:
     tokenizer: Any
     eos: frozenset[int] = frozenset()
     directory: str = ""  # where it is loaded from
+    costs: Costs | None = None  # what prompts and answers take of it
     _stops: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -67,24 +72,23 @@ class Sketch:
 
 def sketch(model: Model) -> Sketch:
     """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights."""
-    from transformers import AutoTokenizer
-
-    from needlework.model.load import blueprint
+    from needlework.engine.budget import Costs
+    from needlework.model.load import blueprint, torch_dtype
 
     try:
         place = locate(model)
-        options = {"gguf_file": place.name} if place.is_file() else {}
-        folder = place.parent if place.is_file() else place
+        folder, gguf = (place.parent, place.name) if place.is_file() else (place, "")
         weights, tokenizer_hash = weights_hash(place), hash_files(_tokenizer_files(place))
-        anatomy = blueprint(place, model.window).anatomy  # type: ignore[arg-type]
+        value_bytes = torch_dtype(model.dtype).itemsize
+        body = blueprint(place, model.window)  # type: ignore[arg-type]
+        tokenizer = read_tokenizer(folder, gguf)
+        if tokenizer is None:
+            raise NeedleworkError(
+                f"{place} is without a tokenizer, and tasks need one; save it there with tokenizer.save_pretrained(...)"
+            )
     except NeedleworkError as error:
         raise model.error(f"model {model.name!r}: {error}") from None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), **options)
-    except (OSError, ValueError, KeyError) as error:
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise model.error(f"model {model.name!r}: the tokenizer cannot be read ({first}); tasks need one") from None
-    return Sketch(model, weights, tokenizer_hash, anatomy, tokenizer, _eos(folder), str(place))
+    return Sketch(model, weights, tokenizer_hash, body.anatomy, tokenizer, _eos(folder), str(place), Costs.of(body, value_bytes))
 
 
 def locate(model: Model) -> Path:
@@ -98,29 +102,16 @@ def locate(model: Model) -> Path:
         return zoo.path(model.source)  # raises with the nearest name
     if here.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
         raise NeedleworkError(f"there is no {model.source}; give a model directory, a .gguf file, a zoo name or a hub id")
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(snapshot_download(model.source, revision=model.revision, allow_patterns=patterns))
-    except Exception as error:  # the hub raises many kinds; all mean that the model cannot be had
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NeedleworkError(f"{model.source!r} could not be had from the hub ({first}); check name and network") from None
+    return fetch(model.source, model.revision)
 
 
 def weights_hash(place: Path) -> str:
-    """Which weights these are: the bytes of the weight files, and of the configuration what changes answers."""
+    """Which weights these are: the bytes of the files that are loaded, and of the configuration what changes answers."""
     if place.is_file():
         return hash_files([place])
-    files = sorted(place.glob("*.safetensors"))
-    if not files:
-        raise NeedleworkError(f"{place} holds no *.safetensors; save the model there with model.save_pretrained(...)")
-    try:
-        config = json.loads((place / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise NeedleworkError(f"{place} has no readable config.json ({error})") from None
+    config = read_config(place)
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
-    text = hash_files(files) + json.dumps(kept, sort_keys=True)
+    text = hash_files(weight_files(place)) + json.dumps(kept, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -10,6 +10,8 @@ from typing import Any
 from needlework.experiments.asks import Work
 from needlework.experiments.plan import Plan
 from needlework.store import LM_EVAL, Store
+from needlework.terminal import plain
+from needlework.terminal import say as say
 
 
 class Bars:
@@ -41,10 +43,10 @@ def bars(plan: Plan, works: Sequence[Work], store: Store, progress: bool) -> Ite
                 total[experiment] += 1
                 there[experiment] += (experiment, work.sketch.name, task, trial) in done
     times = (TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times) as shown:
+    with Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), *times) as shown:
         made = Bars(shown)
         for name, count in total.items():
-            made.ids[name] = shown.add_task(name, total=count, completed=there[name])
+            made.ids[name] = shown.add_task(plain(name), total=count, completed=there[name])
         yield made
 
 
@@ -82,8 +84,3 @@ def hid_nothing(store: Store, where: str) -> list[str]:
         for experiment, model, act, trials in conditions
     ]
 
-
-def say(text: str) -> None:
-    from rich.console import Console
-
-    Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)

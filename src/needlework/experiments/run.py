@@ -10,7 +10,7 @@ from typing import Any
 from needlework.errors import NeedleworkError
 from needlework.experiments import rows
 from needlework.experiments.asks import SEMANTICS_VERSION, Ask, Watched, Work, chunks
-from needlework.experiments.live import Actor, LiveModels, Models
+from needlework.experiments.live import Actor, LiveModels, Models, check_memory
 from needlework.experiments.plan import MakeTask, Plan, load
 from needlework.experiments.progress import Bars, bars, say, summary
 from needlework.experiments.trials import expand
@@ -55,6 +55,7 @@ def run_plan(
 def run(plan: Plan, out: str | Path, source: Models, *, retry_failed: bool = False, progress: bool = True) -> bool:
     """Run a checked plan: every model is looked at and every trial known before the first one starts. True if none failed."""
     works = [expand(plan, source.look(model)) for model in plan.models.values()]
+    check_memory(source, works)
     if Path(out).exists() and not Path(out).is_dir():
         raise NeedleworkError(f"{out} is a file; give a directory")
     with claimed(out) as folder:

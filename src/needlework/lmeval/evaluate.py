@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from needlework.lmeval.retained import Line, Lookup, lines, lookups
 from needlework.lmeval.work import Job, ask, write_files
 from needlework.requests import Request, prepare
 from needlework.store import LM_EVAL, Store, claimed
+from needlework.terminal import plain
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def evaluate(
     with templates_once():
         with quiet():
             job = Job(seen, lm, named, build(loaded, lm, shown))
-        _check(job)
+        _check(job, memory_bytes)
         with claimed(out) as folder:
             store = Store(folder, create=True)
             try:
@@ -101,7 +102,7 @@ def _paper(
     )
 
 
-def _check(job: Job) -> None:
+def _check(job: Job, memory_bytes: int | None) -> None:
     """Every intervention against one question of each kind: what cannot be asked of it cannot be asked of the others."""
     for question in job.questions:
         if any(not continuation for some in question.pairs for _, continuation in some):
@@ -117,6 +118,21 @@ def _check(job: Job) -> None:
             else:
                 request = Request(question.pairs[0][0][0], act, options=(question.pairs[0][0][1],))
             prepare(request, job.seen.anatomy)
+    if job.seen.costs is not None and memory_bytes is not None:
+        job.seen.costs.check(memory_bytes, (prepare(request, job.seen.anatomy) for request in _longest(job)))
+
+
+def _longest(job: Job) -> Iterator[Request]:
+    """The largest request of each kind of question, under each intervention."""
+    generations = [one for question in job.questions for one in question.generations]
+    pairs = [pair for question in job.questions for some in question.pairs for pair in some]
+    for act in job.acts.values():
+        if generations:
+            one = max(generations, key=lambda one: len(one.prompt) + one.max_new_tokens)
+            yield Request(one.prompt, act, one.max_new_tokens)
+        if pairs:
+            context, continuation = max(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
+            yield Request(context, act, options=(continuation,))
 
 
 def _sign(store: Store, job: Job, tasks: Sequence[str]) -> None:
@@ -159,12 +175,14 @@ def _homes(loaded: Any) -> dict[str, str]:
 def table(summary: Summary) -> Any:
     """The summary for a terminal."""
     from rich.table import Table
+    from rich.text import Text
 
     shown = Table(title="general ability")
     for name in ("asked", "intervention", "right", "retained, raw", "retained, chance-corrected"):
         shown.add_column(name)
     for line in summary.lines:
-        shown.add_row(line.name, line.intervention, line.accuracy.text(), line.raw.text(), line.corrected.text())
+        names = Text(plain(line.name)), Text(plain(line.intervention))
+        shown.add_row(*names, line.accuracy.text(), line.raw.text(), line.corrected.text())
     for one in summary.lookups:
-        shown.add_row("part of the letter's loss that is its look-up", one.intervention, "", "", one.part.text())
+        shown.add_row("part of the letter's loss that is its look-up", Text(plain(one.intervention)), "", "", one.part.text())
     return shown

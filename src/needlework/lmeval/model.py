@@ -64,7 +64,7 @@ class NeedleworkLM(HFLM):
         batch_size: int | str | None = None,
         **options: Any,
     ) -> None:
-        from needlework.subject import resolve
+        from needlework.zoo import resolve
 
         self.intervention = parse(intervention) if isinstance(intervention, str) else intervention
         check_phases(self.intervention)

@@ -21,6 +21,7 @@ from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, MixerPlan, compile_mixer, hooked
 from needlework.model.patches import continues_prefill, fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
+from needlework.model.quiet import slow_kernel_hints
 from needlework.model.turns import turn
 from needlework.receipts import Tally
 
@@ -85,6 +86,8 @@ class Body:
                 stack.enter_context(attention_switched(self.model, NAME))
             if self.kernels == "fast":
                 stack.enter_context(fast_kernels(self.model))
+            if self.device.type != "cuda":
+                stack.enter_context(slow_kernel_hints())
             stack.enter_context(torch.inference_mode())
             training = [module for module in self.model.modules() if module.training]
             self.model.eval()

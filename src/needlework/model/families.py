@@ -24,10 +24,14 @@ class Family:
 
 
 def _recurrent_gemma_cache(config: Any) -> Any:
-    """Layer 0 is recurrent and unknown to the cache, which would report a length of 0 and reset every decode step."""
-    config = copy.copy(config)
-    kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
-    config.layer_types = [kinds[kind] for kind in config.layers_block_type]
+    """Layer 0 is recurrent: a cache that does not know reports a length of 0 and resets every decode step.
+
+    transformers 5.23 names the layers as its cache wants them; before, the configuration had names of its own.
+    """
+    if getattr(config, "layer_types", None) is None:
+        config = copy.copy(config)
+        kinds = {"recurrent": "linear_attention", "attention": "sliding_attention"}
+        config.layer_types = [kinds[kind] for kind in config.layers_block_type]
     return DynamicCache(config=config)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import difflib
+import re
+from collections.abc import Collection
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 from needlework.errors import NeedleworkError
+from needlework.model import quiet
 from needlework.model.body import Body, Kernels
 from needlework.model.families import family
+from needlework.model.files import fetch, read_tokenizer, weight_files
 from needlework.model.presets import PRESETS
 from needlework.model.probe import probe
 from needlework.model.turns import turn
@@ -30,22 +34,28 @@ def load_body(
     kernels: Kernels = "fast",
 ) -> tuple[Body, Any]:
     """A body and its tokenizer (None if there is none)."""
-    if dtype not in DTYPES:
-        raise NeedleworkError(f"dtype {dtype!r} is not known; choose from {', '.join(DTYPES)}")
+    precision = torch_dtype(dtype)
     _check_kernels(kernels)
     place = _device(device)
     origin = _origin(source)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code, **origin.options}
-    options = {key: value for key, value in options.items() if value is not None}
-    config = _config(origin, options)
+    options = {"revision": revision, "trust_remote_code": trust_remote_code}
+    config = _config(origin, {key: value for key, value in options.items() if value is not None})
     _set_window(config, window)
-    if origin.local:
-        _refuse_pickles(Path(origin.name), origin.gguf)
+    folder = Path(origin.name) if origin.local else fetch(origin.name, revision, code=trust_remote_code)
+    if not origin.gguf:
+        weight_files(folder)  # refuses what is no safetensors
+    code = {"trust_remote_code": trust_remote_code}
     with turn():  # transformers changes torch's default type for as long as it loads
-        model = _weights(origin, config, DTYPES[dtype], device_map, options)
+        model = _weights(folder, origin.gguf, config, dtype=precision, device_map=device_map, **code)
     if device_map is None:
         model = model.to(place)
-    return make_body(model, window, kernels), _tokenizer(origin, options)
+    return make_body(model, window, kernels), read_tokenizer(folder, origin.gguf, **code)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise NeedleworkError(f"dtype {name!r} is not known; choose from {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "fast") -> Body:
@@ -53,7 +63,8 @@ def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "f
     _check_kernels(kernels)
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
-    with turn():  # the probe watches every module of the process
+    on_gpu = next(model.parameters()).device.type == "cuda"
+    with turn(), nullcontext() if on_gpu else quiet.slow_kernel_hints():  # the probe watches every module of the process
         return Body(model, kind, probe(model, kind, window), kernels)
 
 
@@ -63,7 +74,7 @@ def blueprint(source: str | Path, window: Window = "transformers") -> Body:
         config, dtype = PRESETS[str(source)](), torch.bfloat16
     else:
         origin = _origin(source)
-        config = _config(origin, origin.options)
+        config = _config(origin, {})
         dtype = getattr(config, "dtype", None) or torch.float32
     _set_window(config, window)
     config.get_text_config(decoder=True)._experts_implementation = "batched_mm"  # the others need values, not just shapes
@@ -80,7 +91,6 @@ def _check_kernels(kernels: str) -> None:
 class _Origin:
     def __init__(self, name: str, local: bool, gguf: str = "") -> None:
         self.name, self.local, self.gguf = name, local, gguf
-        self.options: dict[str, Any] = {"gguf_file": gguf} if gguf else {}
 
 
 def _origin(source: str | Path) -> _Origin:
@@ -95,23 +105,19 @@ def _origin(source: str | Path) -> _Origin:
         return _Origin(str(path), True)
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
         raise NeedleworkError(f"there is no directory {path}; give a model directory, a .gguf file or a hub id such as org/name")
-    from needlework import zoo
-
-    close = difflib.get_close_matches(text, [*PRESETS, *zoo.names()], n=1, cutoff=0.7)
-    if "/" not in text and close:
-        raise NeedleworkError(f"there is no model {text!r}; did you mean {close[0]!r}?")
     return _Origin(text, False)
 
 
 def _config(origin: _Origin, options: dict[str, Any]) -> Any:
-    from huggingface_hub.utils import logging as hub_logging
     from transformers import AutoConfig
 
-    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # its retries would drown the one line that says what to do
+    if origin.gguf:
+        options = {**options, "gguf_file": origin.gguf}
     try:
-        return AutoConfig.from_pretrained(origin.name, **options)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
+        with quiet.hub_retries():
+            return AutoConfig.from_pretrained(origin.name, **options)
+    except Exception as error:  # a configuration can be wrong in many ways, and each raises its own kind
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
         if "model_type" in first or "does not recognize" in first or "Unrecognized" in first:
             raise NeedleworkError(
                 f"{origin.name}: this version of transformers does not know the model type ({first}); upgrade transformers,"
@@ -127,49 +133,65 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
 def _model_class(config: Any) -> Any:
     """AutoModelForCausalLM's choice, or the class that the configuration names itself."""
     import transformers
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, PreTrainedModel
 
     mapping = AutoModelForCausalLM._model_mapping
     if type(config) in mapping:
         return mapping[type(config)]
     for name in config.architectures or ():
-        if hasattr(transformers, name):
-            return getattr(transformers, name)
+        named = getattr(transformers, str(name), None)  # a file may name anything that transformers has
+        is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
+        if is_model and getattr(named, "config_class", None) is type(config):
+            return named
     raise NeedleworkError(
         f"transformers has no causal language model for {config.model_type!r}, and config.architectures names none"
     )
 
 
-def _weights(origin: _Origin, config: Any, dtype: torch.dtype, device_map: Any, options: dict[str, Any]) -> Any:
+def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
+    """The model with its weights, all of them: whatever the files do not give would be random."""
     from transformers import AutoModelForCausalLM
 
-    known = type(config) in AutoModelForCausalLM._model_mapping or options.get("trust_remote_code")
+    known = type(config) in AutoModelForCausalLM._model_mapping or options["trust_remote_code"]
     loader = AutoModelForCausalLM if known else _model_class(config)
-    try:
-        return loader.from_pretrained(
-            origin.name, config=config, dtype=dtype, device_map=device_map, use_safetensors=True if not origin.gguf else None,
-            **options,
-        )  # fmt: skip
-    except NeedleworkError:
-        raise
-    except Exception as error:  # safetensors, OSError, KeyError...: what went wrong is in the message
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise NeedleworkError(
-            f"{origin.name}: the weights cannot be loaded ({first}). Needlework reads safetensors (or GGUF): if this is an old"
-            " checkpoint, load it once with transformers and save_pretrained it again"
-        ) from None
+    source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
+    with quiet.load_report() as report:
+        try:
+            model, told = loader.from_pretrained(
+                str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
+            )
+        except Exception as error:  # safetensors, OSError, KeyError...: what went wrong is in the message
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise NeedleworkError(
+                f"{folder}: the weights cannot be loaded ({_conversion_error(report) or first}). Needlework reads safetensors"
+                " (or GGUF): if this is an old checkpoint, load it once with transformers and save_pretrained it again"
+            ) from None
+    _refuse_gaps(folder, model, told)
+    return model
 
 
-def _refuse_pickles(directory: Path, gguf: str) -> None:
-    if gguf or any(directory.glob("*.safetensors")):
-        return
-    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(pattern))
-    if pickles:
+def _conversion_error(report: list[str]) -> str:
+    """Which tensor could not be put together from its parts, and why: transformers says it in its report alone."""
+    match = re.search(r"^(.*)\nError: .* destined for (\S+?)\.?(?: |$)", "\n".join(report), re.MULTILINE)
+    return f"{match[2]}: {match[1]}" if match else ""
+
+
+def _refuse_gaps(folder: Path, model: Any, told: dict[str, Any]) -> None:
+    """Every tensor of the model from the files, and every tensor of the files in the model; tied ones count as there."""
+    shapes = [f"{name} is {list(there)} and must be {list(wanted)}" for name, there, wanted in sorted(told["mismatched_keys"])]
+    kinds = {"missing": told["missing_keys"], "not of this model": told["unexpected_keys"], "of another shape": shapes}
+    wrong = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
+    if wrong:
         raise NeedleworkError(
-            f"{directory} holds pickled weights only ({pickles[0]}): unpickling runs code from the file. Convert it where you"
-            " trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., safe_serialization=True)"
+            f"{folder}: the weights cannot be loaded as {type(model).__name__}: of its {len(model.state_dict())} tensors"
+            f" {'; '.join(wrong)}. Missing ones would be random, so nothing was run: check that config.json and weights belong"
+            " together and that all files were copied"
         )
-    raise NeedleworkError(f"{directory} holds no *.safetensors; `needlework inspect` works without weights, loading does not")
+
+
+def _first_few(names: Collection[str], count: int = 3) -> str:
+    few = ", ".join(sorted(names)[:count])
+    return f"{few}, ..." if len(names) > count else few
 
 
 def _set_window(config: Any, window: Window) -> None:
@@ -190,17 +212,3 @@ def _device(device: str) -> torch.device:
     if found.type == "cuda" and not torch.cuda.is_available():
         raise NeedleworkError(f"device {device!r}: this machine has no CUDA device that torch can use; choose device='cpu'")
     return found
-
-
-def _tokenizer(origin: _Origin, options: dict[str, Any]) -> Any:
-    from transformers import AutoTokenizer
-
-    names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
-    if origin.local and not origin.gguf and not any((Path(origin.name) / name).exists() for name in names):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(origin.name, **options)
-    except Exception as error:
-        if origin.local and not origin.gguf:
-            raise NeedleworkError(f"{origin.name}: the tokenizer cannot be read ({str(error).splitlines()[0]})") from None
-        return None

@@ -79,7 +79,7 @@ def sentences(source: str | None, stream: Stream, start_anywhere: bool) -> Itera
 def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int, whole: bool = False) -> Haystack:
     """The first `tokens` tokens of a source, cut exactly there as the paper does, or at the sentence end before it."""
     parts: list[str] = []
-    size = 0
+    size, before = 0, -1
     while True:
         while size < CHARACTERS_PER_TOKEN * tokens + 1:
             parts.append(next(source) if parts else next(source).lstrip())
@@ -88,6 +88,12 @@ def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int, whole: bool
         _, offsets = token_offsets(tokenizer, text)
         if len(offsets) > tokens:
             break
+        if len(offsets) <= before:
+            raise NeedleworkError(
+                f"haystack: {size:,} characters are only {len(offsets)} tokens, and more text makes no more of them, so there is"
+                f" no haystack of {tokens} tokens; does this tokenizer know the text's language?"
+            )
+        before = len(offsets)
         parts += islice(source, len(parts))
         size = sum(map(len, parts))
     hay = _cut(text, parts, offsets[:tokens])

@@ -5,6 +5,6 @@ this package imports neither torch nor transformers.
 """
 
 from needlework.errors import ZooError
-from needlework.zoo.shelf import Entry, catalog, names, path
+from needlework.zoo.shelf import Entry, catalog, names, path, resolve
 
-__all__ = ["Entry", "ZooError", "catalog", "names", "path"]
+__all__ = ["Entry", "ZooError", "catalog", "names", "path", "resolve"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework.errors import ZooError, did_you_mean
+from needlework.model.presets import PRESETS
 from needlework.zoo import smollm2
 
 RECORD = "figures.json"  # what a finished training leaves beside its weights
@@ -55,3 +56,16 @@ def path(name: str) -> Path:
     if name and (folder / RECORD).is_file() and folder.parent == weights_directory():
         return folder
     raise ZooError(f"no zoo model is called {name!r}: {did_you_mean(name, names())}")
+
+
+def resolve(source: str | Path) -> str | Path:
+    """The directory of a zoo model by its name; anything else as it is. What is nearly a name is an error."""
+    text = str(source)
+    if Path(source).exists() or text in PRESETS or "/" in text:
+        return source
+    if text in names():
+        return path(text)
+    hint = did_you_mean(text, [*PRESETS, *names()], cutoff=0.7)
+    if hint.startswith("did"):
+        raise ZooError(f"there is no model {text!r}; {hint}")
+    return source

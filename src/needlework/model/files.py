@@ -1,0 +1,107 @@
+"""Which files of a model directory are read: its weights, exactly those that count for its identity, and its tokenizer.
+
+Free of torch. A directory may come from anybody, so what its files say is checked before anything acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from needlework.errors import NeedleworkError
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+_HUB_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+_VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
+
+
+def weight_files(directory: Path) -> list[Path]:
+    """The files that transformers loads, in the order of their names. Anything that is no safetensors is refused."""
+    _refuse_what_loads_otherwise(directory)
+    entry = read_config(directory).get("transformers_weights") or (WEIGHTS if (directory / WEIGHTS).is_file() else INDEX)
+    file = _beside(directory, entry, "config.json", (".safetensors", ".safetensors.index.json"))
+    if not file.is_file():
+        raise _no_weights(directory)
+    if file.suffix == ".safetensors":
+        return [file]
+    try:
+        shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raise NeedleworkError(f"{directory}: {file.name} has no readable weight_map; save the model again") from None
+    files = sorted({_beside(directory, shard, file.name, (".safetensors",)) for shard in shards})
+    if lost := [shard.name for shard in files if not shard.is_file()] or ([] if files else ["nothing"]):
+        raise NeedleworkError(f"{directory}: {file.name} names {lost[0]}, which is not there; copy or save the model again")
+    return files
+
+
+def _beside(directory: Path, name: Any, said_by: str, endings: tuple[str, ...]) -> Path:
+    """A file in the directory itself, of a kind that runs no code when it is opened."""
+    if not isinstance(name, str) or not name.endswith(endings) or Path(name).name != name or "\\" in name:
+        raise NeedleworkError(
+            f"{directory}: {said_by} names {name!r} as weights; only *.safetensors files in the directory itself are read."
+            " Other formats may run code when they are opened: convert them where you trust them"
+        )
+    return directory / name
+
+
+def _refuse_what_loads_otherwise(directory: Path) -> None:
+    """transformers would load these instead of the weights, or on top of them."""
+    if (directory / "adapter_config.json").exists():
+        raise NeedleworkError(
+            f"{directory} holds an adapter (adapter_config.json): merge it into its model (merge_and_unload) and save that"
+        )
+    if shard := next(directory.glob("shard-*-model-*.safetensors"), None):
+        raise NeedleworkError(f"{directory} holds a distributed checkpoint ({shard.name}): load it and save_pretrained it whole")
+
+
+def _no_weights(directory: Path) -> NeedleworkError:
+    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(pattern))
+    if pickles:
+        return NeedleworkError(
+            f"{directory} holds pickled weights only ({pickles[0]}): unpickling runs code from the file. Convert it where you"
+            " trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., safe_serialization=True)"
+        )
+    return NeedleworkError(
+        f"{directory} holds no *.safetensors that is the model ({WEIGHTS}, or {INDEX} and its parts): save it there with"
+        " model.save_pretrained(...). `needlework inspect` works without weights, loading does not"
+    )
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise NeedleworkError(f"{directory} has no readable config.json ({error})") from None
+    if not isinstance(config, dict):
+        raise NeedleworkError(f"{directory}: config.json holds no configuration; save the model again")
+    return config
+
+
+def read_tokenizer(directory: Path, gguf: str = "", **options: Any) -> Any:
+    """The tokenizer that stands beside a model, or None: transformers would make up one of a few tokens."""
+    from transformers import AutoTokenizer
+
+    if gguf:
+        options["gguf_file"] = gguf
+    elif not any(file.is_file() for pattern in _VOCABULARIES for file in directory.glob(pattern)):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(str(directory), **options)
+    except Exception as error:  # many kinds, all of which mean that there is none to be had
+        if gguf:
+            return None
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NeedleworkError(f"{directory}: the tokenizer cannot be read ({first})") from None
+
+
+def fetch(name: str, revision: str | None = None, code: bool = False) -> Path:
+    """The directory of a model of the hub, fetched or found in the hub's cache; its own Python files only with `code`."""
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_HUB_PATTERNS, *(["*.py"] if code else [])]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
+    except Exception as error:  # the hub raises many kinds; all mean that the model cannot be had
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise NeedleworkError(f"{name!r} could not be had from the hub ({first}); check name and network") from None
