@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from needlework.disk import claimed
 from needlework.errors import NeedleworkError
-from needlework.store import ANSWER_FINISH, LM_EVAL, Store, Trial, claimed
+from needlework.store import ANSWER_FINISH, LM_EVAL, Store, Trial
 from needlework.tasks.base import Item, Mode, Outcome, Task
 from needlework.tasks.scores import SCORES_VERSION
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
-import shutil
 import sqlite3
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from needlework.disk import copied, is_full, sqlite_code, writable, writing
 from needlework.errors import NeedleworkError
 
 SCHEMA_VERSION = 2
 FILE_NAME = "run.sqlite"
-LOCK_NAME = "run.lock"
 LM_EVAL = "lm-eval"  # kind of the rows that lm-evaluation-harness asks for and scores: no plan asks for them
 ANSWER_FINISH = "answer_finish"  # fact of a row whose answer is there though its task could not score it: how it finished
 _SYNC_SECONDS = 0.5  # how often written rows are forced to the disk; the system has them at once
@@ -92,59 +87,9 @@ def _columns(cls: type) -> str:
     return ", ".join(f"{f.name} {kind.get(f.name, 'TEXT')} NOT NULL" for f in fields(cls))
 
 
-class StoreError(NeedleworkError):
-    """The disk does not take what is written. No trial is to blame: the run stops and can be taken up again."""
-
-
-def is_full(error: BaseException) -> bool:
-    """The disk has no room left, whoever met it."""
-    return _code(error) == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _code(error: BaseException) -> int:
-    """SQLite's own word for what went wrong; 0 for other errors."""
-    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """What goes wrong in here is the disk's fault, and told as that."""
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        cure = "make room there" if is_full(error) else "mend that"
-        raise StoreError(
-            f"cannot write into {folder}: {error}. Everything that was finished is kept; {cure}, and the same command goes on"
-        ) from None
-
-
 def digest(names: Iterable[str]) -> str:
     """A hash of a set of names, in whatever order they come."""
     return hashlib.sha256("\n".join(sorted(set(names))).encode()).hexdigest()[:24]
-
-
-@contextmanager
-def claimed(directory: Path | str) -> Iterator[Path]:
-    """Own a run's directory: made if missing, refused while another process writes. A killed owner owns nothing."""
-    folder = Path(directory)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_NAME).open("a+b", buffering=0)
-    except OSError as error:
-        raise NeedleworkError(f"cannot write into {folder}: {error.strerror}; choose another directory") from None
-    with lock:  # closing it gives the lock back; so does the system when the process dies
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            owner = lock.read().decode().strip() or "unknown"
-            raise NeedleworkError(
-                f"another run (process {owner}) is writing into {folder}; wait for it, or choose another directory"
-            ) from None
-        with writing(folder):
-            lock.truncate(0)
-            lock.write(str(os.getpid()).encode())
-        yield folder
 
 
 class Store:
@@ -156,14 +101,14 @@ class Store:
         if not create and not path.exists():
             raise NeedleworkError(f"{directory} holds no run; `needlework run PLAN --out {directory}` makes one")
         self._synced = 0.0
-        self._copy = None if create or _writable(path) else _copied(path)
+        self._copy = None if create or writable(path) else copied(path)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.db = sqlite3.connect(self._copy.name + f"/{FILE_NAME}" if self._copy else path, timeout=30, isolation_level=None)
             self.db.execute("PRAGMA journal_mode=WAL")
             self._prepare()
         except (OSError, sqlite3.DatabaseError) as error:
-            if is_full(error) or _code(error) == sqlite3.SQLITE_IOERR:
+            if is_full(error) or sqlite_code(error) == sqlite3.SQLITE_IOERR:
                 with writing(self.directory):
                     raise
             raise NeedleworkError(f"{path} is no needlework store ({error}); choose another directory") from None
@@ -288,16 +233,3 @@ class Store:
         self.db.close()
         if self._copy is not None:
             self._copy.cleanup()
-
-
-def _writable(path: Path) -> bool:
-    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
-
-
-def _copied(path: Path) -> TemporaryDirectory[str]:
-    """SQLite cannot read a log of writes that it may not write to, nor can an older store be brought up to date there."""
-    folder = TemporaryDirectory(prefix="needlework-")
-    for name in (FILE_NAME, f"{FILE_NAME}-wal"):
-        if path.with_name(name).exists():
-            shutil.copyfile(path.with_name(name), Path(folder.name) / name)
-    return folder

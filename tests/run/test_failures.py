@@ -14,9 +14,10 @@ from test_run import go, table
 from typer.testing import CliRunner
 
 from needlework.cli import app
+from needlework.disk import StoreError, claimed, is_full
 from needlework.experiments import run
 from needlework.receipts import Receipt
-from needlework.store import Store, StoreError, claimed, is_full
+from needlework.store import Store
 
 PLAN_ARGUMENTS = ["run", "plan.yaml", "--out", "out"]
 

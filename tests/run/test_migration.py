@@ -148,7 +148,7 @@ def test_a_recording_whose_samples_are_not_sure_is_made_again(old: Path) -> None
 
 
 def test_a_store_that_may_not_be_written_is_read_from_a_copy(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.store._writable", lambda path: False)
+    monkeypatch.setattr("needlework.store.writable", lambda path: False)
     before = (old / "run.sqlite").read_bytes()
     store = Store(old)
     assert len(new_rows(store)) == ROWS

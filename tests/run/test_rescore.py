@@ -141,11 +141,15 @@ def test_the_command_says_how_many_changed(plan_file: Path, tmp_path: Path, monk
     go(plan_file, out)
     store = Store(out)
     store.db.execute("UPDATE trials SET scores = '{}' WHERE experiment = 'look'")
+    store.db.execute("UPDATE trials SET scoring = ''")
+    store.set_meta("scores_version", 1)
+    assert older_scores(store) == 146
     store.close()
     shown = CliRunner().invoke(app, ["rescore", str(out)])
     assert shown.exit_code == 0
     assert shown.stdout.splitlines()[-1] == "6 of 146 rows have new scores"
     assert "8 rows could not be scored and keep what they have, for instance fake_choice: unknown task kind" in shown.stderr
+    assert older_scores(Store(out)) == 8, "what could not be scored is still told"
     told = json.loads(CliRunner().invoke(app, ["rescore", str(out), "--json"]).stdout)
     assert (told["rows"], told["changed"], told["kept"]) == (146, 0, 8)
     assert CliRunner().invoke(app, ["rescore", str(tmp_path / "nowhere")]).exit_code == 2

@@ -17,10 +17,11 @@ from typing import Any
 import fakes
 import pytest
 
+from needlework.disk import claimed
 from needlework.errors import NeedleworkError
 from needlework.experiments import run
 from needlework.requests import Request
-from needlework.store import Store, claimed
+from needlework.store import Store
 
 HERE = Path(__file__).parent
 

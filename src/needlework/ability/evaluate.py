@@ -13,6 +13,7 @@ from needlework.ability.arguments import check_phases
 from needlework.ability.questions import Shown, build, find_tasks, quiet, templates_once
 from needlework.ability.retained import Line, Lookup, lines, lookups
 from needlework.ability.work import Job, ask, write_files
+from needlework.disk import claimed
 from needlework.errors import NeedleworkError
 from needlework.experiments.asks import SEMANTICS_VERSION
 from needlework.experiments.plan import Model
@@ -20,7 +21,7 @@ from needlework.experiments.progress import hid_nothing
 from needlework.experiments.sketch import Sketch, sketch
 from needlework.interventions import Intervention, parse
 from needlework.requests import Request, prepare
-from needlework.store import LM_EVAL, Store, claimed
+from needlework.store import LM_EVAL, Store
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from needlework.disk import StoreError, claimed, is_full, writing
 from needlework.errors import NeedleworkError
 from needlework.experiments import rows
 from needlework.experiments.asks import SEMANTICS_VERSION, Ask, Watched, Work, chunks
@@ -15,7 +16,7 @@ from needlework.experiments.plan import MakeTask, Plan, load
 from needlework.experiments.progress import Bars, bars, say, summary
 from needlework.experiments.trials import expand
 from needlework.requests import prepare
-from needlework.store import LM_EVAL, Observation, Store, StoreError, Trial, claimed, is_full, writing
+from needlework.store import LM_EVAL, Observation, Store, Trial
 from needlework.tasks.scores import SCORES_VERSION
 
 DONE, FAILED, STOPPED = 0, 1, 130
