@@ -172,5 +172,5 @@ def _batches(
             except NeedleworkError as error:  # of a package that is not installed
                 task = error
             for start in range(0, len(rowids), _BATCH):
-                some = rowids[start : start + _BATCH]
-                yield task, list(store.trials(f"rowid IN ({', '.join('?' for _ in some)})", some))
+                batch = rowids[start : start + _BATCH]
+                yield task, list(store.trials(f"rowid IN ({', '.join('?' for _ in batch)})", batch))

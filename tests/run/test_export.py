@@ -139,8 +139,8 @@ def test_names_stay_in_their_folder_and_apart(finished: Path) -> None:
     paths = export(finished, "lm-eval", top)
     assert all((top / "lm-eval").resolve() in path.resolve().parents for path in paths)
     assert {path for path in finished.parent.rglob("*") if top not in path.parents} - before == {top}
-    found = [json.loads(path.read_text()) for path in paths if path.name == "results.json"]
-    exact = {r["config"]["model_args"]["pretrained"]: r["results"] for r in found}
+    results = [json.loads(path.read_text()) for path in paths if path.name == "results.json"]
+    exact = {r["config"]["model_args"]["pretrained"]: r["results"] for r in results}
     assert [exact[name][name]["acc,none"] for name in NAMES] == list(range(len(NAMES)))
     assert len(paths) == len({path.resolve() for path in paths})
 
@@ -152,8 +152,8 @@ def test_lm_eval_files_pool_no_unlike_trials(plan_file: Path, tmp_path: Path) ->
     plan_file.write_text(text + more.format(name="early", options="", also="    boundary: prefill\n"))
     out = tmp_path / "out"
     assert run.run_plan(plan_file, out, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
-    found = [json.loads(p.read_text()) for p in export(out, "lm-eval") if p.name == "results.json"]
-    plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
+    results = [json.loads(p.read_text()) for p in export(out, "lm-eval") if p.name == "results.json"]
+    plain = next(r for r in results if r["config"]["model_args"]["intervention"] == "none")
     counts = {task: n["original"] for task, n in plain["n-samples"].items()}
     assert counts == {"fake_choice": 4, "look.fake": 6, "sweep.fake": 12, "even.fake": 6, "early.fake": 6}
     rows = {t.experiment: [] for t in Store(out).trials()}
@@ -170,8 +170,8 @@ def test_what_the_plan_no_longer_asks_for_is_exported_but_in_no_mean(plan_file: 
         rows = list(csv.DictReader(file))
     assert len(rows) == 146
     assert {asked: sum(row["asked"] == asked for row in rows) for asked in "01"} == {"0": 46, "1": 100}
-    found = [json.loads(p.read_text()) for p in export(finished, "lm-eval") if p.name == "results.json"]
-    plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
+    results = [json.loads(p.read_text()) for p in export(finished, "lm-eval") if p.name == "results.json"]
+    plain = next(r for r in results if r["config"]["model_args"]["intervention"] == "none")
     assert plain["n-samples"]["fake"]["original"] == 8
 
 

@@ -150,8 +150,8 @@ def test_the_command_says_how_many_changed(plan_file: Path, tmp_path: Path, monk
     assert shown.stdout.splitlines()[-1] == "6 of 146 rows have new scores"
     assert "8 rows could not be scored and keep what they have, for instance fake_choice: unknown task kind" in shown.stderr
     assert older_scores(Store(out)) == 8, "what could not be scored is still told"
-    told = json.loads(CliRunner().invoke(app, ["rescore", str(out), "--json"]).stdout)
-    assert (told["rows"], told["changed"], told["kept"]) == (146, 0, 8)
+    counts = json.loads(CliRunner().invoke(app, ["rescore", str(out), "--json"]).stdout)
+    assert (counts["rows"], counts["changed"], counts["kept"]) == (146, 0, 8)
     assert CliRunner().invoke(app, ["rescore", str(tmp_path / "nowhere")]).exit_code == 2
     assert not (tmp_path / "nowhere").exists()
 

@@ -31,12 +31,12 @@ def _group(store: Store, place: Path, group: Group, labels: Mapping[tuple[str, s
     where = "model = ? AND intervention = ? AND asked ORDER BY task, sample, seed, experiment"
     for trial in store.trials(where, group):
         tasks.setdefault(labels[trial.experiment, trial.task], {}).setdefault(trial.id, trial)
-    trials = {task: list(some.values()) for task, some in tasks.items()}
+    trials = {task: list(by_id.values()) for task, by_id in tasks.items()}
     paths = []
-    for task, some in trials.items():
+    for task, samples in trials.items():
         path = place / f"samples_{file_name(task)}.jsonl"
         with whole(path) as file:
-            file.writelines(json.dumps(_sample(i, t)) + "\n" for i, t in enumerate(some))
+            file.writelines(json.dumps(_sample(i, t)) + "\n" for i, t in enumerate(samples))
         paths.append(path)
     results = place / "results.json"
     with whole(results) as file:
