@@ -72,7 +72,7 @@ def demo_table(run: Path) -> list[str]:
     """Every distinct trial counts once, however many experiments wanted it."""
     found: dict[tuple[str, str, str], dict[str, bool]] = defaultdict(dict)
     store = Store(run)
-    for trial in store.trials():
+    for trial in store.rows():
         if trial.task not in TASKS:
             continue
         found[trial.model, trial.intervention, trial.task][trial.id] = bool(trial.scores["correct"])

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from needlework.errors import NeedleworkError
-from needlework.store import ANSWER_FINISH, LM_EVAL, Store, Trial, claimed
+from needlework.store import ANSWER_FINISH, LM_EVAL, Row, Store, claimed
 from needlework.tasks.base import Item, Mode, Outcome, Task
 from needlework.tasks.scores import SCORES_VERSION
 
@@ -58,7 +58,7 @@ def stored_facts(item: Item, mode: Mode) -> dict[str, Any]:
     return facts
 
 
-def stored_item(trial: Trial) -> Item:
+def stored_item(trial: Row) -> Item:
     """The sample of a row, without what only a model reads."""
     facts = {**trial.facts}
     facts.pop(ANSWER_FINISH, None)
@@ -79,7 +79,7 @@ def stored_item(trial: Trial) -> Item:
     )
 
 
-def stored_outcome(trial: Trial) -> Outcome:
+def stored_outcome(trial: Row) -> Outcome:
     """What came back for a row."""
     logs, greedy = tuple(trial.logprobs), tuple(trial.greedy)
     if trial.mode == "perplexity":
@@ -87,17 +87,17 @@ def stored_outcome(trial: Trial) -> Outcome:
     return Outcome(option_logprobs=logs, greedy=greedy) if trial.mode == "choices" else Outcome(text=trial.output)
 
 
-def stored_finish(trial: Trial) -> str:
+def stored_finish(trial: Row) -> str:
     """How the answer finished, whether or not it could be scored."""
     return str(trial.facts.get(ANSWER_FINISH, trial.finish))
 
 
-def lasting_scores(trial: Trial) -> dict[str, float]:
+def lasting_scores(trial: Row) -> dict[str, float]:
     """Scores that stay if they cannot be computed again."""
     return {name: trial.scores[name] for name in _NOT_IN_VERSION_1 if name in trial.scores}
 
 
-def rescored(trial: Trial, task: Task) -> Trial:
+def rescored(trial: Row, task: Task) -> Row:
     """The row with the scores that its answer gets now. Raises what the task raises."""
     finish = stored_finish(trial)
     text_of_version_1 = trial.kind == "perplexity" and "prompt_ids" not in trial.facts  # its rules are as they were, too
@@ -153,7 +153,7 @@ def rescore(store: Store, make_task: Callable[[Mapping[str, Any]], Task] | None 
 
 def _batches(
     store: Store, make_task: Callable[[Mapping[str, Any]], Task] | None
-) -> Iterator[tuple[Task | NeedleworkError, Sequence[Trial]]]:
+) -> Iterator[tuple[Task | NeedleworkError, Sequence[Row]]]:
     """Rows with the task that scores them, or with the reason why there is none."""
     if make_task is None:
         from needlework.tasks import make_task as known_tasks
@@ -171,5 +171,5 @@ def _batches(
             except NeedleworkError as error:  # of a package that is not installed
                 task = error
             for start in range(0, len(rowids), _BATCH):
-                some = rowids[start : start + _BATCH]
-                yield task, list(store.trials(f"rowid IN ({', '.join('?' for _ in some)})", some))
+                batch = rowids[start : start + _BATCH]
+                yield task, list(store.rows(f"rowid IN ({', '.join('?' for _ in batch)})", batch))

@@ -32,7 +32,7 @@ def done(griffin: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, 
 
 def rows(out: Path) -> dict[tuple[str, str], Any]:
     store = Store(out)
-    found = {(trial.sample, trial.intervention): trial for trial in store.trials()}
+    found = {(trial.sample, trial.intervention): trial for trial in store.rows()}
     store.close()
     return found
 
@@ -127,7 +127,7 @@ def test_rows_with_other_prompts_are_kept_but_not_counted(griffin: Path, tmp_pat
     def counted(acts: list[str], shots: int) -> dict[tuple[str, int], int]:
         run(griffin, tmp_path, acts, ["mini_mmlu_animals"], limit=4, shots=shots)
         store = Store(tmp_path)
-        assert all(list(t.greedy) == t.facts["greedy"] for t in store.trials())
+        assert all(list(t.greedy) == t.facts["greedy"] for t in store.rows())
         counts = store.db.execute("SELECT intervention, asked, count(*) FROM trials GROUP BY 1, 2").fetchall()
         store.close()
         return {(act, asked): count for act, asked, count in counts}

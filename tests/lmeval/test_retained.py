@@ -6,11 +6,11 @@ import pytest
 
 from needlework.lmeval import mini
 from needlework.lmeval.retained import lines, lookups
-from needlework.store import Trial
+from needlework.store import Row
 
 
-def trial(form: str, fact: int, act: str, correct: bool) -> Trial:
-    return Trial(
+def trial(form: str, fact: int, act: str, correct: bool) -> Row:
+    return Row(
         id=f"{form}{fact}{act}", experiment="ability", model="m", task=form, sample=f"{form}/{fact}", cluster=str(fact), seed=0,
         intervention=act, mode="choices", prompt="", prompt_tokens=1, target="", output="", finish="scored", error="", seconds=0,
         facts={"form": form, "chance": 0.25}, scores={"correct": float(correct)}, prompt_id=f"{form}{fact}",
@@ -55,7 +55,7 @@ def test_the_part_of_the_letters_loss_that_is_its_look_up() -> None:
 
 
 def test_failed_rows_count_nowhere() -> None:
-    broken = [*ROWS, Trial(**{**vars(trial("letter", 500, "cut", True)), "finish": "failed"})]
+    broken = [*ROWS, Row(**{**vars(trial("letter", 500, "cut", True)), "finish": "failed"})]
     assert lines(broken, {"letter": "letter", "cloze": "cloze"}) == lines(ROWS, {"letter": "letter", "cloze": "cloze"})
 
 

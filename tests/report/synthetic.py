@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from needlework.store import SEMANTICS_VERSION, Observation, Store, Trial
+from needlework.store import SEMANTICS_VERSION, Observation, Row, Store
 from needlework.tasks.scores import SCORES_VERSION
 
 LENGTHS = (64, 128, 192, 256)
@@ -147,7 +147,7 @@ def chance_of(model: str, text: str, sample: Sample) -> float:
     return float(floor + (1 - floor) * ability)
 
 
-def trial(model: str, experiment: str, sample: Sample, text: str) -> Trial:
+def trial(model: str, experiment: str, sample: Sample, text: str) -> Row:
     key = f"{model}/{sample.task}/{sample.id}/{text}"
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
     draw = (int(digest[:12], 16) % 1_000_003) / 1_000_003
@@ -162,7 +162,7 @@ def trial(model: str, experiment: str, sample: Sample, text: str) -> Trial:
     if "half='kv'" in text:
         wrong = "crimson two"
     output = (sample.target if right else wrong) + " ." if sample.mode == "generate" else ""
-    return Trial(
+    return Row(
         id=digest, experiment=experiment, model=model, task=sample.task, sample=sample.id, cluster=sample.id, seed=0,
         intervention=text, mode=sample.mode, prompt=sample.prompt, prompt_tokens=len(sample.prompt.split()),
         target=sample.target, output=output, finish="stop" if output else "scored", error="", seconds=0.01,
@@ -187,7 +187,7 @@ def sign(store: Store, models: dict[str, dict[str, Any]]) -> None:
     store.set_meta("scores_version", SCORES_VERSION)
 
 
-def trials(model: str, per_cell: int) -> Iterator[Trial]:
+def trials(model: str, per_cell: int) -> Iterator[Row]:
     heads = HEADS[model]
     plain, choices = list(needles(model, per_cell)), list(needles(model, per_cell, mode="choices"))
     wide = [*plain, *choices, *questions(12 * per_cell), *texts(2 * per_cell)]
@@ -221,7 +221,7 @@ def write(directory: Path, models: tuple[str, ...] = tuple(LAYERS), per_cell: in
         rows = list(trials(model, per_cell))
         if hostile:
             bad = "</script><script>window.pwned=1</script><img src=x onerror=window.pwned=1>\u2028&amp; end"
-            rows = [Trial(**{**vars(row), "output": bad}) if row.mode == "generate" else row for row in rows]
+            rows = [Row(**{**vars(row), "output": bad}) if row.mode == "generate" else row for row in rows]
         store.add(rows)
         store.observe(list(observations(model)))
     store.close()
@@ -232,7 +232,7 @@ def multiply(directory: Path, trials: int) -> int:
     """Repeat the trials of a store under other names until it holds at least so many; the number it then holds."""
     store = Store(directory)
     store.db.execute("PRAGMA synchronous=OFF")
-    names = [f.name for f in fields(Trial)]
+    names = [f.name for f in fields(Row)]
     changed = {
         "id": "id || '-' || ?1", "sample": "sample || '/' || ?1", "cluster": "cluster || '/' || ?1",
         "facts": "replace(facts, '{', '{\"copy\": ' || ?1 || ', ')",

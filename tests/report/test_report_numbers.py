@@ -20,7 +20,7 @@ from needlework.report.evidence import collect, helped_by_reading_twice
 from needlework.report.frame import Frame
 from needlework.report.page import FIGURES
 from needlework.report.reader import load
-from needlework.store import Store, Trial
+from needlework.store import Row, Store
 
 
 @pytest.fixture(scope="session")
@@ -29,20 +29,20 @@ def frame(run: Path) -> Frame:
 
 
 @pytest.fixture(scope="session")
-def trials(run: Path) -> list[Trial]:
+def trials(run: Path) -> list[Row]:
     store = Store(run)
-    found = list(store.trials())
+    found = list(store.rows())
     store.close()
     return found
 
 
-def counted(trials: list[Trial], model: str, text: str, **wanted: object) -> stats.Estimate:
+def counted(trials: list[Row], model: str, text: str, **wanted: object) -> stats.Estimate:
     own = [t for t in trials if (t.model, t.intervention) == (model, text)]
     own = [t for t in own if all(t.facts.get(k) == v or getattr(t, k, None) == v for k, v in wanted.items())]
     return stats.wilson(sum(t.scores["correct"] for t in own), len(own))
 
 
-def test_accuracies_equal_plain_counting(frame: Frame, trials: list[Trial]) -> None:
+def test_accuracies_equal_plain_counting(frame: Frame, trials: list[Row]) -> None:
     for model in ("tiny-griffin", "tiny-jamba"):
         bench = Bench(frame, model)
         for text in ("none", "keep_heads(k=1)", "ablate_attention()"):
@@ -56,7 +56,7 @@ def test_accuracies_equal_plain_counting(frame: Frame, trials: list[Trial]) -> N
     )  # fmt: skip
 
 
-def test_retained_share_pairs_the_same_samples(frame: Frame, trials: list[Trial]) -> None:
+def test_retained_share_pairs_the_same_samples(frame: Frame, trials: list[Row]) -> None:
     chosen = [t for t in trials if (t.model, t.task) == ("tiny-jamba", "niah") and t.facts["in_window"]]
     base = {t.sample: t.scores["correct"] for t in chosen if t.intervention == "none"}
     after = {t.sample: t.scores["correct"] for t in chosen if t.intervention == "keep_heads(k=1)"}
@@ -70,7 +70,7 @@ def test_chance_is_for_choices_only(frame: Frame) -> None:
     assert frame.chance(bench.retrieval("none", "choices")) == 0.25
 
 
-def test_a_trial_counts_once_however_many_experiments_it_served(tmp_path: Path, trials: list[Trial]) -> None:
+def test_a_trial_counts_once_however_many_experiments_it_served(tmp_path: Path, trials: list[Row]) -> None:
     some = [t for t in trials if t.intervention == "none" and t.task == "niah"][:20]
     store = Store(tmp_path, create=True)
     store.add([*some, *(replace(t, experiment="another") for t in some)])
@@ -79,7 +79,7 @@ def test_a_trial_counts_once_however_many_experiments_it_served(tmp_path: Path, 
     assert (found.trials, len(found.row)) == (40, 20)
 
 
-def test_failed_trials_are_left_out_and_counted(tmp_path: Path, trials: list[Trial]) -> None:
+def test_failed_trials_are_left_out_and_counted(tmp_path: Path, trials: list[Row]) -> None:
     some = [t for t in trials if t.task == "niah"][:10]
     store = Store(tmp_path, create=True)
     store.add([replace(t, finish="failed", scores={}) if i < 3 else t for i, t in enumerate(some)])
@@ -122,7 +122,7 @@ def test_every_figure_has_its_panels(frame: Frame) -> None:
         assert make(frame, browser).panels, name
 
 
-def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Trial]) -> None:
+def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Row]) -> None:
     figure = maps.needles(frame, Browser(frame))
     grid = next(p for p in figure.panels if p.group == "tiny-griffin" and p.title == "all 4 heads")
     assert isinstance(grid, maps.Grid)
@@ -222,7 +222,7 @@ def test_browser_keeps_its_budget(frame: Frame) -> None:
     assert all(not math.isnan(cell["n"]) for cell in found["cells"].values())
 
 
-def test_chance_is_that_of_the_options_that_count(tmp_path: Path, trials: list[Trial]) -> None:
+def test_chance_is_that_of_the_options_that_count(tmp_path: Path, trials: list[Row]) -> None:
     some = [t for t in trials if t.task == "niah_choice"][:10]
     store = Store(tmp_path, create=True)
     store.add([replace(t, facts={**t.facts, "chance": 1 / 7, "chance_context": 0.5}) for t in some])
@@ -232,7 +232,7 @@ def test_chance_is_that_of_the_options_that_count(tmp_path: Path, trials: list[T
     assert load([tmp_path]).groups[0].chance == 0.5
 
 
-def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: list[Trial]) -> None:
+def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: list[Row]) -> None:
     base = next(t for t in trials if (t.model, t.task, t.intervention) == ("tiny-jamba", "niah", "none"))
     right, wrong = {"correct": 1.0}, {"correct": 0.0}
     rows = [

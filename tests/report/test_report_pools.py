@@ -21,21 +21,21 @@ from needlework.report.reader import load
 from needlework.report.tables import scores, unplaced
 from needlework.report.tasks import others
 from needlework.stats import wilson
-from needlework.store import Store, Trial
+from needlework.store import Row, Store
 from needlework.verdicts import Verdict
 
 MODEL = "tiny-griffin"
 OFF = "ablate_attention()"
 
 
-def row(i: int, right: bool, text: str = "none", **fields: Any) -> Trial:
+def row(i: int, right: bool, text: str = "none", **fields: Any) -> Row:
     """The i-th needle, found or not; unlike trials have unlike ids, as in a real store."""
     facts = {"layout": "plain", "in_window": True, "length_tokens": 64, "depth_percent": 50, "twin_target": "jade four"}
     facts |= {"world": "toy", "chance": 0.25} | fields.pop("facts", {})
     chosen = {"experiment": "one", "task": "niah", "kind": "niah", "ability": "retrieval", "mode": "generate",
               "boundary": "decode", **fields}  # fmt: skip
     what = [text, chosen["boundary"], chosen["mode"], chosen.get("prompt_id", i), i]
-    return Trial(
+    return Row(
         **{"id": json.dumps(what), "model": MODEL, "sample": f"niah/{i}", "cluster": f"niah/{i}", "seed": 0,
            "intervention": text, "prompt": "a needle", "prompt_tokens": 2, "target": "amber nine",
            "output": "amber nine ." if right else "jade four .", "finish": "stop", "error": "", "seconds": 0.0,
@@ -43,11 +43,11 @@ def row(i: int, right: bool, text: str = "none", **fields: Any) -> Trial:
     )  # fmt: skip
 
 
-def rows(right: int, n: int, text: str = "none", **fields: Any) -> Iterator[Trial]:
+def rows(right: int, n: int, text: str = "none", **fields: Any) -> Iterator[Row]:
     return (row(i, i < right, text, **fields) for i in range(n))
 
 
-def store(directory: Path, trials: Sequence[Trial], experiments: Any = None, **about: Any) -> Path:
+def store(directory: Path, trials: Sequence[Row], experiments: Any = None, **about: Any) -> Path:
     made = Store(directory, create=True)
     synthetic.sign(made, {MODEL: {"anatomy": synthetic.anatomy(MODEL), "weights": "w", **about}})
     if experiments:

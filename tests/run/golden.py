@@ -31,7 +31,7 @@ def find(model: str, out: Path) -> dict[str, Any]:
         assert run.run_plan(plan, place, fast=True, models=[model], progress=False) == 0
         places.append(place)
         store = Store(place)
-        for trial in store.trials():
+        for trial in store.rows():
             key = f"{plan.stem} | {trial.experiment} | {trial.task} | {trial.intervention}"
             counts[key][0] += int(trial.scores.get("correct", 0))
             counts[key][1] += 1

@@ -20,7 +20,7 @@ from needlework.experiments.describe import describe
 from needlework.experiments.export import export
 from needlework.experiments.plan import load
 from needlework.files import file_name
-from needlework.store import Observation, Store, Trial
+from needlework.store import Observation, Row, Store
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def test_csv_holds_every_trial_and_score(finished: Path) -> None:
     trials, seen = export(finished, "csv")
     with trials.open(newline="") as file:
         rows = list(csv.DictReader(file))
-    stored = {(t.experiment, t.task, t.id): t for t in Store(finished).trials()}
+    stored = {(t.experiment, t.task, t.id): t for t in Store(finished).rows()}
     assert len(rows) == len(stored) == 146
     for row in rows:
         trial = stored[row["experiment"], row["task"], row["id"]]
@@ -49,7 +49,7 @@ def test_json_reads_back_as_the_store(finished: Path) -> None:
     (path,) = export(finished, "json")
     content = json.loads(path.read_text())
     store = Store(finished)
-    assert [Trial(**row) for row in content["trials"]] == list(store.trials("1 ORDER BY experiment, model, task, id"))
+    assert [Row(**row) for row in content["trials"]] == list(store.rows("1 ORDER BY experiment, model, task, id"))
     assert [Observation(**row) for row in content["observations"]] == store.observations()
     assert content["schema_version"] == 2
     assert content["meta"]["plan"]["name"] == "test"
@@ -59,7 +59,7 @@ def test_lm_eval_files(finished: Path) -> None:
     paths = export(finished, "lm-eval")
     found = [json.loads(p.read_text()) for p in paths if p.name == "results.json"]
     plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
-    trials = {t.id: t for t in Store(finished).trials("intervention = 'none' AND task = 'fake'")}
+    trials = {t.id: t for t in Store(finished).rows("intervention = 'none' AND task = 'fake'")}
     assert plain["n-samples"]["fake"] == {"original": 12, "effective": 12}, "a trial of two experiments counts once"
     assert plain["results"]["fake"]["acc,none"] == pytest.approx(sum(t.scores["correct"] for t in trials.values()) / 12)
     assert "acc_stderr,none" in plain["results"]["fake"]
@@ -131,7 +131,7 @@ def test_names_stay_in_their_folder_and_apart(finished: Path) -> None:
         assert len(name.encode()) < 200
     assert file_name("tiny-griffin_2.0") == "tiny-griffin_2.0", "a name that is one stays"
     store = Store(finished)
-    row = next(store.trials())
+    row = next(store.rows())
     store.add([replace(row, model=name, task=name, scores={"correct": float(i)}) for i, name in enumerate(NAMES)])
     store.close()
     top = finished / "elsewhere"
@@ -139,8 +139,8 @@ def test_names_stay_in_their_folder_and_apart(finished: Path) -> None:
     paths = export(finished, "lm-eval", top)
     assert all((top / "lm-eval").resolve() in path.resolve().parents for path in paths)
     assert {path for path in finished.parent.rglob("*") if top not in path.parents} - before == {top}
-    found = [json.loads(path.read_text()) for path in paths if path.name == "results.json"]
-    exact = {r["config"]["model_args"]["pretrained"]: r["results"] for r in found}
+    results = [json.loads(path.read_text()) for path in paths if path.name == "results.json"]
+    exact = {r["config"]["model_args"]["pretrained"]: r["results"] for r in results}
     assert [exact[name][name]["acc,none"] for name in NAMES] == list(range(len(NAMES)))
     assert len(paths) == len({path.resolve() for path in paths})
 
@@ -152,12 +152,12 @@ def test_lm_eval_files_pool_no_unlike_trials(plan_file: Path, tmp_path: Path) ->
     plan_file.write_text(text + more.format(name="early", options="", also="    boundary: prefill\n"))
     out = tmp_path / "out"
     assert run.run_plan(plan_file, out, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
-    found = [json.loads(p.read_text()) for p in export(out, "lm-eval") if p.name == "results.json"]
-    plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
+    results = [json.loads(p.read_text()) for p in export(out, "lm-eval") if p.name == "results.json"]
+    plain = next(r for r in results if r["config"]["model_args"]["intervention"] == "none")
     counts = {task: n["original"] for task, n in plain["n-samples"].items()}
     assert counts == {"fake_choice": 4, "look.fake": 6, "sweep.fake": 12, "even.fake": 6, "early.fake": 6}
-    rows = {t.experiment: [] for t in Store(out).trials()}
-    for t in Store(out).trials("intervention = 'none' AND task = 'fake'"):
+    rows = {t.experiment: [] for t in Store(out).rows()}
+    for t in Store(out).rows("intervention = 'none' AND task = 'fake'"):
         rows[t.experiment].append(t.scores["correct"])
     for name in ("even", "early", "look", "sweep"):
         assert plain["results"][f"{name}.fake"]["acc,none"] == pytest.approx(sum(rows[name]) / len(rows[name]))
@@ -170,8 +170,8 @@ def test_what_the_plan_no_longer_asks_for_is_exported_but_in_no_mean(plan_file: 
         rows = list(csv.DictReader(file))
     assert len(rows) == 146
     assert {asked: sum(row["asked"] == asked for row in rows) for asked in "01"} == {"0": 46, "1": 100}
-    found = [json.loads(p.read_text()) for p in export(finished, "lm-eval") if p.name == "results.json"]
-    plain = next(r for r in found if r["config"]["model_args"]["intervention"] == "none")
+    results = [json.loads(p.read_text()) for p in export(finished, "lm-eval") if p.name == "results.json"]
+    plain = next(r for r in results if r["config"]["model_args"]["intervention"] == "none")
     assert plain["n-samples"]["fake"]["original"] == 8
 
 
@@ -185,7 +185,7 @@ def test_wrong_exports_are_told(finished: Path, tmp_path: Path) -> None:
 
 def test_every_column_is_documented() -> None:
     text = (Path(__file__).parents[2] / "docs" / "store.md").read_text()
-    for cls in (Trial, Observation):
+    for cls in (Row, Observation):
         for column in fields(cls):
             assert f"`{column.name}`" in text, f"docs/store.md does not tell of {cls.__name__}.{column.name}"
     assert "store version 2" in text.lower()

@@ -104,9 +104,9 @@ def test_a_full_disk_stops_the_run_and_blames_no_trial(
     assert "database or disk is full" in shown.stderr
     assert "make room there, and the same command goes on" in " ".join(shown.stderr.split())
     store = Store(Path("out"))
-    there = list(store.trials())
-    assert not [row for row in there if row.finish == "failed"]
-    assert len(actor.asked) - len(there) <= 16, "the run stopped at once"
+    rows = list(store.rows())
+    assert not [row for row in rows if row.finish == "failed"]
+    assert len(actor.asked) - len(rows) <= 16, "the run stopped at once"
     store.close()
     assert command(fakes.FakeActor()).exit_code == 0
     go(plan_file, Path("whole"))
@@ -126,7 +126,7 @@ def test_a_disk_that_is_full_for_the_model_stops_the_run_too(command: Any) -> No
     assert shown.exit_code == 2
     assert "No space left on device" in shown.stderr
     assert len(calls) == 1, "one by one it would be full as well"
-    assert not [row for row in Store(Path("out")).trials() if row.finish == "failed"]
+    assert not [row for row in Store(Path("out")).rows() if row.finish == "failed"]
 
 
 def test_a_lock_that_cannot_be_written_is_told(tmp_path: Path) -> None:
@@ -158,9 +158,9 @@ def test_a_condition_that_hides_nothing_in_any_trial_is_told(command: Any, plan_
     )
     shown = command(Idle())
     assert shown.exit_code == 1
-    told = [line for line in shown.stderr.splitlines() if "hid nothing" in line]
-    assert told == ["limit_context(tokens=400) hid nothing in any of its 6 trials of sweep (alpha); choose fewer tokens"]
-    assert not [row for row in Store(Path("out")).trials() if row.finish == "failed"]
+    lines = [line for line in shown.stderr.splitlines() if "hid nothing" in line]
+    assert lines == ["limit_context(tokens=400) hid nothing in any of its 6 trials of sweep (alpha); choose fewer tokens"]
+    assert not [row for row in Store(Path("out")).rows() if row.finish == "failed"]
     plan_file.write_text(plan_file.read_text().replace(", limit_context(400)", ""))
     assert command(Idle()).exit_code == 0, "some of its trials acted, and that one is no longer asked for"
 

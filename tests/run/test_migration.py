@@ -13,7 +13,7 @@ import pytest
 from needlework.experiments import run
 from needlework.experiments.live import LiveModels
 from needlework.rescoring import older_scores, rescore
-from needlework.store import Store, Trial
+from needlework.store import Row, Store
 
 HERE = Path(__file__).parent / "version1"
 ROWS = 28
@@ -36,8 +36,8 @@ def old_rows() -> dict[tuple[str, ...], dict[str, Any]]:
     return rows
 
 
-def new_rows(store: Store) -> dict[tuple[str, ...], Trial]:
-    return {(t.experiment, t.model, t.task, t.id): t for t in store.trials()}
+def new_rows(store: Store) -> dict[tuple[str, ...], Row]:
+    return {(t.experiment, t.model, t.task, t.id): t for t in store.rows()}
 
 
 def test_rows_say_what_version_2_says(old: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_recording_whose_samples_are_not_sure_is_made_again(old: Path) -> None
 
 
 def test_a_store_that_may_not_be_written_is_read_from_a_copy(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.store._writable", lambda path: False)
+    monkeypatch.setattr("needlework.store.database.writable", lambda path: False)
     before = (old / "run.sqlite").read_bytes()
     store = Store(old)
     assert len(new_rows(store)) == ROWS
@@ -162,7 +162,7 @@ def test_a_store_that_may_not_be_written_is_read_from_a_copy(old: Path, monkeypa
 
 
 def test_what_breaks_off_leaves_a_store_of_version_1(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from needlework import migration
+    from needlework.store import migration
 
     def dies(db: Any) -> Any:
         raise KeyboardInterrupt

@@ -89,7 +89,7 @@ def test_an_answer_is_scored_by_each_experiment_in_its_own_way(plan_file: Path, 
     go(plan_file, tmp_path / "whole")
     assert table(tmp_path / "out") == table(tmp_path / "whole")
     scores: dict[str, dict[str, float]] = {}
-    for row in Store(tmp_path / "out").trials("intervention = 'none' AND task = 'fake' AND seed = 0"):
+    for row in Store(tmp_path / "out").rows("intervention = 'none' AND task = 'fake' AND seed = 0"):
         scores.setdefault(row.experiment, {})[row.id] = row.scores["correct"]
     assert {i: 1 - score for i, score in scores["look"].items()} == scores["other"]
     assert len(scores["other"]) == 6
@@ -138,9 +138,9 @@ def test_rows_of_lm_eval_are_none_of_a_plans_business(plan_file: Path, tmp_path:
     out = tmp_path / "out"
     go(plan_file, out)
     store = Store(out)
-    row = next(store.trials())
+    row = next(store.rows())
     theirs = replace(row, experiment="ability", task="mini", kind=LM_EVAL, scoring="", scores={"acc": 1.0}, finish="failed")
     store.add([theirs])
     store.close()
     go(plan_file, out, retry_failed=True)
-    assert next(Store(out).trials("experiment = 'ability'")) == theirs
+    assert next(Store(out).rows("experiment = 'ability'")) == theirs

@@ -141,13 +141,17 @@ def test_the_command_says_how_many_changed(plan_file: Path, tmp_path: Path, monk
     go(plan_file, out)
     store = Store(out)
     store.db.execute("UPDATE trials SET scores = '{}' WHERE experiment = 'look'")
+    store.db.execute("UPDATE trials SET scoring = ''")
+    store.set_meta("scores_version", 1)
+    assert older_scores(store) == 146
     store.close()
     shown = CliRunner().invoke(app, ["rescore", str(out)])
     assert shown.exit_code == 0
     assert shown.stdout.splitlines()[-1] == "6 of 146 rows have new scores"
     assert "8 rows could not be scored and keep what they have, for instance fake_choice: unknown task kind" in shown.stderr
-    told = json.loads(CliRunner().invoke(app, ["rescore", str(out), "--json"]).stdout)
-    assert (told["rows"], told["changed"], told["kept"]) == (146, 0, 8)
+    assert older_scores(Store(out)) == 8, "what could not be scored is still told"
+    counts = json.loads(CliRunner().invoke(app, ["rescore", str(out), "--json"]).stdout)
+    assert (counts["rows"], counts["changed"], counts["kept"]) == (146, 0, 8)
     assert CliRunner().invoke(app, ["rescore", str(tmp_path / "nowhere")]).exit_code == 2
     assert not (tmp_path / "nowhere").exists()
 
@@ -158,7 +162,7 @@ def test_answers_that_a_task_could_not_score_are_scored_when_it_can(plan_file: P
     broken = fakes.PLAN.replace("{kind: fake, samples: 6}", "{kind: fake, samples: 6, scorer: broken}")
     plan_file.write_text(broken)
     go(plan_file, tmp_path / "out", code=1)
-    assert all(row.output and row.finish == "failed" for row in Store(tmp_path / "out").trials("task = 'fake'"))
+    assert all(row.output and row.finish == "failed" for row in Store(tmp_path / "out").rows("task = 'fake'"))
 
     class Mended(fakes.FakeTask):
         def score(self, item: Any, outcome: Any) -> dict[str, float]:
@@ -170,9 +174,9 @@ def test_answers_that_a_task_could_not_score_are_scored_when_it_can(plan_file: P
 
     store = Store(tmp_path / "out")
     assert rescore(store, make).changed == 138
-    rows = {row.id: row for row in store.trials("task = 'fake' AND experiment = 'sweep'")}
+    rows = {row.id: row for row in store.rows("task = 'fake' AND experiment = 'sweep'")}
     store.close()
-    good = {row.id: row for row in Store(tmp_path / "good").trials("task = 'fake' AND experiment = 'sweep'")}
+    good = {row.id: row for row in Store(tmp_path / "good").rows("task = 'fake' AND experiment = 'sweep'")}
     assert {i: (row.scores, row.finish, row.error, row.facts) for i, row in rows.items()} == {
         i: (row.scores, row.finish, row.error, row.facts) for i, row in good.items()
     }
@@ -186,7 +190,7 @@ def test_answers_that_a_task_could_not_score_are_scored_when_it_can(plan_file: P
 def test_a_score_that_reads_what_no_row_keeps_fails_instead_of_being_another(plan_file: Path, tmp_path: Path) -> None:
     go(plan_file, tmp_path / "out")
     store = Store(tmp_path / "out")
-    item = stored_item(next(store.trials("task = 'fake'")))
+    item = stored_item(next(store.rows("task = 'fake'")))
     for read in (len, list, lambda prompt: prompt[0], lambda prompt: 3 in prompt, lambda prompt: prompt == ()):
         with pytest.raises(NeedleworkError, match="does not keep its prompt's tokens"):
             read(item.prompt)

@@ -34,7 +34,7 @@ def go(plan: Path, out: Path, source: fakes.FakeModels | None = None, code: int 
 def table(out: Path) -> list[Any]:
     """Everything but timing."""
     store = Store(out)
-    rows = sorted((replace(t, seconds=0.0) for t in store.trials()), key=lambda t: (t.experiment, t.model, t.task, t.id))
+    rows = sorted((replace(t, seconds=0.0) for t in store.rows()), key=lambda t: (t.experiment, t.model, t.task, t.id))
     observed = store.observations()
     store.close()
     return [*rows, *observed]
@@ -51,7 +51,7 @@ def test_every_trial_of_the_plan_has_a_row(plan_file: Path, tmp_path: Path) -> N
     count = dict(store.db.execute("SELECT experiment, count(*) FROM trials GROUP BY 1"))
     # 6 samples x 2 seeds x (none, k=0..4 in decode and in both); 4 x 2; 6 x 1
     assert count == {"sweep": 6 * 2 * 11, "choice": 8, "look": 6}
-    row = next(store.trials("experiment = 'sweep' AND intervention = 'none' AND seed = 1 AND sample = 'fake/2'"))
+    row = next(store.rows("experiment = 'sweep' AND intervention = 'none' AND seed = 1 AND sample = 'fake/2'"))
     assert row.scores.keys() == {"correct", "options"}
     assert row.spans == {"needle": [[1, 4]]}
     assert row.facts == {"context_tokens": 8, "twin_target": "999", "answer_option": 0}
@@ -62,7 +62,7 @@ def test_every_trial_of_the_plan_has_a_row(plan_file: Path, tmp_path: Path) -> N
     assert row.logprobs
     assert row.margins
     assert store.versions()[row.versions] == {"needlework": "test"}
-    choice = next(store.trials("experiment = 'choice'"))
+    choice = next(store.rows("experiment = 'choice'"))
     assert choice.finish == "scored"
     assert len(choice.logprobs) == 2
 
@@ -264,7 +264,7 @@ def test_what_breaks_one_trial_fails_that_trial_alone(
     poisoned = fakes.FakeModels(fakes.FakeActor(batchwise=False, poison=frozenset({victim})))
     go(plan_file, tmp_path / "out", poisoned, code=1)
     store = Store(tmp_path / "out")
-    failed = list(store.trials("finish = 'failed'"))
+    failed = list(store.rows("finish = 'failed'"))
     assert {t.prompt for t in failed} == {" ".join(map(str, victim))}
     assert {t.error for t in failed} == {"RuntimeError: poisoned"}
     assert all(t.scores == {} for t in failed)
@@ -278,7 +278,7 @@ def test_what_breaks_one_trial_fails_that_trial_alone(
 def test_a_task_that_cannot_score_keeps_the_answers(plan_file: Path, tmp_path: Path) -> None:
     plan_file.write_text(fakes.PLAN.replace("tasks: [fake_choice]", "tasks: [{kind: fake_choice, scorer: broken}]"))
     go(plan_file, tmp_path / "out", code=1)
-    rows = list(Store(tmp_path / "out").trials("experiment = 'choice'"))
+    rows = list(Store(tmp_path / "out").rows("experiment = 'choice'"))
     assert {t.finish for t in rows} == {"failed"}
     assert all("ZeroDivisionError: no scores today" in t.error and t.logprobs for t in rows)
 

@@ -61,7 +61,7 @@ def start(plan: Path, out: Path) -> subprocess.Popen[bytes]:
 def test_a_real_model_killed_five_times_gives_the_same_table(plan: Path, tmp_path: Path) -> None:
     assert start(plan, tmp_path / "whole").wait() == 0
     expected = table(tmp_path / "whole")
-    assert not list(Store(tmp_path / "whole").trials("finish = 'failed'"))
+    assert not list(Store(tmp_path / "whole").rows("finish = 'failed'"))
     draw = random.Random(0)
     out = tmp_path / "out"
     counts = [0]

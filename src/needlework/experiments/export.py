@@ -14,7 +14,7 @@ from typing import Any
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments import lm_eval_export
 from needlework.files import beside, whole
-from needlework.store import JSON_COLUMNS, SCHEMA_VERSION, WHOLE_COLUMNS, Observation, Store, Trial
+from needlework.store import JSON_COLUMNS, SCHEMA_VERSION, WHOLE_COLUMNS, Observation, Row, Store
 
 _BATCH = 10_000
 
@@ -41,16 +41,16 @@ def score_column(name: str) -> str:
     return "score_" + re.sub(r"\W", "_", name)
 
 
-def flat(trial: Trial, scores: list[str]) -> dict[str, Any]:
+def flat(trial: Row, scores: list[str]) -> dict[str, Any]:
     """One trial as a flat row: structured columns as JSON text, each score as a column of its own."""
-    row = {f.name: getattr(trial, f.name) for f in fields(Trial)}
+    row = {f.name: getattr(trial, f.name) for f in fields(Row)}
     row |= {name: json.dumps(row[name]) for name in row if name in JSON_COLUMNS}
     return row | {score_column(name): trial.scores.get(name) for name in scores}
 
 
 def _trial_columns(store: Store) -> tuple[list[str], list[str]]:
     scores = store.score_names()
-    return [f.name for f in fields(Trial)] + [score_column(name) for name in scores], scores
+    return [f.name for f in fields(Row)] + [score_column(name) for name in scores], scores
 
 
 def _csv(store: Store, folder: Path) -> list[Path]:
@@ -59,7 +59,7 @@ def _csv(store: Store, folder: Path) -> list[Path]:
     with whole(trials) as file:
         writer = csv.DictWriter(file, columns)
         writer.writeheader()
-        writer.writerows(flat(trial, scores) for trial in store.trials("1 ORDER BY experiment, model, task, id"))
+        writer.writerows(flat(trial, scores) for trial in store.rows("1 ORDER BY experiment, model, task, id"))
     with whole(seen) as file:
         writer = csv.DictWriter(file, [f.name for f in fields(Observation)])
         writer.writeheader()
@@ -74,7 +74,7 @@ def _json(store: Store, folder: Path) -> list[Path]:
         file.write(f'{{"schema_version": {SCHEMA_VERSION}, "meta": {json.dumps(meta)},\n')
         file.write(f'"versions": {json.dumps(store.versions())},\n"observations": ')
         file.write(json.dumps([asdict(one) for one in store.observations()]) + ',\n"trials": [')
-        for i, trial in enumerate(store.trials("1 ORDER BY experiment, model, task, id")):
+        for i, trial in enumerate(store.rows("1 ORDER BY experiment, model, task, id")):
             file.write((",\n" if i else "\n") + json.dumps(asdict(trial)))
         file.write("\n]}\n")
     return [path]
@@ -93,7 +93,7 @@ def _parquet(store: Store, folder: Path) -> list[Path]:
     trials, seen = folder / "trials.parquet", folder / "observations.parquet"
     with beside(trials) as half, pq.ParquetWriter(half, schema) as writer:
         batch: list[dict[str, Any]] = []
-        for trial in store.trials("1 ORDER BY experiment, model, task, id"):
+        for trial in store.rows("1 ORDER BY experiment, model, task, id"):
             batch.append(flat(trial, scores))
             if len(batch) >= _BATCH:
                 writer.write_table(pa.Table.from_pylist(batch, schema))

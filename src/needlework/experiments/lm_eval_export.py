@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework.files import file_name, whole
-from needlework.store import Store, Trial
+from needlework.store import Row, Store
 
 Group = tuple[str, str]  # model, intervention
 
@@ -27,16 +27,16 @@ def write(store: Store, folder: Path) -> list[Path]:
 
 
 def _group(store: Store, place: Path, group: Group, labels: Mapping[tuple[str, str], str]) -> list[Path]:
-    tasks: dict[str, dict[str, Trial]] = {}
+    tasks: dict[str, dict[str, Row]] = {}
     where = "model = ? AND intervention = ? AND asked ORDER BY task, sample, seed, experiment"
-    for trial in store.trials(where, group):
+    for trial in store.rows(where, group):
         tasks.setdefault(labels[trial.experiment, trial.task], {}).setdefault(trial.id, trial)
-    trials = {task: list(some.values()) for task, some in tasks.items()}
+    trials = {task: list(by_id.values()) for task, by_id in tasks.items()}
     paths = []
-    for task, some in trials.items():
+    for task, samples in trials.items():
         path = place / f"samples_{file_name(task)}.jsonl"
         with whole(path) as file:
-            file.writelines(json.dumps(_sample(i, t)) + "\n" for i, t in enumerate(some))
+            file.writelines(json.dumps(_sample(i, t)) + "\n" for i, t in enumerate(samples))
         paths.append(path)
     results = place / "results.json"
     with whole(results) as file:
@@ -56,7 +56,7 @@ def _labels(store: Store) -> dict[tuple[str, str], str]:
     return {(e, task): task if len(meanings[task]) == 1 else f"{e}.{task}" for e, task in homes}
 
 
-def _results(store: Store, group: Group, tasks: dict[str, list[Trial]]) -> dict[str, Any]:
+def _results(store: Store, group: Group, tasks: dict[str, list[Row]]) -> dict[str, Any]:
     model, intervention = group
     identity = (store.meta("models") or {}).get(model, {})
     figures = {task: {"alias": task, **_figures(trials)} for task, trials in tasks.items()}
@@ -77,7 +77,7 @@ def _results(store: Store, group: Group, tasks: dict[str, list[Trial]]) -> dict[
     }
 
 
-def _figures(trials: list[Trial]) -> dict[str, float]:
+def _figures(trials: list[Row]) -> dict[str, float]:
     """Means and standard errors, under lm-eval's names."""
     figures: dict[str, float] = {}
     for name in _names(trials):
@@ -89,11 +89,11 @@ def _figures(trials: list[Trial]) -> dict[str, float]:
     return figures
 
 
-def _sound(trials: list[Trial]) -> list[Trial]:
+def _sound(trials: list[Row]) -> list[Row]:
     return [t for t in trials if t.finish != "failed"]
 
 
-def _names(trials: list[Trial]) -> list[str]:
+def _names(trials: list[Row]) -> list[str]:
     return sorted({name for t in _sound(trials) for name in t.scores})
 
 
@@ -101,7 +101,7 @@ def _metric(name: str) -> str:
     return "acc" if name == "correct" else name
 
 
-def _sample(number: int, trial: Trial) -> dict[str, Any]:
+def _sample(number: int, trial: Row) -> dict[str, Any]:
     answer: Any = trial.output if trial.mode == "generate" else list(trial.logprobs)
     return {
         "doc_id": number,

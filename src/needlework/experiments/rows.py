@@ -10,7 +10,7 @@ from needlework.experiments.asks import Ask, Home
 from needlework.experiments.live import Scored
 from needlework.requests import Answer
 from needlework.rescoring import lasting_scores, stored_facts, stored_finish, stored_outcome
-from needlework.store import ANSWER_FINISH, Trial
+from needlework.store import ANSWER_FINISH, Row
 from needlework.tasks.base import Outcome
 
 
@@ -59,7 +59,7 @@ def failed(error: Exception | str) -> Result:
     return Result(error=error if isinstance(error, str) else f"{type(error).__name__}: {error}")
 
 
-def stored(trial: Trial) -> Result:
+def stored(trial: Row) -> Result:
     """The answer of a row, as it came back."""
     finish = stored_finish(trial)
     return Result(
@@ -74,11 +74,11 @@ def stored(trial: Trial) -> Result:
     )
 
 
-def rows(ask: Ask, result: Result, model: str, seconds: float, versions: str) -> list[Trial]:
+def rows(ask: Ask, result: Result, model: str, seconds: float, versions: str) -> list[Row]:
     return [row(ask, home, result, model, seconds, versions) for home in ask.homes]
 
 
-def row(ask: Ask, home: Home, result: Result, model: str, seconds: float, versions: str) -> Trial:
+def row(ask: Ask, home: Home, result: Result, model: str, seconds: float, versions: str) -> Row:
     item = home.item
     facts = stored_facts(item, ask.settings.mode)
     scores: dict[str, float] = {}
@@ -89,7 +89,7 @@ def row(ask: Ask, home: Home, result: Result, model: str, seconds: float, versio
         except Exception as fault:  # a task of one's own may be wrong; its answers are kept all the same
             facts[ANSWER_FINISH] = finish
             finish, error = "failed", f"the task could not score this: {type(fault).__name__}: {fault}"
-    return Trial(
+    return Row(
         id=ask.id,
         experiment=home.experiment,
         model=model,

@@ -15,7 +15,7 @@ from needlework.experiments.plan import MakeTask, Plan, load
 from needlework.experiments.progress import Bars, bars, say, summary
 from needlework.experiments.trials import expand
 from needlework.requests import prepare
-from needlework.store import LM_EVAL, Observation, Store, StoreError, Trial, claimed, is_full, writing
+from needlework.store import LM_EVAL, Observation, Row, Store, StoreError, claimed, is_full, writing
 from needlework.tasks.scores import SCORES_VERSION
 
 DONE, FAILED, STOPPED = 0, 1, 130
@@ -175,11 +175,11 @@ class _Run:
         """
         answered = {trial for _, _, trial in self.done}
         again = 0
-        made: list[Trial] = []
+        made: list[Row] = []
         for ask in self.work.asks:
             homes = [h for h in ask.homes if self.done.get((h.experiment, h.task.name, ask.id)) != h.task.scoring]
             if homes and ask.id in answered:
-                known = {(t.experiment, t.task): t for t in self.store.trials("id = ? AND model = ?", (ask.id, self.model))}
+                known = {(t.experiment, t.task): t for t in self.store.rows("id = ? AND model = ?", (ask.id, self.model))}
                 for home in homes:
                     own = known.get((home.experiment, home.task.name))
                     trial = own or min(known.values(), key=lambda t: rows.stored(t).finish == "failed")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from needlework.lmeval.questions import Question
-from needlework.store import LM_EVAL, Trial
+from needlework.store import LM_EVAL, Row
 from needlework.tasks.base import Ability, Mode
 
 EXPERIMENT = "ability"
@@ -44,7 +44,7 @@ def scores(question: Question, responses: Sequence[Any]) -> dict[str, float]:
     return found
 
 
-def row(question: Question, told: Told, model: str, trial: str, intervention: str, seconds: float, versions: str) -> Trial:
+def row(question: Question, told: Told, model: str, trial: str, intervention: str, seconds: float, versions: str) -> Row:
     facts = question.facts()
     target = question.task.doc_to_target(question.doc)
     greedy: list[bool] = []
@@ -55,7 +55,7 @@ def row(question: Question, told: Told, model: str, trial: str, intervention: st
             target = facts["options"][target]
     totals = [float(r[0] if question.mode == "choices" else r) for r in told.responses] if question.mode != "generate" else []
     ordered = sorted(totals, reverse=True)
-    return Trial(
+    return Row(
         id=trial,
         experiment=EXPERIMENT,
         model=model,
@@ -86,7 +86,7 @@ def row(question: Question, told: Told, model: str, trial: str, intervention: st
     )
 
 
-def responses(question: Question, trial: Trial) -> list[Any]:
+def responses(question: Question, trial: Row) -> list[Any]:
     """What lm-eval is told for a stored row. A failed one counts as wrong there; results.json says how many failed."""
     if trial.finish == "failed":
         nothing: dict[str, Any] = {"choices": (-math.inf, False), "perplexity": -math.inf, "generate": ""}

@@ -16,7 +16,7 @@ import numpy as np
 
 from needlework import stats
 from needlework.stats import NOTHING, Estimate
-from needlework.store import Trial
+from needlework.store import Row
 
 BASELINE = "none"
 NO_BASELINE = replace(NOTHING, why="no baseline: ask none, too")
@@ -41,9 +41,9 @@ class Lookup:
     part: Estimate
 
 
-def lines(trials: Sequence[Trial], home: dict[str, str]) -> list[Line]:
+def lines(trials: Sequence[Row], home: dict[str, str]) -> list[Line]:
     """A line for every (asked name, intervention); `home` says which asked name a task belongs to."""
-    found: dict[tuple[str, str], dict[str, Trial]] = {}
+    found: dict[tuple[str, str], dict[str, Row]] = {}
     for trial in trials:
         if trial.finish != "failed" and "correct" in trial.scores:
             found.setdefault((home[trial.task], trial.intervention), {})[f"{trial.task}/{trial.prompt_id}"] = trial
@@ -60,9 +60,9 @@ def lines(trials: Sequence[Trial], home: dict[str, str]) -> list[Line]:
     return made
 
 
-def lookups(trials: Sequence[Trial]) -> list[Lookup]:
+def lookups(trials: Sequence[Row]) -> list[Lookup]:
     """For every intervention under which both forms of the same facts were asked."""
-    forms: dict[str, dict[str, dict[str, Trial]]] = {"letter": {}, "cloze": {}}
+    forms: dict[str, dict[str, dict[str, Row]]] = {"letter": {}, "cloze": {}}
     for trial in trials:
         form = {"statement": "cloze", "question": "cloze"}.get(str(trial.facts.get("form")), str(trial.facts.get("form")))
         if form in forms and trial.finish != "failed":
@@ -78,7 +78,7 @@ def lookups(trials: Sequence[Trial]) -> list[Lookup]:
     return made
 
 
-def _part(columns: Sequence[dict[str, Trial]]) -> Estimate:
+def _part(columns: Sequence[dict[str, Row]]) -> Estimate:
     facts = sorted(set.intersection(*(set(column) for column in columns)))
     if not facts:
         return NOTHING

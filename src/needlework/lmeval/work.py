@@ -14,7 +14,7 @@ from needlework.experiments.models import Sketch
 from needlework.interventions import Intervention
 from needlework.lmeval import answers
 from needlework.lmeval.questions import Question, Shown, quiet
-from needlework.store import LM_EVAL, Store, Trial
+from needlework.store import LM_EVAL, Row, Store
 
 if TYPE_CHECKING:
     from needlework.lmeval.model import NeedleworkLM
@@ -31,14 +31,14 @@ class Job:
     lm: NeedleworkLM
     acts: dict[str, Intervention]
     questions: list[Question]
-    rows: dict[tuple[int, str], Trial] = field(default_factory=dict)  # (question, intervention) -> its row
+    rows: dict[tuple[int, str], Row] = field(default_factory=dict)  # (question, intervention) -> its row
 
     def settings(self, question: Question) -> Settings:
         most = max((one.max_new_tokens for one in question.generations), default=1)
         return Settings(question.mode, "decode", most, frozenset())
 
     def ids(self) -> dict[tuple[int, str], str]:
-        """Trial ids: what cannot change an answer is not in them."""
+        """Row ids: what cannot change an answer is not in them."""
         digests = [question.digest() for question in self.questions]
         return {
             (i, text): trial_id(self.seen, digests[i], text, self.settings(question))
@@ -74,7 +74,7 @@ def ask(job: Job, store: Store, progress: bool) -> int:
     from needlework.lmeval.teller import tell
 
     ids = job.ids()
-    there = {t.id: t for t in store.trials("experiment = ? AND model = ?", (answers.EXPERIMENT, job.seen.name))}
+    there = {t.id: t for t in store.rows("experiment = ? AND model = ?", (answers.EXPERIMENT, job.seen.name))}
     job.rows = {key: there[trial] for key, trial in ids.items() if trial in there}
     _mark(job, store)
     missing = len(ids) - len(job.rows)

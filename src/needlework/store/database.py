@@ -1,152 +1,35 @@
-"""One SQLite file per run: one row per trial, written once, kept through any crash. docs/store.md describes every column."""
+"""One SQLite file per run: one row per trial, written once, kept through any crash."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import hashlib
 import json
-import os
-import shutil
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from needlework.errors import NeedleworkError
+from needlework.store.disk import copied, is_full, sqlite_code, writable, writing
+from needlework.store.migration import migrate
+from needlework.store.rows import (
+    ANSWER_FINISH,
+    JSON_COLUMNS,
+    LM_EVAL,
+    SCHEMA_VERSION,
+    Observation,
+    Recording,
+    Row,
+    RowKey,
+    columns,
+)
 
-SCHEMA_VERSION = 2
-# Rises when an intervention, a phase, a task's prompt or a score changes its meaning: old answers are then no answers.
-SEMANTICS_VERSION = 2
 FILE_NAME = "run.sqlite"
-LOCK_NAME = "run.lock"
-LM_EVAL = "lm-eval"  # kind of the rows that lm-evaluation-harness asks for and scores: no plan asks for them
-ANSWER_FINISH = "answer_finish"  # fact of a row whose answer is there though its task could not score it: how it finished
 _SYNC_SECONDS = 0.5  # how often written rows are forced to the disk; the system has them at once
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One sample under one intervention, and everything that came of it."""
-
-    id: str  # hash of weights, tokenizer, prompt ids, intervention text, decoding settings and semantics version
-    experiment: str
-    model: str
-    task: str
-    sample: str
-    cluster: str
-    seed: int
-    intervention: str  # text form
-    mode: str  # generate | choices | perplexity
-    prompt: str
-    prompt_tokens: int
-    target: str
-    output: str
-    finish: str  # stop | length | failed | scored
-    error: str
-    seconds: float
-    spans: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    scores: Mapping[str, float] = field(default_factory=dict)
-    logprobs: Sequence[float] = ()
-    margins: Sequence[float] = ()
-    receipt: Mapping[str, Any] = field(default_factory=dict)
-    prompt_id: str = ""  # hash of the prompt's tokens, spans, twins and options
-    versions: str = ""  # which row of the table `versions` made it
-    kind: str = ""  # of its task, whatever name the plan gave the task
-    ability: str = ""  # retrieval | knowledge | perplexity, as the task declares; "" is judged by no rule
-    boundary: str = ""  # who owned the last prompt token: decode | prefill; "" where nothing is decoded
-    scoring: str = ""  # hash of everything that turns its answer into scores; "" for scores of an older version
-    greedy: Sequence[bool] = ()  # of each option: the model would have said it
-    asked: int = 1  # 0: the plan that ran last no longer asks for it, so no report counts it
-
-
-@dataclass(frozen=True)
-class Observation:
-    """What one head looked at, summed over an experiment's samples."""
-
-    experiment: str
-    model: str
-    task: str
-    layer: int
-    head: int
-    samples: int
-    needle_mass: float
-    entropy: float
-    copy_score: float
-
-
-Row = tuple[str, str, str, str]  # experiment, model, task, trial id
-Recording = tuple[str, str, str]  # experiment, model, task
-
-JSON_COLUMNS = {"spans", "facts", "scores", "logprobs", "margins", "receipt", "greedy"}
-_REAL = {"seconds", "needle_mass", "entropy", "copy_score"}
-WHOLE_COLUMNS = {"seed", "prompt_tokens", "layer", "head", "samples", "asked"}
-
-
-def _columns(cls: type) -> str:
-    kind = {**dict.fromkeys(_REAL, "REAL"), **dict.fromkeys(WHOLE_COLUMNS, "INTEGER")}
-    return ", ".join(f"{f.name} {kind.get(f.name, 'TEXT')} NOT NULL" for f in fields(cls))
-
-
-class StoreError(NeedleworkError):
-    """The disk does not take what is written. No trial is to blame: the run stops and can be taken up again."""
-
-
-def is_full(error: BaseException) -> bool:
-    """The disk has no room left, whoever met it."""
-    return _code(error) == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _code(error: BaseException) -> int:
-    """SQLite's own word for what went wrong; 0 for other errors."""
-    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """What goes wrong in here is the disk's fault, and told as that."""
-    try:
-        yield
-    except (sqlite3.Error, OSError) as error:
-        cure = "make room there" if is_full(error) else "mend that"
-        raise StoreError(
-            f"cannot write into {folder}: {error}. Everything that was finished is kept; {cure}, and the same command goes on"
-        ) from None
-
-
-def digest(names: Iterable[str]) -> str:
-    """A hash of a set of names, in whatever order they come."""
-    return hashlib.sha256("\n".join(sorted(set(names))).encode()).hexdigest()[:24]
-
-
-@contextmanager
-def claimed(directory: Path | str) -> Iterator[Path]:
-    """Own a run's directory: made if missing, refused while another process writes. A killed owner owns nothing."""
-    folder = Path(directory)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / LOCK_NAME).open("a+b", buffering=0)
-    except OSError as error:
-        raise NeedleworkError(f"cannot write into {folder}: {error.strerror}; choose another directory") from None
-    with lock:  # closing it gives the lock back; so does the system when the process dies
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            owner = lock.read().decode().strip() or "unknown"
-            raise NeedleworkError(
-                f"another run (process {owner}) is writing into {folder}; wait for it, or choose another directory"
-            ) from None
-        with writing(folder):
-            lock.truncate(0)
-            lock.write(str(os.getpid()).encode())
-        yield folder
 
 
 class Store:
@@ -158,14 +41,14 @@ class Store:
         if not create and not path.exists():
             raise NeedleworkError(f"{directory} holds no run; `needlework run PLAN --out {directory}` makes one")
         self._synced = 0.0
-        self._copy = None if create or _writable(path) else _copied(path)
+        self._copy = None if create or writable(path) else copied(path)
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             self.db = sqlite3.connect(self._copy.name + f"/{FILE_NAME}" if self._copy else path, timeout=30, isolation_level=None)
             self.db.execute("PRAGMA journal_mode=WAL")
             self._prepare()
         except (OSError, sqlite3.DatabaseError) as error:
-            if is_full(error) or _code(error) == sqlite3.SQLITE_IOERR:
+            if is_full(error) or sqlite_code(error) == sqlite3.SQLITE_IOERR:
                 with writing(self.directory):
                     raise
             raise NeedleworkError(f"{path} is no needlework store ({error}); choose another directory") from None
@@ -174,19 +57,17 @@ class Store:
         self.db.execute("CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
         version = self.meta("schema_version")
         if version == 1:
-            from needlework.migration import migrate
-
-            migrate(self.db, _columns(Trial).split(", "))
+            migrate(self.db, columns(Row).split(", "))
         elif version not in (None, SCHEMA_VERSION):
             raise NeedleworkError(
                 f"{self.directory} was written with store version {version}, this is version {SCHEMA_VERSION};"
                 " choose another directory"
             )
-        self.db.execute(f"CREATE TABLE IF NOT EXISTS trials ({_columns(Trial)}, PRIMARY KEY (experiment, model, task, id))")
+        self.db.execute(f"CREATE TABLE IF NOT EXISTS trials ({columns(Row)}, PRIMARY KEY (experiment, model, task, id))")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_condition ON trials (experiment, model, task, intervention)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_id ON trials (id)")
         self.db.execute(
-            f"CREATE TABLE IF NOT EXISTS observations ({_columns(Observation)},"
+            f"CREATE TABLE IF NOT EXISTS observations ({columns(Observation)},"
             " PRIMARY KEY (experiment, model, task, layer, head))"
         )
         self.db.execute("CREATE TABLE IF NOT EXISTS versions (id TEXT PRIMARY KEY, content TEXT NOT NULL)")
@@ -210,7 +91,7 @@ class Store:
     def versions(self) -> dict[str, dict[str, str]]:
         return {name: json.loads(text) for name, text in self.db.execute("SELECT id, content FROM versions")}
 
-    def add(self, trials: Sequence[Trial]) -> None:
+    def add(self, trials: Sequence[Row]) -> None:
         self._insert("trials", trials)
 
     def observe(self, observations: Sequence[Observation]) -> None:
@@ -235,11 +116,11 @@ class Store:
             self.db.execute("BEGIN")
             self.db.executemany(statement, values)
 
-    def done(self) -> dict[Row, str]:
+    def done(self) -> dict[RowKey, str]:
         """Every trial that is there, and what its scores are of."""
         return {row[:4]: row[4] for row in self.db.execute("SELECT experiment, model, task, id, scoring FROM trials")}
 
-    def mark_asked(self, wanted: AbstractSet[Row], where: str, values: Sequence[Any]) -> int:
+    def mark_asked(self, wanted: AbstractSet[RowKey], where: str, values: Sequence[Any]) -> int:
         """Note which rows of those are asked for; how many are not."""
         rows = self.db.execute(f"SELECT experiment, model, task, id, asked FROM trials WHERE {where}", values).fetchall()
         changed = [(1 - asked, *row) for *row, asked in rows if (tuple(row) in wanted) != bool(asked)]
@@ -270,10 +151,10 @@ class Store:
         self._write(f"DELETE FROM trials WHERE {failed} AND NOT {has_answer}", [()])
         self._write(f"UPDATE trials SET scoring = '' WHERE {failed} AND {has_answer}", [()])
 
-    def trials(self, where: str = "1", values: Sequence[Any] = ()) -> Iterator[Trial]:
-        names = [f.name for f in fields(Trial)]
+    def rows(self, where: str = "1", values: Sequence[Any] = ()) -> Iterator[Row]:
+        names = [f.name for f in fields(Row)]
         for row in self.db.execute(f"SELECT {', '.join(names)} FROM trials WHERE {where}", values):
-            yield Trial(**{k: json.loads(v) if k in JSON_COLUMNS else v for k, v in zip(names, row, strict=True)})
+            yield Row(**{k: json.loads(v) if k in JSON_COLUMNS else v for k, v in zip(names, row, strict=True)})
 
     def observations(self) -> list[Observation]:
         names = [f.name for f in fields(Observation)]
@@ -290,16 +171,3 @@ class Store:
         self.db.close()
         if self._copy is not None:
             self._copy.cleanup()
-
-
-def _writable(path: Path) -> bool:
-    return os.access(path, os.W_OK) and os.access(path.parent, os.W_OK)
-
-
-def _copied(path: Path) -> TemporaryDirectory[str]:
-    """SQLite cannot read a log of writes that it may not write to, nor can an older store be brought up to date there."""
-    folder = TemporaryDirectory(prefix="needlework-")
-    for name in (FILE_NAME, f"{FILE_NAME}-wal"):
-        if path.with_name(name).exists():
-            shutil.copyfile(path.with_name(name), Path(folder.name) / name)
-    return folder

@@ -7,7 +7,7 @@ import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from needlework.store import LM_EVAL, Recording, digest
+from needlework.store.rows import LM_EVAL, Recording, digest
 
 # The tasks that came with version 1. A task of one's own is judged by no rule until `needlework run` has seen its row again.
 _ABILITIES = {

@@ -1,0 +1,32 @@
+"""One SQLite file per run. Whoever reads or writes a run imports from here."""
+
+from needlework.store.database import Store
+from needlework.store.disk import StoreError, claimed, is_full, writing
+from needlework.store.rows import (
+    ANSWER_FINISH,
+    JSON_COLUMNS,
+    LM_EVAL,
+    SCHEMA_VERSION,
+    SEMANTICS_VERSION,
+    WHOLE_COLUMNS,
+    Observation,
+    Row,
+    digest,
+)
+
+__all__ = [
+    "ANSWER_FINISH",
+    "JSON_COLUMNS",
+    "LM_EVAL",
+    "SCHEMA_VERSION",
+    "SEMANTICS_VERSION",
+    "WHOLE_COLUMNS",
+    "Observation",
+    "Row",
+    "Store",
+    "StoreError",
+    "claimed",
+    "digest",
+    "is_full",
+    "writing",
+]
