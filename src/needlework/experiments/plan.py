@@ -12,13 +12,22 @@ from pydantic import ValidationError
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments.lines import Marked, Place, PlanError, read
-from needlework.experiments.schema import ExperimentFile, FastFile, ModelFile, PlanFile, Settings, keys_at
+from needlework.experiments.schema import (
+    NAME,
+    NAME_RULE,
+    ExperimentFile,
+    FastFile,
+    ModelFile,
+    PlanFile,
+    Settings,
+    keys_at,
+    model_option,
+)
 from needlework.interventions import grid
 from needlework.interventions.acts import Phase
 from needlework.tasks.base import Task
 
 FAST_LIMIT = 75  # samples per condition with --fast where the plan says nothing: 0 of 75 bounds a share below 5 %
-_NAME = re.compile(r"[\w.+-]+")
 
 MakeTask = Callable[[Mapping[str, Any]], Task]
 
@@ -135,8 +144,8 @@ class _Builder:
     def plan(self) -> Plan:
         experiments = []
         for name, spec in self.content.experiments.items():
-            if not _NAME.fullmatch(name):
-                raise self.found.error(("experiments", name), f"{name!r} is no name; use letters, digits and . _ + -")
+            if not NAME.fullmatch(name):
+                raise self.found.error(("experiments", name), f"{name!r} is no name; {NAME_RULE}")
             if not (self.fast and spec.fast and spec.fast.skip):
                 experiments.append(self._experiment(name, spec))
         if not experiments:
@@ -181,7 +190,7 @@ class _Builder:
 
     def _models(self, levels: list[tuple[Place, Settings]], place: Place) -> tuple[str, ...]:
         if self.override:
-            return tuple(dict.fromkeys(self._model(ModelFile(source=source), "--model") for source in self.override))
+            return tuple(dict.fromkeys(self._model(model_option(text), "--model") for text in self.override))
         for at, level in levels:
             if level.models is not None:
                 each = enumerate(level.models)
@@ -197,7 +206,8 @@ class _Builder:
         model = Model(at, name, source, spec.dtype, spec.device, spec.window, spec.revision)
         known = self.models.setdefault(name, model)
         if (known.source, known.dtype, known.window, known.revision) != (source, spec.dtype, spec.window, spec.revision):
-            raise model.error(f"two models are called {name!r} (the other at {known.place}); give one another name: ...")
+            cure = "--model NAME=PATH" if at == "--model" else "name: ..."
+            raise model.error(f"two models are called {name!r} (the other at {known.place}); give one another name: {cure}")
         return name
 
     def _tasks(self, place: Place, specs: list[Any]) -> tuple[NamedTask, ...]:
@@ -215,8 +225,8 @@ class _Builder:
         if not isinstance(options, dict) or not isinstance(options.get("kind"), str):
             raise self.found.error(place, "a task is its name, or a mapping with kind: NAME and the task's options")
         name = options.get("name", options["kind"])
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise self.found.error((*place, "name"), f"{name!r} is no name; use letters, digits and . _ + -")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise self.found.error((*place, "name"), f"{name!r} is no name; {NAME_RULE}")
         optional = options.get("optional", False)
         if not isinstance(optional, bool):
             raise self.found.error((*place, "optional"), f"optional is true or false (got {_short(optional)})")

@@ -155,11 +155,10 @@ def _homes(loaded: Any) -> dict[str, str]:
 
 def table(summary: Summary) -> Any:
     """The summary for a terminal."""
-    from rich.table import Table
+    from needlework.inspection import Sheet
 
-    shown = Table(title="general ability")
-    for name in ("asked", "intervention", "right", "retained, raw", "retained, chance-corrected"):
-        shown.add_column(name)
+    columns = ("asked", "intervention", "right", "retained, raw", "retained, chance-corrected")
+    shown = Sheet(columns, "general ability", words=columns)
     for line in summary.lines:
         shown.add_row(line.name, line.intervention, line.accuracy.text(), line.raw.text(), line.corrected.text())
     for one in summary.lookups:
