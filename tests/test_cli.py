@@ -75,7 +75,8 @@ def test_every_option_and_argument_is_explained(name: str) -> None:
     ],
 )
 def test_what_needs_no_model_is_told_before_torch_comes_in(words: list[str], code: int, part: str, tmp_path: Path) -> None:
-    (tmp_path / "bad.yaml").write_text("name: bad\nseeds: 0\nmodles: [tiny-griffin]\nexperiments: {a: {tasks: niah, interventions: none}}\n")
+    rest = "experiments: {a: {tasks: niah, interventions: none}}\n"
+    (tmp_path / "bad.yaml").write_text(f"name: bad\nseeds: 0\nmodles: [tiny-griffin]\n{rest}")
     (tmp_path / "no-yaml.yaml").write_text("name: bad\nmodels: [tiny\n")
     call = [sys.executable, "-c", WITHOUT_TORCH, *words]
     shown = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -88,7 +89,9 @@ def test_what_needs_no_model_is_told_before_torch_comes_in(words: list[str], cod
 @pytest.mark.parametrize(
     "words",
     [
-        *(["zoo"], ["plans"], ["plan", "06", "--model", "a-name-of-more-than-twenty-letters=tiny-griffin", "--model", "tiny-jamba"]),
+        ["zoo"],
+        ["plans"],
+        ["plan", "06", "--model", "a-name-of-more-than-twenty-letters=tiny-griffin", "--model", "tiny-jamba"],
         *(["inspect", name] for name in ("tiny-griffin-small", "recurrentgemma-2b")),
     ],
     ids=lambda words: " ".join(words[:2]),

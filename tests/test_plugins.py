@@ -1,4 +1,4 @@
-"""`--plugin file.py`: what a file registers works in plans and on the command line; what is wrong with it is told with its line."""
+"""`--plugin file.py`: what a file registers works in plans and commands; what is wrong with it is told with its line."""
 
 from __future__ import annotations
 
@@ -97,8 +97,8 @@ def test_a_plan_with_an_intervention_and_a_task_of_ones_own_runs(plugin: Path, t
 
 
 def test_ask_knows_an_intervention_of_ones_own(plugin: Path) -> None:
-    words = ["ask", "tiny-griffin", TEXT, "--intervene", "halve_heads()", "--plugin", str(plugin), "--max-new-tokens", "1", "--json"]
-    shown = runner.invoke(app, words)
+    words = ["ask", "tiny-griffin", TEXT, "--intervene", "halve_heads()", "--plugin", str(plugin), "--json"]
+    shown = runner.invoke(app, [*words, "--max-new-tokens", "1"])
     assert shown.exit_code == 0, shown.output
     (answer,) = json.loads(shown.stdout)
     assert "heads_changed" in json.dumps(answer["receipt"])
@@ -125,7 +125,7 @@ def test_a_file_that_registers_nothing_is_warned_about(plugin: Path) -> None:
         ("        return {", "        return {{", 36, "SyntaxError"),
         ("import needlework as nw", "import no_such_module", 6, "No module named 'no_such_module'"),
         ('    kind = "parrot"', '    kind = "niah"', 22, "task kind 'niah' is already taken by needlework.tasks.niah.Niah"),
-        ("class HalveHeads", "class KeepHeads", 11, "'keep_heads' is already taken by needlework.interventions.attention.KeepHeads"),
+        ("class HalveHeads", "class KeepHeads", 11, "'keep_heads' is already taken by needlework.interventions"),
         ('"""Say a word again."""', "_ = 1 / 0", 24, "ZeroDivisionError"),
         ("import needlework as nw", "raise SystemExit(3)", 6, "SystemExit"),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -232,12 +233,20 @@ class _Builder:
             raise self.found.error((*place, "optional"), f"optional is true or false (got {_short(optional)})")
         options = {key: value for key, value in options.items() if key not in ("name", "optional")}
         try:
-            return NamedTask(self._at(place), name, self.make_task(options), optional)
+            task = self._beside(self.make_task(options))
+            task.check()
+            return NamedTask(self._at(place), name, task, optional)
         except ValidationError as error:
             raise self._bad_task(error, place, options["kind"]) from None
         except NeedleworkError as error:
             named = [key for key in options if re.search(rf"\b{re.escape(key)}\b", str(error))]
             raise self.found.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
+
+    def _beside(self, task: Task) -> Task:
+        """The task with its files read from where the plan is, if they are there; else from where the command runs."""
+        beside = {key: self.found.path.parent / value for key in task.files if (value := getattr(task, key))}
+        moved = {key: str(path) for key, path in beside.items() if path.exists() or glob(str(path), recursive=True)}
+        return task.model_copy(update=moved) if moved else task
 
     def _bad_task(self, error: ValidationError, place: Place, kind: str) -> PlanError:
         fault = error.errors()[0]

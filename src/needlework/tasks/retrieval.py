@@ -63,16 +63,6 @@ class Retrieval(Task):
         chosen = "max_new_tokens" in self.model_fields_set
         return self.max_new_tokens if chosen else self.toy_new_tokens, self.stop or toy.STOP
 
-    def fitted(self, item: Item, new_tokens: int, max_tokens: int | None) -> Item:
-        """The item, if the model can hold its prompt and answer."""
-        longest = max(map(len, item.options), default=0) if self.mode == "choices" else new_tokens
-        if max_tokens is not None and len(item.prompt) + longest > max_tokens:
-            raise NeedleworkError(
-                f"{item.id}: the prompt has {len(item.prompt)} tokens and the answer up to {longest}, "
-                f"but the model holds {max_tokens}; choose a shorter length"
-            )
-        return item
-
     def chance_among(self, in_context: int) -> float:
         counts = {"all": in_context + self.absent, "context": in_context, "absent": self.absent}
         return 1 / (1 + counts[self.against])
