@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -135,8 +135,14 @@ def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tup
     return [*told, *asked] * (2 if layout == "jrt" else 1)
 
 
-class Chosen(Retrieval):
-    """The companion of a retrieval task: the same items, scored by the likelihood of their options."""
+if TYPE_CHECKING:
+    _Companion = Retrieval
+else:
+    _Companion = object  # no fields, or Retrieval's defaults would go before those of the task that it is mixed with
+
+
+class Chosen(_Companion):
+    """Makes the companion of a retrieval task: the same items, scored by the likelihood of their options."""
 
     mode: ClassVar[Mode] = "choices"
 
