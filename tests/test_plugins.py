@@ -105,6 +105,12 @@ def test_ask_knows_an_intervention_of_ones_own(plugin: Path) -> None:
     assert nw.parse("halve_heads()").parts
 
 
+def test_eval_knows_an_intervention_of_ones_own(plugin: Path, tmp_path: Path) -> None:
+    words = ["eval", "no-such-model", "--tasks", "mini-mmlu", "--intervene", "halve_heads()", "--out", str(tmp_path / "out")]
+    assert "unknown intervention" in runner.invoke(app, words).output
+    assert "no-such-model" in runner.invoke(app, [*words, "--plugin", str(plugin)]).output
+
+
 def test_what_a_file_registers_is_named_also_the_second_time(plugin: Path) -> None:
     assert plugins.load(plugin) == plugins.load(plugin) == ["intervention halve_heads", "task parrot"]
 
