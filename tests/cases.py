@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -35,10 +36,13 @@ def each(names: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize("name", params)
 
 
+DEVICE = os.environ.get("NEEDLEWORK_TEST_DEVICE", "cpu")  # cuda: test_matrix.py and test_other_device.py run there
+
+
 @functools.cache
-def subject(name: str, kernels: str = "fast") -> nw.Subject:
+def subject(name: str, kernels: str = "fast", device: str = DEVICE) -> nw.Subject:
     """The tiny subject of an architecture, built once a process. Tests must leave it as it was."""
-    return nw.wrap(build(name), kernels=kernels)  # type: ignore[arg-type]
+    return nw.wrap(build(name).to(device), kernels=kernels)  # type: ignore[arg-type]
 
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:

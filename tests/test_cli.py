@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,12 +13,26 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 import cases
+import needlework
 from needlework.cli import app, read_bytes
 from needlework.errors import NeedleworkError
+from needlework.experiments import shipped
 from needlework.zoo import catalog
 
 runner = CliRunner()
 COMMANDS = sorted(get_command(app).commands)  # type: ignore[attr-defined]
+# Runs the command line in a process of its own and then says whether torch came in.
+WITHOUT_TORCH = """
+import sys
+from needlework.cli import app
+code = 0
+try:
+    app(sys.argv[1:])
+except SystemExit as end:
+    code = end.code
+print("torch:", "torch" in sys.modules or "transformers" in sys.modules)
+sys.exit(code)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +48,69 @@ def test_every_command_has_help_with_an_example(name: str) -> None:
     shown = runner.invoke(app, [name, "--help"])
     assert shown.exit_code == 0
     assert f"Example: needlework {name}" in " ".join(shown.output.split())
+
+
+def test_the_help_of_all_has_an_example_for_every_command() -> None:
+    shown = " ".join(runner.invoke(app, ["--help"]).output.split())
+    examples = shown[shown.index("Examples:") :]
+    assert [name for name in COMMANDS if f"needlework {name}" not in examples] == []
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_and_argument_is_explained(name: str) -> None:
+    command = get_command(app).commands[name]  # type: ignore[attr-defined]
+    assert [param.name for param in command.params if not getattr(param, "help", None)] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "part"),
+    [
+        (["--version"], 0, f"needlework {needlework.__version__}"),
+        (["plans"], 0, "02-head-sparsification"),
+        (["run", "bad.yaml", "--out", "x"], 2, "bad.yaml:3: unknown key 'modles': did you mean 'models'?"),
+        (["plan", "bad.yaml"], 2, "bad.yaml:3: unknown key 'modles': did you mean 'models'?"),
+        (["run", "no-yaml.yaml", "--out", "x"], 2, "no-yaml.yaml:3: not valid YAML"),
+        (["plan", "02", "--model", "a b=tiny-griffin"], 2, "'a b' is no name; use letters, digits and . _ + -"),
+        (["ask", "tiny-griffin", "hello", "--intervene", "keep_head(k=2)"], 2, "did you mean 'keep_heads'"),
+    ],
+)
+def test_what_needs_no_model_is_told_before_torch_comes_in(words: list[str], code: int, part: str, tmp_path: Path) -> None:
+    rest = "experiments: {a: {tasks: niah, interventions: none}}\n"
+    (tmp_path / "bad.yaml").write_text(f"name: bad\nseeds: 0\nmodles: [tiny-griffin]\n{rest}")
+    (tmp_path / "no-yaml.yaml").write_text("name: bad\nmodels: [tiny\n")
+    call = [sys.executable, "-c", WITHOUT_TORCH, *words]
+    shown = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = " ".join((shown.stdout + shown.stderr).split())
+    assert (shown.returncode, part in said) == (code, True), said
+    assert "torch: False" in said
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["zoo"],
+        ["plans"],
+        ["plan", "06", "--model", "a-name-of-more-than-twenty-letters=tiny-griffin", "--model", "tiny-jamba"],
+        *(["inspect", name] for name in ("tiny-griffin-small", "recurrentgemma-2b")),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+@pytest.mark.parametrize("columns", ["80", "30"])
+def test_tables_never_cut_a_name(words: list[str], columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    shown = runner.invoke(app, words)
+    assert shown.exit_code == 0
+    names = {
+        "zoo": [*catalog(), "smollm2-135m"],
+        "plans": [*shipped.catalog(), *(model for plan in shipped.catalog().values() for model in plan.models)],
+        "plan": ["a-name-of-more-than-twenty-letters", "tiny-jamba", "recording"],
+        "inspect": [words[-1], "RecurrentGemmaForCausalLM", "attention", "recurrent", "parameters", "FLOPs/token*"],
+    }[words[0]]
+    assert set(names) <= set(re.split(r"[\s,:]+", shown.output))
+    assert "…" not in shown.output
+    if columns == "80" and words[0] != "plan":
+        assert max(map(len, shown.output.splitlines())) <= 80
 
 
 def test_inspect_prints_every_layer_and_the_same_as_json(checkpoint: Path) -> None:
@@ -50,7 +130,12 @@ def test_inspect_prints_every_layer_and_the_same_as_json(checkpoint: Path) -> No
         (["inspect", "recurentgemma-2b"], "did you mean 'recurrentgemma-2b'"),
         (["inspect", "./nowhere"], "there is no directory"),
         (["ask", "tiny", "hello", "--intervene", "keep_head(k=2)"], "did you mean 'keep_heads'"),
-        (["run", "no-plan.yaml", "--out", "x"], "no-plan.yaml"),
+        (["run", "no-plan.yaml", "--out", "x"], "no shipped plan is called 'no-plan.yaml'"),
+        (["run", "head-sparsificaton", "--out", "x"], "did you mean 'head-sparsification'?"),
+        (["plan", "missing/02-head-sparsification.yaml"], "did you mean '02-head-sparsification'?"),
+        (["plan", "."], "Is a directory"),
+        (["plan", "02", "--model", "tiny-griffn"], "did you mean 'tiny-griffin'?"),
+        (["run", "02", "--out", "x", "--plugin", "no-such.py"], "--plugin no-such.py: cannot be read"),
         (["export", "nowhere", "--to", "csv"], "holds no run"),
         (["report", "nowhere"], "nowhere"),
         (["train", "tiny-grifin", "--out", "x"], "tiny-griffin"),
@@ -75,7 +160,7 @@ def test_the_zoo_is_listed_with_what_was_measured() -> None:
     found = json.loads(runner.invoke(app, ["zoo", "--json"]).output)
     assert set(found) == set(catalog())
     for name, record in found.items():
-        assert name.split("-")[-1] in shown.output  # a name is broken into lines at its hyphens
+        assert name in shown.output
         assert f"{100 * record['figures']['letter_choice']['value']:.1f}" in shown.output
         assert record["figures"]["cloze_statement"]["n"] >= 1000
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
-from needlework.cli import app
+import needlework
+from needlework.cli import EXAMPLES, app
+from needlework.experiments import shipped
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,8 +29,8 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out.splitlines()
     assert "4 7 1" in said, "untouched, the needle is found"
     assert "attention: 2 layers" in " ".join(said)
-    first, second = found["scores"][0].logprobs  # type: ignore[index]
-    assert sum(first) > sum(second), "the right value is the likelier one"
+    first, second = found["scores"][0].totals  # type: ignore[index]
+    assert first > second, "the right value is the likelier one"
 
 
 def test_the_recipe_of_the_docs_trains_from_the_command_line(tmp_path: Path) -> None:
@@ -40,3 +44,24 @@ def test_the_recipe_of_the_docs_trains_from_the_command_line(tmp_path: Path) -> 
     again = CliRunner().invoke(app, ["train", str(recipe), "--out", str(out), "--steps", "3"])
     assert again.exit_code == 2
     assert "holds a finished model" in " ".join(again.output.split())
+
+
+def test_plans_that_are_named_to_people_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # no plans/ folder here, as in an installation
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    text = "\n".join([*EXAMPLES, *(page.read_text(encoding="utf-8") for page in pages)])
+    plans = set(re.findall(r"needlework (?:run|plan) ([\w./-]+)", text)) - {"my-plan.yaml"}
+    assert {"01", "02", "head-sparsification", "smollm2"} <= plans
+    for name in plans:
+        assert shipped.find(name).is_file()
+
+
+def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert citation["version"] == project["version"] == needlework.__version__
+    assert citation["license"] == project["license"] == "Apache-2.0"
+    assert citation["authors"] == [{"name": "The needlework authors"}]
+    (paper,) = citation["references"]
+    assert paper["identifiers"][0]["value"] == "arXiv:2510.19861"
+    assert [author["family-names"] for author in paper["authors"]] == ["Michalak", "Abreu"]

@@ -14,18 +14,25 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+import needlework as nw
 from needlework.errors import NeedleworkError
 from needlework.terminal import plain, say
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-    help="Which attention does the retrieving in a hybrid language model, and what is the rest for?",
-)
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+EXAMPLES: list[str] = []  # one for each command, in the order of the commands
 F = TypeVar("F", bound=Callable[..., None])
 Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name from `needlework zoo`.")]
+PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan in YAML, or a shipped one's name (`needlework plans`).")]
+PlanModels = Annotated[
+    list[str],
+    typer.Option("--model", help="Instead of the plan's models; may be repeated. NAME=PATH gives it a name for the tables."),
+]
+Fast = Annotated[bool, typer.Option("--fast", help="Take the plan's reduced grid.")]
+Interventions = Annotated[list[str], typer.Option("--intervene", help="An intervention in text form; may be repeated.")]
+Plugins = Annotated[
+    list[Path], typer.Option("--plugin", help="A Python file that registers interventions or tasks; may be repeated.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 _MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
 Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
@@ -34,6 +41,7 @@ Out = Annotated[Path, typer.Option(help="Directory to write into.")]
 
 def command(example: str, name: str | None = None) -> Callable[[F], F]:
     """Register a command; its help ends with an example."""
+    EXAMPLES.append(example)
 
     def decorate(function: F) -> F:
         function.__doc__ = f"{function.__doc__}\n\nExample: `{example}`"
@@ -65,6 +73,24 @@ def read_bytes(text: str | None) -> int | None:
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
+def show(table: Any, data: Any = None, as_json: bool = False) -> None:
+    """Print a table as wide as its words need (in a narrow terminal lines run over, and no name is cut), or its data as JSON."""
+    if as_json:
+        return typer.echo(json.dumps(data, indent=1))
+    console = Console()
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).minimum)
+    return console.print(table)
+
+
+def use(plugins: list[Path]) -> None:
+    """Make the interventions and tasks of some files known."""
+    from needlework.plugins import load
+
+    for file in dict.fromkeys(plugins):
+        if not load(file):
+            say(f"{file} registers nothing; its classes need @needlework.register or @needlework.tasks.task", style="yellow")
+
+
 @command("needlework inspect recurrentgemma-2b")
 def inspect(
     model: Model,
@@ -75,36 +101,30 @@ def inspect(
     from needlework.inspection import anatomy_of, table
 
     anatomy = anatomy_of(model, window)
-    if as_json:
-        typer.echo(json.dumps(anatomy.to_dict(), indent=1))
-    else:
-        Console().print(table(anatomy))
+    show(table(anatomy, model), anatomy.to_dict(), as_json)
 
 
 @command("needlework ask tiny-griffin 'the secret code of ...' --intervene none --intervene 'ablate_attention()'")
 def ask(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The prompt, as the model's own text.")],
-    intervene: Annotated[list[str], typer.Option(help="An intervention in text form; may be repeated.")] = ["none"],  # noqa: B006
-    max_new_tokens: Annotated[int, typer.Option(min=1)] = 40,
+    intervene: Interventions = ["none"],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")] = 40,
+    plugin: Plugins = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Ask one prompt under several interventions and show the answers side by side, with their receipts."""
     from needlework.inspection import answers_table
-    from needlework.interventions import parse
-    from needlework.subject import load
 
-    interventions = [parse(text) for text in intervene]
-    subject = load(model)
+    use(plugin)
+    interventions = [nw.parse(text) for text in intervene]
+    subject = nw.load(model)
     answers = subject.generate([prompt] * len(interventions), interventions=interventions, max_new_tokens=max_new_tokens)
-    if as_json:
-        rows = [
-            {"intervention": str(i), "text": a.text, "finish": a.finish, "error": a.error, "receipt": a.receipt.to_dict()}
-            for i, a in zip(interventions, answers, strict=True)
-        ]
-        typer.echo(json.dumps(rows, indent=1))
-    else:
-        Console().print(answers_table(interventions, answers))
+    rows = [
+        {"intervention": str(i), "text": a.text, "finish": a.finish, "error": a.error, "receipt": a.receipt.to_dict()}
+        for i, a in zip(interventions, answers, strict=True)
+    ]
+    show(answers_table(interventions, answers), rows, as_json)
 
 
 @command("needlework zoo")
@@ -114,10 +134,7 @@ def zoo(as_json: Json = False) -> None:
     from needlework.zoo import catalog
 
     entries = catalog()
-    if as_json:
-        typer.echo(json.dumps({name: entry.record for name, entry in entries.items()}, indent=1))
-    else:
-        Console().print(zoo_table(entries))
+    show(zoo_table(entries), {name: entry.record for name, entry in entries.items()}, as_json)
 
 
 @command("needlework train tiny-griffin --out my-griffin")
@@ -134,31 +151,48 @@ def train(
     say(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", stderr=False)
 
 
-@command("needlework plan plans/02-head-sparsification.yaml")
+@command("needlework plans")
+def plans(as_json: Json = False) -> None:
+    """List the plans that come with needlework: what each is about, and the models that it names."""
+    from needlework.experiments.shipped import catalog
+    from needlework.inspection import plans_table
+
+    listed = catalog()
+    rows = [{"name": name, "about": p.about, "models": list(p.models), "file": str(p.path)} for name, p in listed.items()]
+    show(plans_table(listed), rows, as_json)
+
+
+@command("needlework plan 02 --model tiny-griffin")
 def plan(
-    file: Annotated[Path, typer.Argument(help="A plan in YAML.")],
-    model: Annotated[list[str], typer.Option(help="Instead of the plan's models; may be repeated.")] = [],  # noqa: B006
-    fast: Annotated[bool, typer.Option(help="The reduced grid.")] = False,
+    file: PlanFile,
+    model: PlanModels = [],  # noqa: B006
+    fast: Fast = False,
+    plugin: Plugins = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
     from dataclasses import asdict
 
-    from needlework.experiments.describe import describe
     from needlework.experiments.plan import load
+    from needlework.experiments.shipped import find
 
-    found = describe(load(file, fast=fast, models=model))
-    typer.echo(json.dumps(asdict(found), indent=1) if as_json else plain(found.text()))
+    use(plugin)
+    checked = load(find(file), fast=fast, models=model)
+    from needlework.experiments.describe import describe  # torch comes with it: after the plan is known to be good
+
+    description = describe(checked)
+    typer.echo(json.dumps(asdict(description), indent=1) if as_json else plain(description.text()))
 
 
-@command("needlework run plans/02-head-sparsification.yaml --out runs/sweep")
+@command("needlework run 02 --model mine=./my-checkpoint --out runs/sweep")
 def run(
-    file: Annotated[Path, typer.Argument(help="A plan in YAML.")],
+    file: PlanFile,
     out: Out,
-    model: Annotated[list[str], typer.Option(help="Instead of the plan's models; may be repeated.")] = [],  # noqa: B006
-    fast: Annotated[bool, typer.Option(help="The reduced grid.")] = False,
+    model: PlanModels = [],  # noqa: B006
+    fast: Fast = False,
     memory: Memory = None,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed.")] = False,
+    plugin: Plugins = [],  # noqa: B006
 ) -> None:
     """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
 
@@ -166,14 +200,17 @@ def run(
     a full disk; 130 stopped.
     """
     from needlework.experiments.run import run_plan
+    from needlework.experiments.shipped import find
 
-    code = run_plan(file, out, fast=fast, models=model, memory_bytes=read_bytes(memory), retry_failed=retry_failed)
-    raise typer.Exit(code)
+    use(plugin)
+    memory_bytes = read_bytes(memory)
+    raise typer.Exit(run_plan(find(file), out, fast=fast, models=model, memory_bytes=memory_bytes, retry_failed=retry_failed))
 
 
 @command("needlework rescore runs/sweep")
 def rescore(
     directory: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    plugin: Plugins = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Compute all scores again from stored answers. Needs no model: what changed is how answers are scored."""
@@ -181,13 +218,11 @@ def rescore(
 
     from needlework.rescoring import rescore_directory
 
+    use(plugin)
     done = rescore_directory(directory)
-    if as_json:
-        typer.echo(json.dumps(asdict(done)))
-        return
     if done.kept:
-        typer.echo(f"{done.kept} rows could not be scored and keep what they have, for instance {done.why}", err=True)
-    typer.echo(f"{done.changed} of {done.rows} rows have new scores")
+        say(f"{done.kept} rows could not be scored and keep what they have, for instance {done.why}")
+    typer.echo(json.dumps(asdict(done)) if as_json else f"{done.changed} of {done.rows} rows have new scores")
 
 
 @command("needlework export runs/sweep --to csv")
@@ -227,11 +262,12 @@ def evaluate(
     model: Model,
     out: Out,
     tasks: Annotated[str, typer.Option(help="lm-eval tasks or groups, separated by commas.")] = "",
-    intervene: Annotated[list[str], typer.Option(help="An intervention in text form; may be repeated.")] = [],  # noqa: B006
+    intervene: Interventions = [],  # noqa: B006
     data: Annotated[Path | None, typer.Option(help="Directory with the tasks' data, where there is no hub.")] = None,
     paper: Annotated[bool, typer.Option(help="The paper's preset: MMLU and GLUE at its numbers of heads.")] = False,
     limit: Annotated[float | None, typer.Option(help="Questions per task, for a trial run.")] = None,
     memory: Memory = None,
+    plugin: Plugins = [],  # noqa: B006
 ) -> None:
     """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop.
 
@@ -241,24 +277,37 @@ def evaluate(
     from needlework.lmeval.evaluate import evaluate as run
     from needlework.lmeval.evaluate import table
 
+    use(plugin)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    found = run(model, names, intervene, out, data=data, paper=paper, limit=limit, memory_bytes=read_bytes(memory))
-    Console().print(table(found))
-    errors = Console(stderr=True, soft_wrap=True)
-    for note in [*found.idle, *([f"{found.failed} questions failed"] if found.failed else [])]:
-        errors.print(note, markup=False, highlight=False)
-    raise typer.Exit(FAILED if found.failed or found.idle else 0)
+    summary = run(model, names, intervene, out, data=data, paper=paper, limit=limit, memory_bytes=read_bytes(memory))
+    show(table(summary))
+    for note in [*summary.idle, *([f"{summary.failed} questions failed"] if summary.failed else [])]:
+        say(note)
+    raise typer.Exit(FAILED if summary.failed or summary.idle else 0)
+
+
+EXAMPLES.append("needlework lm-eval --model needlework --model_args pretrained=DIR --tasks mini-mmlu")
 
 
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def lm_eval(context: typer.Context) -> None:
-    """Hand over to lm-eval's own command line, with the model type `needlework` registered.
-
-    Example: `needlework lm-eval --model needlework --model_args pretrained=DIR --tasks mini-mmlu`
-    """
+    """Hand over to lm-eval's own command line, with the model type `needlework` registered."""
     from needlework.lmeval.model import main as run
 
     run(context.args)
+
+
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"needlework {nw.__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog="\n\n".join(["Examples:", *(f"`{example}`" for example in EXAMPLES)]))
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Which attention does the retrieving in a hybrid language model, and what is the rest for?"""
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,13 @@ import yaml
 from rich.console import Console
 
 from needlework import zoo
-
-PLAN = "plans/demo.yaml"
+from needlework.experiments import shipped
 
 
 def demo(out: Path) -> int:
     """Run, report, print. The exit code is the run's."""
     console = Console()
-    plan = yaml.safe_load((resources.files("needlework") / PLAN).read_text(encoding="utf-8"))
+    plan = yaml.safe_load(shipped.names()["demo"].read_text(encoding="utf-8"))
     missing = _leave_out(plan, set(zoo.catalog()))
     if missing:
         console.print(f"not in this zoo, so left out: {', '.join(sorted(missing))}", style="yellow")

@@ -6,7 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group
+from rich import box
+from rich.console import Console, ConsoleOptions, Group, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -15,6 +17,42 @@ from needlework.interventions import Intervention
 from needlework.requests import Answer
 from needlework.terminal import plain
 from needlework.zoo import smollm2
+
+
+class Sheet(Table):
+    """A table that cuts no name: a column is at least as wide as its longest word, and lines run over in a narrow terminal."""
+
+    def __init__(self, columns: Sequence[str], title: str = "", words: Sequence[str] = ()) -> None:
+        """Columns of numbers stand to the right, those in `words` to the left."""
+        super().__init__(
+            title=Text(title) if title else None, title_justify="left",
+            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
+        )  # fmt: skip
+        for name in columns:
+            self.add_column(name, justify="left" if name in words else "right")
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        least, most = self._widths()
+        return Measurement(sum(least) + self._gaps, sum(most) + self._gaps)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths, most = self._widths()
+        for _ in range(options.max_width - self._gaps - sum(widths)):  # room that is left goes where most is missing
+            neediest = max(range(len(widths)), key=lambda i: most[i] - widths[i])
+            widths[neediest] += most[neediest] > widths[neediest]
+        for column, width in zip(self.columns, widths, strict=True):
+            column.width = width
+        return super().__rich_console__(console, options)
+
+    @property
+    def _gaps(self) -> int:
+        return 2 * (len(self.columns) - 1)
+
+    def _widths(self) -> tuple[list[int], list[int]]:
+        """Of every column: its longest word, and its longest cell."""
+        texts = [[str(text) for text in (column.header, *column.cells)] for column in self.columns]
+        words = [[word for text in column for word in text.split()] for column in texts]
+        return [max(map(len, column), default=0) for column in words], [max(map(len, column)) for column in texts]
 
 
 def anatomy_of(source: str, window: str = "transformers") -> Anatomy:
@@ -35,11 +73,10 @@ def _count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def table(anatomy: Anatomy) -> Group:
+def table(anatomy: Anatomy, name: str = "") -> Group:
     """One row per layer, then the totals of each side."""
-    rows = Table(title=f"{anatomy.architecture} ({anatomy.model_type})", title_justify="left")
-    for name in ("layer", "kind", "query/kv heads", "dim", "window", "output", "memory, bytes", "parameters"):
-        rows.add_column(name, justify="left" if name in ("kind", "output") else "right")
+    columns: tuple[str, ...] = ("layer", "kind", "query/kv heads", "dim", "window", "output", "memory, bytes", "parameters")
+    rows = Sheet(columns, words=("kind", "output"))
     for layer in anatomy.layers:
         a, r = layer.attention, layer.recurrent
         dims = "" if not a else f"{a.key_dim}" if a.key_dim == a.value_dim else f"{a.key_dim}/{a.value_dim}"
@@ -51,9 +88,8 @@ def table(anatomy: Anatomy) -> Group:
             str(layer.index), layer.kind, f"{a.query_heads} / {a.kv_heads}" if a else "", dims,
             (str(a.window) if a.window else "all") if a else "", output, " + ".join(memory), " + ".join(sizes),
         )  # fmt: skip
-    totals = Table(show_header=True, title="totals", title_justify="left")
-    for name in ("side", "layers", "heads", "parameters", "share", "memory, bytes", "FLOPs/token*"):
-        totals.add_column(name, justify="left" if name == "side" else "right")
+    columns = ("side", "layers", "heads", "parameters", "share", "memory, bytes", "FLOPs/token*")
+    totals = Sheet(columns, "\ntotals", words=("side",))
     sides: tuple[tuple[Any, int, str, int, str], ...] = (
         ("attention", len(anatomy.attention_layers), str(len(anatomy.heads)), anatomy.attention_parameters,
          f"{_count(anatomy.kv_bytes_per_token)}/token"),
@@ -68,14 +104,14 @@ def table(anatomy: Anatomy) -> Group:
     reason = f"\nno recurrent side to switch off: {anatomy.no_mixer_reason}" if anatomy.no_mixer_reason else ""
     mixers = sorted({part.mixer for _, part in anatomy.recurrent_parts()})
     notes = f"* at a context of 2,048 tokens; {window}; mixer: {', '.join(mixers) or 'none'}"
-    return Group(rows, totals, Text(notes + reason))
+    title = f"{name}: {anatomy.architecture} ({anatomy.model_type})".removeprefix(": ")
+    return Group(Text(title), rows, totals, Text(f"\n{notes}{reason}"))
 
 
 def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answer]) -> Table:
     """One row per intervention, with what was done and what came of it."""
-    rows = Table()
-    for name in ("intervention", "answer", "finish", "mean logprob", "heads zeroed", "states cut", "columns touched"):
-        rows.add_column(name, overflow="fold")
+    columns = ("intervention", "answer", "finish", "mean logprob", "heads zeroed", "states cut", "columns touched")
+    rows = Sheet(columns, words=columns[:3])
     for intervention, answer in zip(interventions, answers, strict=True):
         mean = sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else float("nan")
         done = [str(answer.receipt.total(what)) for what in ("heads_zeroed", "states_cut", "columns_touched")]
@@ -84,35 +120,41 @@ def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answe
     return rows
 
 
-_ZOO_ROWS = (
-    ("needle, {n} tokens", "niah_{n}_1_needle"),
-    ("  among 8 others", "niah_{n}_8_distractors"),
-    ("needle, {2n} tokens", "niah_{2n}_1_needle"),
-    ("  among 8 others", "niah_{2n}_8_distractors"),
-    ("facts, cloze", "cloze_question"),
-    ("facts, letter", "letter_choice"),
+_FIGURES = (
+    ("needle at n", "niah_{n}_1_needle"),
+    ("among 8 others", "niah_{n}_8_distractors"),
+    ("needle at 2n", "niah_{2n}_1_needle"),
+    ("among 8 others", "niah_{2n}_8_distractors"),
+    ("cloze facts", "cloze_question"),
+    ("letter facts", "letter_choice"),
 )
-_SILENCED_ROWS = {"ablate_attention()": "no heads", "keep_heads(fraction=0.15)": "15 % heads", "ablate_recurrent()": "no memory"}
+_SILENCED = {"ablate_attention()": "no heads", "keep_heads(fraction=0.15)": "15 % heads", "ablate_recurrent()": "no memory"}
 
 
-def zoo_table(entries: Mapping[str, Any]) -> Table:
-    """One column a model: eighty columns of a terminal hold six of them."""
-    rows = Table(title="the zoo: % right of held-out questions (n and intervals: `--json`, cards)", title_justify="left")
-    rows.caption = f"and {smollm2.NAME}, a pretrained Transformer: {smollm2.INSTALL}"
-    rows.caption_justify = "left"
-    rows.add_column("")
-    for name in entries:
-        rows.add_column(name.replace("-", "-\n"), justify="right")
-    records = [entry.record for entry in entries.values()]
-    if not records:
-        return rows
-    rows.add_row("parameters", *(f"{record['parameters'] / 1e6:.2f} M" for record in records))
-    for label, key in _ZOO_ROWS:
-        rows.add_row(_at(label, records[0]), *(_percent(record["figures"].get(_at(key, record))) for record in records))
-    for act, label in _SILENCED_ROWS.items():
-        for task, what in (("niah", "needle"), ("cloze", "facts")):
-            cells = [_percent(record["effects"].get(act, {}).get(task)) for record in records]
-            rows.add_row(f"{label}: {what}", *cells)
+def zoo_table(entries: Mapping[str, Any]) -> Group:
+    """One row a model: what it can do, and what is left when a part of it is silenced."""
+    title = "the zoo: % right of held-out questions (their number and intervals: `--json`)"
+    able = Sheet(("model", "size", "n", *(label for label, _ in _FIGURES)), title, words=("model",))
+    silenced = (f"{label}: {what}" for label in _SILENCED.values() for what in ("needle", "facts"))
+    left = Sheet(("model", *silenced), "\nthe same with a part silenced", words=("model",))
+    for name, entry in entries.items():
+        record = entry.record
+        figures = [_percent(record["figures"].get(_at(key, record))) for _, key in _FIGURES]
+        able.add_row(name, f"{record['parameters'] / 1e6:.2f}M", str(record["longest_document_tokens"]), *figures)
+        effects = [record["effects"].get(act, {}) for act in _SILENCED]
+        left.add_row(name, *(_percent(effect.get(task)) for effect in effects for task in ("niah", "cloze")))
+    notes = f"""
+size: parameters. n: tokens of the longest document in training.
+And {smollm2.NAME}, a pretrained Transformer: {smollm2.INSTALL}"""
+    return Group(able, left, Text(notes))
+
+
+def plans_table(plans: Mapping[str, Any]) -> Table:
+    """One row a shipped plan. Its number or its words alone are names, too."""
+    columns = ("plan", "models", "about")
+    rows = Sheet(columns, "needlework run PLAN --out DIR (a plan's number or its words alone will do)", words=columns)
+    for name, plan in plans.items():
+        rows.add_row(name, Text(", ".join(plan.models)), Text(plan.about))
     return rows
 
 

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from needlework.errors import NeedleworkError
 from needlework.experiments import run
 from needlework.experiments.asks import Settings, item_digest, trial_id
 from needlework.experiments.lines import PlanError
@@ -202,6 +203,43 @@ def test_model_replaces_all_models_of_the_plan(tmp_path: Path) -> None:
     plan = the_plan(tmp_path, own, models=["some/beta"])
     assert set(plan.models) == {"beta"}
     assert all(e.models == ("beta",) for e in plan.experiments)
+
+
+@pytest.mark.parametrize(
+    "given, name, source",
+    [
+        ("mine=./some/beta", "mine", "./some/beta"),
+        ("mine=org/beta", "mine", "org/beta"),
+        ("mine=runs/lr=3e-4/beta", "mine", "runs/lr=3e-4/beta"),
+        ("./runs/lr=3e-4", "lr=3e-4", "./runs/lr=3e-4"),  # what stands before the = is a path, so the whole is
+        ("lr=1", "lr=1", "lr=1"),  # a directory that is there
+        ("mine=lr=1", "mine", "lr=1"),
+    ],
+)
+def test_a_model_may_be_given_a_name(
+    given: str, name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lr=1").mkdir()
+    (model,) = the_plan(tmp_path, GOOD, models=[given]).models.values()
+    assert (model.name, model.source) == (name, source)
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        (["my model=x"], "'my model' is no name; use letters, digits and . _ + -"),
+        (["=x"], "'' is no name"),
+        (["mine="], "nothing after the '='"),
+        ([""], "--model is empty"),
+        (["a/beta", "b/beta"], "give one another name: --model NAME=PATH"),
+        (["mine=a", "mine=b"], "two models are called 'mine'"),
+    ],
+)
+def test_a_bad_name_of_a_model_is_refused(given: list[str], words: str, tmp_path: Path) -> None:
+    with pytest.raises(NeedleworkError) as error:
+        the_plan(tmp_path, GOOD, models=given)
+    assert words in str(error.value)
 
 
 def test_a_limit_spreads_over_all_samples(tmp_path: Path) -> None:

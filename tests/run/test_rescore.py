@@ -31,6 +31,7 @@ from needlework.tasks.registry import TASKS
 SMALL: dict[str, dict[str, Any]] = {  # what makes a kind's samples few and short
     **{key: {"lengths": [48], "depths": [0, 50, 100], "samples": 2, "distractors": 1} for key in ("niah", "niah_choice")},
     **{key: {"lengths": [64], "samples": 4} for key in ("ruler", "ruler_choice")},
+    **{key: {"file": "prompts.jsonl"} for key in ("prompts", "prompts_choice")},
     **{key: {"sizes": [8]} for key in ("mqar", "mqar_choice", "phone_book", "phone_book_choice", "copy", "copy_choice")},
     **{key: {"subjects": ["animals"]} for key in ("cloze", "cloze_choice", "letter")},
     **{key: {"samples": 6} for key in ("letter_lookup", "judgements")},
@@ -72,6 +73,9 @@ def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"kind": "niah_choice", "name": f"against-{against}", **SMALL["niah_choice"], "against": against}
         for against in ("context", "absent")
     ]
+    needle, question = "the secret code of loran is 4 7 1 .", "question : what is the secret code of loran ? answer :"
+    own = {"prompt": f"{needle} the old king sees a boat . {question}", "target": "4 7 1", "needle": needle}
+    (folder / "prompts.jsonl").write_text(json.dumps({**own, "options": ["4 7 1", "2 9 9"]}) + "\n")
     acts = ["none", "ablate_attention()", "ablate_recurrent()"]
     plan = {"models": ["alpha"], "experiments": {"all": {"tasks": tasks, "interventions": acts}}}
     (folder / "plan.yaml").write_text(json.dumps(plan))

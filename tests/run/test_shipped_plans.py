@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from needlework.errors import NeedleworkError
+from needlework.experiments import shipped
 from needlework.experiments.asks import Work
 from needlework.experiments.models import Sketch
 from needlework.experiments.plan import Model, Plan, load
@@ -65,3 +67,29 @@ def test_the_demo_covers_all_experiments() -> None:
     plan = load(DEMO)
     numbers = {int(e.about.split(":")[0]) for e in plan.experiments}
     assert numbers == set(range(1, 12))
+
+
+@pytest.mark.parametrize("name", ["02", "head-sparsification", "02-head-sparsification"])
+def test_a_shipped_plan_is_known_by_number_and_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert shipped.find(name).samefile(FOLDER / "02-head-sparsification.yaml")
+
+
+def test_a_file_wins_over_a_shipped_plan_and_a_directory_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()
+    assert shipped.find("demo").samefile(DEMO)
+    Path("demo").rmdir()
+    Path("demo").write_text("")
+    assert shipped.find("demo") == Path("demo")
+    Path("mine.yml").write_text("")
+    with pytest.raises(NeedleworkError, match=r"did you mean 'mine\.yml'\?"):
+        shipped.find("min.yml")
+    with pytest.raises(NeedleworkError, match=r"known: 01, 01-attention-ablation, .*, memory-swap, mine\.yml"):
+        shipped.find("QQQ")
+
+
+def test_all_shipped_plans_are_listed_and_no_two_share_a_name() -> None:
+    assert [plan.path.name for plan in shipped.catalog().values()] == [path.name for path in PLANS]
+    numbered = [path for path in PLANS if path.name[0].isdigit()]
+    assert len(shipped.names()) == len(PLANS) + 2 * len(numbered)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from needlework.tasks import TASKS, Item, Outcome, Task, make_task, registry, ta
 KINDS = {
     *("niah", "niah_choice", "ruler", "ruler_choice", "mqar", "mqar_choice", "phone_book", "phone_book_choice"),
     *("copy", "copy_choice", "cloze", "cloze_choice", "letter", "letter_lookup", "judgements", "perplexity"),
+    *("prompts", "prompts_choice"),
 }
 
 
@@ -40,12 +42,15 @@ def clean() -> Iterator[None]:
     TASKS.update(before)
 
 
-def test_all_kinds() -> None:
+def test_all_kinds(tmp_path: Path) -> None:
+    (tmp_path / "own.jsonl").write_text('{"prompt": "a", "target": "b", "options": ["b", "c"]}')
+    needed = {kind: {"file": str(tmp_path / "own.jsonl")} for kind in ("prompts", "prompts_choice")}
     assert set(TASKS) == KINDS
     for name, cls in TASKS.items():
-        made = make_task({"kind": name})
+        made = make_task({"kind": name, **needed.get(name, {})})
         assert type(made) is cls
         assert made == make_task({"kind": name, **made.model_dump(exclude_unset=True)})
+        assert made.ability in ("retrieval", "knowledge", "perplexity", "")
         assert made.mode in ("generate", "choices", "perplexity")
         assert (made.chance > 0) == (made.mode == "choices")
         assert cls.__doc__ or name.endswith("_choice")

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,23 @@ from pydantic import ValidationError
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments.lines import Marked, Place, PlanError, read
-from needlework.experiments.schema import ExperimentFile, FastFile, ModelFile, PlanFile, Settings, keys_at
+from needlework.experiments.schema import (
+    NAME,
+    NAME_RULE,
+    ExperimentFile,
+    FastFile,
+    ModelFile,
+    PlanFile,
+    Settings,
+    keys_at,
+    model_option,
+)
 from needlework.interventions import grid
 from needlework.interventions.acts import Phase
 from needlework.rescoring import scoring
 from needlework.tasks.base import Task
 
 FAST_LIMIT = 75  # samples per condition with --fast where the plan says nothing: 0 of 75 bounds a share below 5 %
-_NAME = re.compile(r"[\w.+-]+")
 
 MakeTask = Callable[[Mapping[str, Any]], Task]
 
@@ -142,8 +152,8 @@ class _Builder:
     def plan(self) -> Plan:
         experiments = []
         for name, spec in self.content.experiments.items():
-            if not _NAME.fullmatch(name):
-                raise self.found.error(("experiments", name), f"{name!r} is no name; use letters, digits and . _ + -")
+            if not NAME.fullmatch(name):
+                raise self.found.error(("experiments", name), f"{name!r} is no name; {NAME_RULE}")
             if not (self.fast and spec.fast and spec.fast.skip):
                 experiments.append(self._experiment(name, spec))
         if not experiments:
@@ -188,7 +198,7 @@ class _Builder:
 
     def _models(self, levels: list[tuple[Place, Settings]], place: Place) -> tuple[str, ...]:
         if self.override:
-            return tuple(dict.fromkeys(self._model(ModelFile(source=source), "--model") for source in self.override))
+            return tuple(dict.fromkeys(self._model(model_option(text), "--model") for text in self.override))
         for at, level in levels:
             if level.models is not None:
                 each = enumerate(level.models)
@@ -204,7 +214,8 @@ class _Builder:
         model = Model(at, name, source, spec.dtype, spec.device, spec.window, spec.revision)
         known = self.models.setdefault(name, model)
         if (known.source, known.dtype, known.window, known.revision) != (source, spec.dtype, spec.window, spec.revision):
-            raise model.error(f"two models are called {name!r} (the other at {known.place}); give one another name: ...")
+            cure = "--model NAME=PATH" if at == "--model" else "name: ..."
+            raise model.error(f"two models are called {name!r} (the other at {known.place}); give one another name: {cure}")
         return name
 
     def _tasks(self, place: Place, specs: list[Any]) -> tuple[NamedTask, ...]:
@@ -222,19 +233,27 @@ class _Builder:
         if not isinstance(options, dict) or not isinstance(options.get("kind"), str):
             raise self.found.error(place, "a task is its name, or a mapping with kind: NAME and the task's options")
         name = options.get("name", options["kind"])
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
-            raise self.found.error((*place, "name"), f"{name!r} is no name; use letters, digits and . _ + -")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise self.found.error((*place, "name"), f"{name!r} is no name; {NAME_RULE}")
         optional = options.get("optional", False)
         if not isinstance(optional, bool):
             raise self.found.error((*place, "optional"), f"optional is true or false (got {_short(optional)})")
         options = {key: value for key, value in options.items() if key not in ("name", "optional")}
         try:
-            return NamedTask(self._at(place), name, self.make_task(options), optional)
+            task = self._beside(self.make_task(options))
+            task.check()
+            return NamedTask(self._at(place), name, task, optional)
         except ValidationError as error:
             raise self._bad_task(error, place, options["kind"]) from None
         except NeedleworkError as error:
             named = [key for key in options if re.search(rf"\b{re.escape(key)}\b", str(error))]
             raise self.found.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
+
+    def _beside(self, task: Task) -> Task:
+        """The task with its files read from where the plan is, if they are there; else from where the command runs."""
+        beside = {key: self.found.path.parent / value for key in task.files if (value := getattr(task, key))}
+        moved = {key: str(path) for key, path in beside.items() if path.exists() or glob(str(path), recursive=True)}
+        return task.model_copy(update=moved) if moved else task
 
     def _bad_task(self, error: ValidationError, place: Place, kind: str) -> PlanError:
         fault = error.errors()[0]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase
 
+NAME = re.compile(r"[\w.+-]+")
+NAME_RULE = "use letters, digits and . _ + -"
 Count = Annotated[int, Field(ge=1, strict=True)]
 
 
@@ -37,7 +41,7 @@ class ModelFile(Strict):
     """A model: a zoo name, a directory, a .gguf file or a hub id, and how to load it."""
 
     source: Annotated[str, Field(min_length=1, strict=True)]
-    name: Annotated[str, Field(pattern=r"^[\w.+-]+$")] | None = None
+    name: Annotated[str, Field(pattern=rf"^{NAME.pattern}$")] | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "cpu"
     window: Literal["transformers", "deepmind"] = "transformers"
@@ -46,6 +50,19 @@ class ModelFile(Strict):
 
 def _model(value: Any) -> Any:
     return {"source": value} if isinstance(value, str) else value
+
+
+def model_option(text: str) -> ModelFile:
+    """What `--model` says: a source, or NAME=SOURCE. A path that holds a "=" itself is a source."""
+    if not text:
+        raise NeedleworkError("--model is empty; give a directory, a .gguf file, a hub id or a name from `needlework zoo`")
+    name, equals, source = text.partition("=")
+    if not equals or "/" in name or "\\" in name or Path(text).expanduser().exists():
+        return ModelFile(source=text)
+    if not NAME.fullmatch(name) or not source:
+        wrong = f"{name!r} is no name; {NAME_RULE}" if source else "there is nothing after the '='"
+        raise NeedleworkError(f"--model {text!r}: {wrong}; write --model NAME=PATH, or ./{text} for a path with a '='")
+    return ModelFile(source=source, name=name)
 
 
 Models = Annotated[

@@ -151,8 +151,14 @@ P = TypeVar("P", bound=type[Part])
 
 
 def register(cls: P) -> P:
-    """Class decorator: makes an intervention known by its snake-case class name, for `parse` and plans."""
+    """Class decorator: makes an intervention known by its snake-case class name, for `parse` and plans.
+
+    A name that another class has is refused: what is written in plans and stores must keep its meaning.
+    """
     cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+    known = _REGISTRY.get(cls.name, cls)
+    if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        raise TypeError(f"intervention {cls.name!r} is already taken by {known.__module__}.{known.__qualname__}; rename yours")
     _REGISTRY[cls.name] = cls
     return cls
 

@@ -174,12 +174,12 @@ def _homes(loaded: Any) -> dict[str, str]:
 
 def table(summary: Summary) -> Any:
     """The summary for a terminal."""
-    from rich.table import Table
     from rich.text import Text
 
-    shown = Table(title="general ability")
-    for name in ("asked", "intervention", "right", "retained, raw", "retained, chance-corrected"):
-        shown.add_column(name)
+    from needlework.inspection import Sheet
+
+    columns = ("asked", "intervention", "right", "retained, raw", "retained, chance-corrected")
+    shown = Sheet(columns, "general ability", words=columns)
     for line in summary.lines:
         names = Text(plain(line.name)), Text(plain(line.intervention))
         shown.add_row(*names, line.accuracy.text(), line.raw.text(), line.corrected.text())

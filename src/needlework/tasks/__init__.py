@@ -1,6 +1,6 @@
 """Tasks make samples and score answers. Free of torch: a report is rebuilt without it."""
 
-from needlework.tasks import knowledge, niah, perplexity, recall, ruler
+from needlework.tasks import knowledge, niah, own_prompts, perplexity, recall, ruler
 from needlework.tasks.base import Item, Mode, Outcome, Task, Tokenizer
 from needlework.tasks.registry import TASKS, load_plugins, make_task, task
 
@@ -15,6 +15,7 @@ __all__ = [
     "load_plugins",
     "make_task",
     "niah",
+    "own_prompts",
     "perplexity",
     "recall",
     "ruler",

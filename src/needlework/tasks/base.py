@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
+from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
 
 Mode = Literal["generate", "choices", "perplexity"]
@@ -56,7 +57,8 @@ class Task(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: ClassVar[str]  # the name that plans use
     mode: ClassVar[Mode]
-    ability: ClassVar[Ability] = ""
+    ability: ClassVar[Ability] = ""  # a subclass may make it a property: then the task's own fields decide
+    files: ClassVar[tuple[str, ...]] = ()  # fields that name files (or patterns of them): in a plan, from where the plan is
     max_new_tokens: int = 40
     stop: str | None = None  # a text of one token that ends an answer
 
@@ -72,9 +74,22 @@ class Task(BaseModel):
         """
         raise TypeError(f"{type(self).__name__} must define score()")
 
+    def check(self) -> None:
+        """Raise for what can be wrong before any model is looked at, such as a file of data."""
+
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
         """The most tokens an answer may have, and the text of one token that ends it, for this tokenizer."""
         return self.max_new_tokens, self.stop
+
+    def fitted(self, item: Item, new_tokens: int, max_tokens: int | None, cure: str = "choose a shorter length") -> Item:
+        """The item, if the model can hold its prompt and answer."""
+        longest = max(map(len, item.options), default=0) if self.mode == "choices" else new_tokens
+        if max_tokens is not None and len(item.prompt) + longest > max_tokens:
+            raise NeedleworkError(
+                f"{item.id}: the prompt has {len(item.prompt)} tokens and the answer up to {longest}, "
+                f"but the model holds {max_tokens}; {cure}"
+            )
+        return item
 
     @property
     def chance(self) -> float:

@@ -38,6 +38,7 @@ class Niah(Retrieval):
 
     kind = "niah"
     mode: ClassVar[Mode] = "generate"
+    files: ClassVar[tuple[str, ...]] = ("haystack",)
     lengths: Sizes | None = None  # the paper's; for zoo models what fits
     depths: Depths = DEPTHS
     reserve_tokens: int | None = Field(None, ge=0)  # 200; zoo models: 0, a length is then the context's

@@ -43,6 +43,7 @@ class Perplexity(Task):
     kind = "perplexity"
     mode: ClassVar[Mode] = "perplexity"
     ability: ClassVar[Ability] = "perplexity"
+    files: ClassVar[tuple[str, ...]] = ("text",)
     world: Literal["auto", "toy", "english"] = "auto"
     text: str | None = None  # pattern of text files; none: toy-world documents or built-in English
     tokens: int | None = Field(None, ge=2)  # of each sample; none: 256, or what the model holds if that is less

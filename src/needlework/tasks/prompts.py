@@ -16,6 +16,7 @@ from needlework.interventions.acts import Span
 from needlework.tasks.base import Tokenizer
 
 MARKER = "CONTENTGOESHERE"  # stands for the user's words while the chat template is taken apart
+_PLAIN = "ask in plain text (style: base; of kind prompts, chat: false)"
 
 
 @dataclass(frozen=True)
@@ -185,11 +186,11 @@ def in_chat(tokenizer: Any, pieces: Sequence[Piece]) -> list[Piece]:
         return str(tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
 
     if not has_chat(tokenizer):
-        raise NeedleworkError("this tokenizer has no chat template; use style: base")
+        raise NeedleworkError(f"this tokenizer has no chat template; {_PLAIN}")
     frame = shown(MARKER).split(MARKER)
     if len(frame) != 2:
-        raise NeedleworkError(f"the chat template shows the user's words {len(frame) - 1} times, not once; use style: base")
+        raise NeedleworkError(f"the chat template shows the user's words {len(frame) - 1} times, not once; {_PLAIN}")
     content = "".join(piece.text for piece in pieces)
     if shown(content) != content.join(frame):
-        raise NeedleworkError("the chat template changes the user's words, so needles cannot be placed; use style: base")
+        raise NeedleworkError(f"the chat template changes the user's words, so needles cannot be placed; {_PLAIN}")
     return [Piece(frame[0]), *pieces, Piece(frame[1])]

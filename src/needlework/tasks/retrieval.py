@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -62,16 +62,6 @@ class Retrieval(Task):
             return self.max_new_tokens, self.stop
         chosen = "max_new_tokens" in self.model_fields_set
         return self.max_new_tokens if chosen else self.toy_new_tokens, self.stop or toy.STOP
-
-    def fitted(self, item: Item, new_tokens: int, max_tokens: int | None) -> Item:
-        """The item, if the model can hold its prompt and answer."""
-        longest = max(map(len, item.options), default=0) if self.mode == "choices" else new_tokens
-        if max_tokens is not None and len(item.prompt) + longest > max_tokens:
-            raise NeedleworkError(
-                f"{item.id}: the prompt has {len(item.prompt)} tokens and the answer up to {longest}, "
-                f"but the model holds {max_tokens}; choose a shorter length"
-            )
-        return item
 
     def chance_among(self, in_context: int) -> float:
         counts = {"all": in_context + self.absent, "context": in_context, "absent": self.absent}
@@ -145,8 +135,14 @@ def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tup
     return [*told, *asked] * (2 if layout == "jrt" else 1)
 
 
-class Chosen(Retrieval):
-    """The companion of a retrieval task: the same items, scored by the likelihood of their options."""
+if TYPE_CHECKING:
+    _Companion = Retrieval
+else:
+    _Companion = object  # no fields, or Retrieval's defaults would go before those of the task that it is mixed with
+
+
+class Chosen(_Companion):
+    """Makes the companion of a retrieval task: the same items, scored by the likelihood of their options."""
 
     mode: ClassVar[Mode] = "choices"
 

@@ -46,6 +46,7 @@ class Ruler(Retrieval):
 
     kind = "ruler"
     mode: ClassVar[Mode] = "generate"
+    files: ClassVar[tuple[str, ...]] = ("haystack",)
     variant: Variant = "single"
     lengths: Sizes | None = None
     reserve_tokens: int | None = Field(None, ge=0)  # of each length, for question and answer

@@ -30,6 +30,11 @@ def begins(text: str, target: str) -> bool:
     return f"{plain(text)} ".startswith(f"{plain(target)} ")
 
 
+def equals(text: str, target: str) -> bool:
+    """The answer is the target and nothing else."""
+    return plain(text) == plain(target)
+
+
 def graded(text: str, needle: str, parts: Mapping[str, float]) -> float:
     """0 to 5: points for each part that occurs, all of them for the whole needle."""
     if holds(text, needle):

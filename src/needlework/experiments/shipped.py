@@ -1,0 +1,43 @@
+"""The plans that come with needlework, by name: `02-head-sparsification`, `02` and `head-sparsification` are the same one."""
+
+from __future__ import annotations
+
+from importlib import resources
+from pathlib import Path
+
+from needlework.errors import did_you_mean
+from needlework.experiments.lines import PlanError
+from needlework.experiments.plan import Plan, load
+
+
+def files() -> list[Path]:
+    """The plan files, in order. The package is always installed as plain files, never run from an archive."""
+    return sorted((Path(str(resources.files("needlework"))) / "plans").glob("*.yaml"))
+
+
+def catalog() -> dict[str, Plan]:
+    """All shipped plans by their full names."""
+    return {path.stem: load(path) for path in files()}
+
+
+def names() -> dict[str, Path]:
+    """Every name of every shipped plan: the whole one, and where it begins with a number, number and rest alone."""
+    known = {path.stem: path for path in files()}
+    for path in files():
+        number, _, rest = path.stem.partition("-")
+        if number.isdigit() and rest:
+            known |= {number: path, rest: path}
+    return known
+
+
+def find(plan: str) -> Path:
+    """The file of a plan that is named on the command line: a file wins over a shipped plan of the same name."""
+    path, known = Path(plan), names()
+    if path.is_file():
+        return path
+    if plan in known:
+        return known[plan]
+    if path.exists():  # a directory, say: reading it tells what is wrong
+        return path
+    beside = [str(file) for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
+    raise PlanError(f"no file and no shipped plan is called {plan!r}; {did_you_mean(plan, [*known, *beside])}")

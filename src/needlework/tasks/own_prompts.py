@@ -1,0 +1,212 @@
+"""Prompts of your own: a JSONL file with a prompt and the right answer in each line, and the needle if it holds one.
+
+A prompt is used as it stands; nothing is generated, so every seed asks the same. The needle's tokens are found by the same
+rule as everywhere (`prompts.py`), so interventions that expose or watch them work.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from needlework.errors import NeedleworkError, did_you_mean
+from needlework.tasks import prompts, toy
+from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.prompts import Piece
+from needlework.tasks.registry import task
+from needlework.tasks.scores import begins, choice, equals, holds, plain
+from needlework.toy.sample import Stream
+
+MATCHES = {"contains": holds, "begins": begins, "exact": equals}
+
+
+class Line(BaseModel):
+    """What may stand in a line of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    prompt: str = Field(min_length=1)
+    target: str  # the right answer
+    needle: str | None = None  # what of the prompt holds the answer; every occurrence counts
+    options: list[str] | None = None  # continuations to choose from, just as they follow the prompt; the target is one
+    id: str | int | None = None  # none: the line's number
+    cluster: str | int | None = None  # lines that share a text share a cluster; none: each its own
+
+
+class Own(Task):
+    """Base of both tasks: the same lines, to be answered or to be chosen from."""
+
+    files: ClassVar[tuple[str, ...]] = ("file",)
+    file: str  # of JSON lines
+    chat: bool = False  # each prompt as one user turn of the tokenizer's chat template; else as it stands
+
+    @cached_property
+    def ability(self) -> Ability:  # type: ignore[override]
+        """Retrieval if every line has a needle: what is asked for stands in the prompt then. Else nothing is claimed."""
+        return "retrieval" if all(line.needle is not None for line in self.lines.values()) else ""
+
+    @cached_property
+    def lines(self) -> dict[int, Line]:
+        """The lines of the file by their numbers. Read once: a file that is changed later changes nothing in a run."""
+        return _read(self.file, self.mode)
+
+    def check(self) -> None:
+        _ = self.lines
+
+    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        new_tokens = self.ending(tokenizer)[0]
+        speaks_toy = toy.is_toy(tokenizer)
+        for number, line in self.lines.items():
+            try:
+                for text in (line.prompt, *(line.options or ())) if speaks_toy else ():
+                    toy.encoded(tokenizer, text.split())  # raises for words that zoo models do not know
+                item = self._item(tokenizer, _name(number, line), line, window)
+                yield self.fitted(item, new_tokens, max_tokens, "shorten the prompt, or take the line out of the file")
+            except NeedleworkError as error:
+                raise NeedleworkError(f"{self.file}:{number}: {error}") from None
+
+    def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
+        """Zoo models end their answers with a full stop."""
+        return self.max_new_tokens, self.stop or (toy.STOP if toy.is_toy(tokenizer) else None)
+
+    def _item(self, tokenizer: Tokenizer, name: str, line: Line, window: int | None) -> Item:
+        pieces = _pieces(line)
+        if self.chat:
+            pieces = prompts.in_chat(tokenizer, pieces)
+        encoded = prompts.encode(tokenizer, pieces, special=not self.chat)
+        options = Stream("options", name).mixed(line.options or ())
+        tokens = tuple(prompts.token_ids(tokenizer, option) for option in options)
+        if len(set(tokens)) < len(options):
+            raise NeedleworkError(f"two of the options {line.options} are the same tokens to this tokenizer; choose other words")
+        kinds = ["true" if _same(option, line.target) else "other" for option in options]
+        return Item(
+            id=name,
+            cluster=name if line.cluster is None else str(line.cluster),
+            prompt=encoded.ids,
+            prompt_text=encoded.text,
+            target=line.target,
+            spans=encoded.spans,
+            options=tokens,
+            answer=kinds.index("true") if options else None,
+            facts={
+                "context_tokens": len(encoded.ids),
+                **({"needles": len(encoded.spans["needle"])} if line.needle else {}),
+                **toy.option_facts(kinds, options),
+                **toy.placed_facts(encoded.spans, len(encoded.ids), window),
+            },
+        )
+
+
+@task
+class OwnPrompts(Own):
+    """Prompts from a file, answered freely. `match` says when an answer is right; case and punctuation never count."""
+
+    kind = "prompts"
+    mode: ClassVar[Mode] = "generate"
+    match: Literal["contains", "begins", "exact"] = "contains"
+
+    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+        return {"correct": float(MATCHES[self.match](outcome.text, item.target))}
+
+
+@task
+class OwnPromptsChoice(Own):
+    """The same file, scored by the likelihood of each line's options."""
+
+    kind = "prompts_choice"
+    mode: ClassVar[Mode] = "choices"
+
+    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+        return choice(item, outcome)
+
+    @property
+    def chance(self) -> float:
+        counts = [len(line.options or ()) for line in self.lines.values()]
+        return sum(1 / count for count in counts) / len(counts)
+
+
+def _pieces(line: Line) -> list[Piece]:
+    """The prompt in pieces, with every occurrence of the needle one of its own."""
+    if line.needle is None:
+        return [Piece(line.prompt)]
+    first, *rest = line.prompt.split(line.needle)
+    pieces = [Piece(first)]
+    for after in rest:
+        pieces += [Piece(line.needle, ("needle",)), Piece(after)]
+    return [piece for piece in pieces if piece.text]
+
+
+def _same(option: str, target: str) -> bool:
+    return option.strip() == target.strip()
+
+
+def _name(number: int, line: Line) -> str:
+    return f"prompts/{number if line.id is None else line.id}"
+
+
+def _read(file: str, mode: Mode) -> dict[int, Line]:
+    """All lines of a file, checked; empty ones are passed over."""
+    try:
+        texts = Path(file).read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise NeedleworkError(f"file: {file} cannot be read ({error.strerror}); give a file of JSON lines") from None
+    except UnicodeDecodeError as error:
+        raise NeedleworkError(f"file: {file} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    lines: dict[int, Line] = {}
+    numbers: dict[str, int] = {}
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            continue
+        try:
+            line = _line(text, mode)
+            other = numbers.setdefault(_name(number, line), number)
+            if other != number:
+                raise NeedleworkError(f"the id {line.id or number!r} is taken by line {other}; give each line its own")
+        except NeedleworkError as error:
+            raise NeedleworkError(f"{file}:{number}: {error}") from None
+        lines[number] = line
+    if not lines:
+        raise NeedleworkError(f'{file}:1: the file is empty; write lines such as {{"prompt": "...", "target": "..."}}')
+    return lines
+
+
+def _line(text: str, mode: Mode) -> Line:
+    """One line of the file, or what is wrong with it."""
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise NeedleworkError(f"not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise NeedleworkError('a line is an object such as {"prompt": "...", "target": "..."}')
+    try:
+        line = Line.model_validate(content)
+    except ValidationError as error:
+        fault = error.errors()[0]
+        key = ".".join(map(str, fault["loc"]))
+        unknown = fault["type"] == "extra_forbidden"
+        why = f"unknown key {key!r}; {did_you_mean(key, Line.model_fields)}" if unknown else f"{key}: {fault['msg']}"
+        raise NeedleworkError(why) from None
+    if line.needle is not None and not line.needle.strip():
+        raise NeedleworkError("the needle is empty; give it some words, or leave it out")
+    if line.needle is not None and line.needle not in line.prompt:
+        raise NeedleworkError(f"the needle {line.needle!r} does not occur in the prompt; copy it from there letter by letter")
+    if mode == "generate" and not plain(line.target):
+        raise NeedleworkError(f"the target {line.target!r} has no letter or digit, and nothing else counts in an answer")
+    _check_options(line, mode)
+    return line
+
+
+def _check_options(line: Line, mode: Mode) -> None:
+    options = line.options
+    if options is None:
+        if mode == "choices":
+            raise NeedleworkError('prompts_choice needs "options" in every line: two or more texts, the target among them')
+        return
+    if len(options) < 2 or len(set(options)) < len(options) or not all(options):
+        raise NeedleworkError("options are two or more different texts, none of them empty")
+    if sum(_same(option, line.target) for option in options) != 1:
+        raise NeedleworkError(f"the target {line.target!r} must be one of the options, and one only (white space aside)")
