@@ -1,36 +1,40 @@
-"""Files that are there whole or not at all: written beside their place, put on the disk, and then renamed."""
+"""Files that are there whole or not at all, under names that stay where they belong."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO
+
+_LONGEST = 60  # characters; file systems take 255 bytes
+
+
+@contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A place to write a file: it becomes `path` when all is written, and is gone if that fails."""
+    half = path.with_name(f".{path.name}.{os.getpid()}.half")
+    try:
+        yield half
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[IO[str]]:
-    """A text file. Whatever goes wrong while it is written, the file of before stays and no half of the new one is left."""
-    with _beside(path, "w", encoding="utf-8", newline="") as file:
-        yield cast(IO[str], file)
+    """A text file that is there whole or not at all."""
+    with beside(path) as half, half.open("w", encoding="utf-8", newline="") as file:
+        yield file
 
 
-@contextmanager
-def whole_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """The same for pictures and other bytes."""
-    with _beside(path, "wb") as file:
-        yield cast(IO[bytes], file)
-
-
-@contextmanager
-def _beside(path: Path, mode: str, **how: Any) -> Iterator[IO[Any]]:
-    half = path.with_name(f"{path.name}.{os.getpid()}.half")
-    try:
-        with half.open(mode, **how) as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # a full disk is noticed here at the latest, while the old file is still in its place
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
+def file_name(text: str) -> str:
+    """A name of one file or directory for any text: never a path, never hidden, and never the same for two texts."""
+    words = re.sub(r"[^\w.-]+", "_", text).strip("_").lstrip(".")[:_LONGEST]
+    if words and words == text:
+        return words
+    mark = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{words}-{mark}" if words else mark

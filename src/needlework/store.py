@@ -17,7 +17,8 @@ from typing import Any
 from needlework.errors import NeedleworkError
 
 SCHEMA_VERSION = 2
-# Rises when an intervention, a phase, a task's prompt or a score changes its meaning: old answers are then no answers.
+# Rises when an intervention, a phase or a task's prompt changes its meaning: old answers are then no answers. A changed
+# score raises tasks.scores.SCORES_VERSION instead: old answers stay, and are scored again.
 SEMANTICS_VERSION = 2
 FILE_NAME = "run.sqlite"
 LOCK_NAME = "run.lock"

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import lm_eval_export
 from needlework.experiments.marked import nearest
-from needlework.files import whole as whole  # used by others from here, too
 from needlework.store import SCHEMA_VERSION, Observation, Store, Trial
 
 _JSON = ("spans", "facts", "scores", "logprobs", "margins", "receipt")
@@ -36,6 +37,18 @@ def export(directory: Path | str, to: str, out: Path | str | None = None) -> lis
         raise NeedleworkError(f"cannot write the export: {error}") from None
     finally:
         store.close()
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[IO[str]]:
+    """A text file that is there whole or not at all."""
+    half = path.with_name(f"{path.name}.{os.getpid()}.half")
+    try:
+        with half.open("w", encoding="utf-8", newline="") as file:
+            yield file
+        half.replace(path)
+    finally:
+        half.unlink(missing_ok=True)
 
 
 def score_column(name: str) -> str:

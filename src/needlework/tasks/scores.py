@@ -9,7 +9,9 @@ from typing import Any
 from needlework.errors import NeedleworkError
 from needlework.tasks.base import Item, Outcome
 
-SCORES_VERSION = 2  # rises when the same answer gets other scores; those of before are computed again from stored answers
+# Rises when the same answer gets another score. Answers stay valid: `needlework rescore` computes their scores again.
+# 2: punctuation separates words; version 1 deleted it, so that "day.The" and "day</b>" were words of their own.
+SCORES_VERSION = 2
 WHOLE = 5.0  # graded points for the whole needle
 
 
