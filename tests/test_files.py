@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
 
-from needlework.files import whole, whole_bytes
+from needlework.files import beside, whole
 
 
-@pytest.mark.parametrize("write,text", [(whole, "new"), (whole_bytes, b"new")])
+@contextmanager
+def in_bytes(path: Path) -> Iterator[IO[bytes]]:
+    with beside(path) as half, half.open("wb") as file:
+        yield file
+
+
+@pytest.mark.parametrize("write,text", [(whole, "new"), (in_bytes, b"new")])
 def test_a_file_that_fails_leaves_the_old_one(tmp_path: Path, write: Any, text: Any) -> None:
     path = tmp_path / "page"
     path.write_text("old")

@@ -33,13 +33,6 @@ def whole(path: Path) -> Iterator[IO[str]]:
         yield file
 
 
-@contextmanager
-def whole_bytes(path: Path) -> Iterator[IO[bytes]]:
-    """The same for pictures and other bytes."""
-    with beside(path) as half, half.open("wb") as file:
-        yield file
-
-
 def file_name(text: str) -> str:
     """A name of one file or directory for any text: never a path, never hidden, and never the same for two texts."""
     words = re.sub(r"[^\w.-]+", "_", text).strip("_").lstrip(".")[:_LONGEST]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import errno
+import builtins
+import io
 import json
-import os
 import re
 import subprocess
 import sys
@@ -153,20 +153,21 @@ def test_a_full_disk_leaves_the_report_of_before(tmp_path: Path, ending: str, mo
     synthetic.write(tmp_path, ("tiny-mamba",), per_cell=1)
     build([tmp_path])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.suffix in (".html", ".png", ".svg")}
-    real = Path.open
+    real = io.open
 
-    def full(path: Path, *args: Any, **options: Any) -> Any:
+    def full(path: Any, *args: Any, **options: Any) -> Any:
         file = real(path, *args, **options)
-        if path.name.endswith(".half") and ending in path.name:
-            full_disk = OSError(errno.ENOSPC, "No space left on device")
-            monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(full_disk))
-        return file
+        if not str(path).endswith(".half") or ending not in str(path):
+            return file
+        file.close()
+        return real("/dev/full", *args, **options)  # every write ends with "no space left on device"
 
-    monkeypatch.setattr(Path, "open", full)
+    monkeypatch.setattr(io, "open", full)
+    monkeypatch.setattr(builtins, "open", full)
     with pytest.raises(NeedleworkError, match=r"cannot write the report .*No space left"):
         build([tmp_path])
     assert before == {path: path.read_bytes() for path in before}
-    assert list(tmp_path.rglob("*.half")) == []
+    assert [path for path in tmp_path.rglob("*") if path.name.endswith(".half")] == []
 
 
 def test_summary_in_the_terminal(run: Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from needlework.files import whole_bytes
+from needlework.files import beside
 from needlework.report.spec import Dots, Figure, Grid, Lines, Panel
 from needlework.report.svg import log_ticks
 from needlework.stats import whole
@@ -38,8 +38,8 @@ def save(figures: Sequence[Figure], folder: Path) -> list[Path]:
             canvas.set_layout_engine("none")  # laid out once, not again for each file
             for ending, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
                 path = folder / f"{figure.id}.{ending}"
-                with whole_bytes(path) as file:
-                    canvas.savefig(file, format=ending, **options)
+                with beside(path) as half:
+                    canvas.savefig(half, format=ending, **options)
                 written.append(path)
     return written
 
