@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments import lm_eval_export
@@ -35,18 +35,6 @@ def export(directory: Path | str, to: str, out: Path | str | None = None) -> lis
         raise NeedleworkError(f"cannot write the export: {error}") from None
     finally:
         store.close()
-
-
-@contextmanager
-def whole(path: Path) -> Iterator[IO[str]]:
-    """A text file that is there whole or not at all."""
-    half = path.with_name(f"{path.name}.{os.getpid()}.half")
-    try:
-        with half.open("w", encoding="utf-8", newline="") as file:
-            yield file
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
 
 
 def score_column(name: str) -> str:
