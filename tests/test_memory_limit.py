@@ -14,7 +14,7 @@ import needlework as nw
 from needlework import zoo
 from needlework.cli import app, read_bytes
 from needlework.engine.budget import Costs, amount
-from needlework.experiments.models import sketch
+from needlework.experiments.models import look
 from needlework.experiments.plan import Model
 from needlework.requests import Request, prepare
 
@@ -52,7 +52,8 @@ def test_options_count_with_all_their_logits() -> None:
     costs, vocabulary = subject.engine.budget.costs, subject.anatomy.vocabulary
 
     def row(tokens: int, scoring: bool) -> int:
-        return costs.row(prepare(Request(cases.PROMPT, max_new_tokens=tokens, scoring=scoring), subject.anatomy))
+        options = ((5,) * tokens,) if scoring else ()
+        return costs.row(prepare(Request(cases.PROMPT, max_new_tokens=tokens, options=options), subject.anatomy))
 
     assert row(101, True) - row(1, True) >= 100 * 12 * vocabulary
     assert row(101, False) - row(1, False) < 100 * 12 * vocabulary
@@ -72,7 +73,7 @@ def test_a_twin_that_is_read_too_counts() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plan_of_a_model_costs_what_the_model_costs(dtype: str) -> None:
-    seen = sketch(Model("plan.yaml:1", "m", "tiny-transformer", dtype=dtype))
+    seen = look(Model("plan.yaml:1", "m", "tiny-transformer", dtype=dtype))
     assert seen.costs == Costs.of(nw.load(zoo.path("tiny-transformer"), dtype=dtype).body)
 
 

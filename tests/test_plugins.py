@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 import needlework as nw
 from needlework.interventions.acts import ChangeOutputs
-from needlework.tasks import Item, Mode, Outcome, Task, Tokenizer, task
+from needlework.tasks import Item, Mode, Task, Tokenizer, task
 
 
 @nw.register
@@ -53,8 +53,8 @@ class Parrot(Task):
             ids = tuple(tokenizer(f"the {word} . the")["input_ids"])
             yield Item(id=word, cluster=word, prompt=ids, prompt_text=word, target=word)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return {"correct": float(item.target in outcome.text)}
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return {"correct": float(item.target in answer.text)}
 '''
 PLAN = """
 models: [tiny-griffin]

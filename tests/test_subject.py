@@ -9,7 +9,7 @@ import torch
 
 import cases
 import needlework as nw
-from needlework.experiments.live import LiveActor
+from needlework.experiments.models import LoadedSubject
 from needlework.experiments.plan import Model
 from needlework.requests import Request
 
@@ -243,7 +243,8 @@ def test_the_special_token_that_ends_an_answer_is_not_part_of_its_text() -> None
     assert ended.text == before, "only the last one is left out, and the tokens are whole"
     assert subject.generate(["abcab"], max_new_tokens=3)[0].text == letters.decode(tokens), "what did not end it is said"
     asked = Request(subject.encode("abcab"), nw.NONE, max_new_tokens=3, stop=frozenset([tokens[last]]))
-    assert [answer.text for _, answer in LiveActor(subject, Model("x:1", "x", "x")).answers([asked])] == [before], "in a run, too"
+    answers = LoadedSubject(subject, Model("x:1", "x", "x")).answers([asked])
+    assert [answer.text for _, answer in answers] == [before], "in a run, too"
 
 
 def test_the_parts_stay_within_reach() -> None:

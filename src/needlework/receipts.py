@@ -35,6 +35,15 @@ class Receipt:
                 mine[what] = mine.get(what, 0) + number
         return Receipt(counts, self.swapped + other.swapped, self.notes + other.notes)
 
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> Receipt:
+        """What `to_dict` wrote."""
+        counts = {
+            (row["layer"], row["phase"]): {what: number for what, number in row.items() if what not in ("layer", "phase")}
+            for row in content.get("layers", ())
+        }
+        return cls(counts, tuple(content.get("swapped", ())), tuple(content.get("notes", ())))
+
     def to_dict(self) -> dict[str, Any]:
         rows = [{"layer": at, "phase": when, **count} for (at, when), count in sorted(self.counts.items())]
         return {"layers": rows, "swapped": list(self.swapped), "notes": list(self.notes)}

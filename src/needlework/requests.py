@@ -79,6 +79,18 @@ class Answer:
     def with_text(self, text: str) -> Answer:
         return replace(self, text=text)
 
+    def __add__(self, other: Answer) -> Answer:
+        """Both as one: of a sample that needs several requests, the options of all of them in a row."""
+        error = self.error or other.error
+        return replace(
+            self,
+            receipt=self.receipt + other.receipt,
+            finish="failed" if error else self.finish,
+            error=error,
+            option_logprobs=self.option_logprobs + other.option_logprobs,
+            greedy=self.greedy + other.greedy,
+        )
+
 
 @dataclass(frozen=True)
 class Prepared:

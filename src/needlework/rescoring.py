@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from needlework.errors import NeedleworkError
+from needlework.requests import Answer
 from needlework.store import ANSWER_FINISH, LM_EVAL, Row, Store, claimed
-from needlework.tasks.base import Item, Mode, Outcome, Task
+from needlework.tasks.base import Item, Mode, Task
 from needlework.tasks.scores import SCORES_VERSION
 
 # Rows of store version 1 know neither the tokens of their options nor which of the wrong ones the model would have said.
@@ -23,6 +24,8 @@ _BATCH = 500
 def scoring(task: Task) -> str:
     """A hash of what turns an answer into scores. All of the task's options are in it, whether or not a score reads them:
     only the task knows, and to score a row once too often costs no inference. Its first number is the scores' version."""
+    if task.kind == LM_EVAL:  # scored by lm-eval, whose versions stand in its own files
+        return ""
     content = [task.kind, task.model_dump(mode="json")]
     return f"{SCORES_VERSION}-{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]}"
 
@@ -79,12 +82,13 @@ def stored_item(trial: Row) -> Item:
     )
 
 
-def stored_outcome(trial: Row) -> Outcome:
-    """What came back for a row."""
+def stored_answer(trial: Row) -> Answer:
+    """What came back for a row, as far as scores can read it."""
     logs, greedy = tuple(trial.logprobs), tuple(trial.greedy)
-    if trial.mode == "perplexity":
-        return Outcome(option_logprobs=(sum(logs),), token_logprobs=logs, greedy=greedy)
-    return Outcome(option_logprobs=logs, greedy=greedy) if trial.mode == "choices" else Outcome(text=trial.output)
+    if trial.mode == "generate":
+        return Answer(logprobs=logs, finish="stop", text=trial.output)
+    options = (logs,) if trial.mode == "perplexity" else tuple((value,) for value in logs)
+    return Answer(option_logprobs=options, greedy=greedy)
 
 
 def stored_finish(trial: Row) -> str:
@@ -103,7 +107,7 @@ def rescored(trial: Row, task: Task) -> Row:
     text_of_version_1 = trial.kind == "perplexity" and "prompt_ids" not in trial.facts  # its rules are as they were, too
     if finish == "failed" or text_of_version_1:
         return replace(trial, scoring=scoring(task))
-    scores = {**lasting_scores(trial), **task.score(stored_item(trial), stored_outcome(trial))}
+    scores = {**lasting_scores(trial), **task.score(stored_item(trial), stored_answer(trial))}
     facts = {name: value for name, value in trial.facts.items() if name != ANSWER_FINISH}
     return replace(trial, scores=scores, scoring=scoring(task), finish=finish, error="", facts=facts)
 

@@ -59,7 +59,7 @@ def test_scores_are_those_of_lm_eval_alone_under_each_intervention(griffin: Path
 def test_the_same_questions_score_the_same_through_tasks_knowledge(griffin: Path, done: tuple[Any, Path]) -> None:
     import needlework as nw
     from needlework.tasks import make_task
-    from needlework.tasks.base import Outcome
+
 
     subject, found, compared = nw.load(griffin), rows(done[1]), 0
     for kind in ("letter", "cloze_choice"):
@@ -70,7 +70,7 @@ def test_the_same_questions_score_the_same_through_tasks_knowledge(griffin: Path
             for item, scores in zip(items, asked, strict=True):
                 row = found[item.id, act]
                 assert row.logprobs == pytest.approx(scores.totals, abs=1e-5)
-                told = task.score(item, Outcome(option_logprobs=scores.totals, greedy=scores.greedy))
+                told = task.score(item, scores)
                 assert row.scores["correct"] == told["correct"]
                 compared += 1
     assert compared == len(found) == 2 * 20 * 3
@@ -98,28 +98,29 @@ def test_rows_say_what_a_report_needs(done: tuple[Any, Path]) -> None:
 
 
 def test_what_is_stored_is_not_asked_again(griffin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from needlework.lmeval import teller, work
+    from needlework.experiments import run as runner
+    from needlework.experiments.models import LoadedSubject
 
-    monkeypatch.setattr(work, "CHUNK_ASKS", 12)
+    monkeypatch.setattr(runner, "CHUNK_TRIALS", 12)
     asked: list[Any] = []
-    stock = teller.tell
+    stock = LoadedSubject.answers
 
-    def dies(lm: Any, some: Any) -> Any:
+    def dies(self: Any, requests: Any) -> Any:
         if len(asked) >= 24:
             raise KeyboardInterrupt
-        asked.extend(some)
-        return stock(lm, some)
+        asked.extend(requests)
+        return stock(self, requests)
 
-    monkeypatch.setattr(teller, "tell", dies)
+    monkeypatch.setattr(LoadedSubject, "answers", dies)
     with pytest.raises(KeyboardInterrupt):
         run(griffin, tmp_path)
     before = len(rows(tmp_path))
     assert 0 < before == len(asked) < 120
-    monkeypatch.setattr(teller, "tell", stock)
+    monkeypatch.setattr(LoadedSubject, "answers", stock)
     assert run(griffin, tmp_path).asked == 120 - before
     more = run(griffin, tmp_path, [*ACTS, "keep_heads(k=2)"])
     assert more.asked == 40
-    monkeypatch.setattr(teller, "tell", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(LoadedSubject, "answers", lambda *_: pytest.fail("asked again"))
     assert run(griffin, tmp_path).asked == 0
 
 
@@ -127,7 +128,7 @@ def test_rows_with_other_prompts_are_kept_but_not_counted(griffin: Path, tmp_pat
     def counted(acts: list[str], shots: int) -> dict[tuple[str, int], int]:
         run(griffin, tmp_path, acts, ["mini_mmlu_animals"], limit=4, shots=shots)
         store = Store(tmp_path)
-        assert all(list(t.greedy) == t.facts["greedy"] for t in store.rows())
+        assert all(len(t.greedy) == len(t.facts["options"]) for t in store.rows())
         counts = store.db.execute("SELECT intervention, asked, count(*) FROM trials GROUP BY 1, 2").fetchall()
         store.close()
         return {(act, asked): count for act, asked, count in counts}

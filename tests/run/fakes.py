@@ -13,11 +13,11 @@ from pydantic import Field
 
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
-from needlework.experiments.models import Sketch
+from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Model
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
-from needlework.tasks.base import Item, Outcome, Task
+from needlework.tasks.base import Item, Task
 
 HEADS = 4
 
@@ -61,11 +61,11 @@ class FakeTask(Task):
                 twins={"twin": twin}, twin_target="999", facts={"context_tokens": len(prompt)},
             )  # fmt: skip
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
         if self.scorer == "broken":
             raise ZeroDivisionError("no scores today")
-        odd = len(outcome.text) % 2 == (self.scorer != "even")
-        return {"correct": float(odd), "options": float(len(outcome.option_logprobs))}
+        odd = len(answer.text) % 2 == (self.scorer != "even")
+        return {"correct": float(odd), "options": float(len(answer.option_logprobs))}
 
 
 class FakeChoice(FakeTask):
@@ -80,14 +80,6 @@ def make_task(spec: Mapping[str, Any]) -> Task:
     if kind not in kinds:
         raise NeedleworkError(f"unknown task kind {kind!r}; known: {', '.join(kinds)}")
     return kinds[kind](**fields)
-
-
-@dataclass(frozen=True)
-class FakeScores:
-    logprobs: tuple[tuple[float, ...], ...]
-    greedy: tuple[bool, ...]
-    receipt: Receipt = field(default_factory=Receipt)
-    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -118,6 +110,12 @@ class FakeActor:
         batch = hashlib.sha256(repr([(r.prompt, str(r.intervention)) for r in requests]).encode()).hexdigest()
         for i in reversed(range(len(requests))):  # answers come in their own order
             request = requests[i]
+            if request.options:
+                time.sleep(self.pause)
+                words = (request.prompt, str(request.intervention))
+                values = tuple(tuple(-_number(*words, token) for token in option) for option in request.options)
+                yield i, Answer(option_logprobs=values, greedy=(True,) * len(values))
+                continue
             if request.prompt in self.poison:
                 raise RuntimeError("poisoned")
             self.asked.append(request.prompt)
@@ -126,13 +124,6 @@ class FakeActor:
             tokens = (int(seed * 1000),)
             receipt = Receipt({(0, "decode"): {"positions": 1}})
             yield i, Answer(tokens, (-seed,), (seed,), receipt, "stop", text=str(tokens[0]))
-
-    def scores(self, asked: Sequence[tuple[Request, Sequence[tuple[int, ...]]]]) -> Iterator[tuple[int, FakeScores]]:
-        self.calls += 1
-        for i, (request, options) in enumerate(asked):
-            time.sleep(self.pause)
-            values = tuple(tuple(-_number(request.prompt, str(request.intervention), t) for t in some) for some in options)
-            yield i, FakeScores(values, (True,) * len(options))
 
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[FakeSeen]:
         return [FakeSeen(0, head, head / 10, 1.0, len(requests) / 100) for head in range(HEADS)]
@@ -148,15 +139,16 @@ class FakeModels:
     tokenizer_hash: str = "t" * 32
     shapes: Mapping[str, Anatomy] = field(default_factory=dict)
     loaded: list[str] = field(default_factory=list)
+    memory_bytes: int | None = None
 
-    def look(self, model: Model) -> Sketch:
+    def look(self, model: Model) -> ModelInfo:
         if model.source == "missing":
             raise model.error("model 'missing': there is no such model")
         shape = self.shapes.get(model.name, anatomy())
-        return Sketch(model, self.weights + model.name, self.tokenizer_hash, shape, FakeTokenizer(), frozenset({0}))
+        return ModelInfo(model, self.weights + model.name, self.tokenizer_hash, shape, FakeTokenizer(), frozenset({0}))
 
-    def load(self, seen: Sketch) -> FakeActor:
-        self.loaded.append(seen.name)
+    def load(self, info: ModelInfo) -> FakeActor:
+        self.loaded.append(info.name)
         return self.actor
 
 
@@ -184,7 +176,7 @@ def main() -> int:
     """`fakes.py PLAN OUT PAUSE`: a run in a process of its own, to be killed."""
     from needlework.experiments import run
 
-    run.CHUNK_ASKS = 16
+    run.CHUNK_TRIALS = 16
     plan, out, pause = sys.argv[1:4]
     try:
         return run.run_plan(plan, out, source=FakeModels(FakeActor(float(pause))), make_task=make_task, progress=False)

@@ -8,7 +8,7 @@ from needlework.errors import NeedleworkError
 from needlework.experiments import run
 
 if __name__ == "__main__":
-    run.CHUNK_ASKS = 12
+    run.CHUNK_TRIALS = 12
     try:
         sys.exit(run.run_plan(sys.argv[1], sys.argv[2], progress=False))
     except NeedleworkError as error:

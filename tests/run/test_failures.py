@@ -23,7 +23,7 @@ PLAN_ARGUMENTS = ["run", "plan.yaml", "--out", "out"]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_ASKS", 16)
+    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
 
 
 class Failing(fakes.FakeActor):
@@ -41,7 +41,7 @@ def command(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`needlework run` with a fake model."""
     actor: dict[str, fakes.FakeActor] = {}
     monkeypatch.chdir(plan_file.parent)
-    monkeypatch.setattr(run, "LiveModels", lambda memory: fakes.FakeModels(actor["now"]))
+    monkeypatch.setattr(run, "DiskModels", lambda memory: fakes.FakeModels(actor["now"]))
     monkeypatch.setattr("needlework.tasks.make_task", fakes.make_task)
 
     def invoke(now: fakes.FakeActor, *more: str) -> Any:

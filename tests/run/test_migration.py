@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from needlework.experiments import run
-from needlework.experiments.live import LiveModels
+from needlework.experiments.models import DiskModels
 from needlework.rescoring import older_scores, rescore
 from needlework.store import Row, Store
 
@@ -80,7 +80,7 @@ def test_a_migrated_store_is_rescored_and_keeps_what_it_cannot_know(old: Path) -
     store.close()
 
 
-class Unloaded(LiveModels):
+class Unloaded(DiskModels):
     """Models that are looked at only."""
 
     def load(self, seen: Any) -> Any:

@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import run
-from needlework.experiments.asks import Settings, item_digest, trial_id
 from needlework.experiments.lines import PlanError
 from needlework.experiments.plan import Model, Plan, load
-from needlework.experiments.trials import expand
-from needlework.interventions import parse
+from needlework.experiments.trials import decoding, expand, item_digest, trial_id
+from needlework.interventions import NONE, parse
 from needlework.interventions.grid import expand as expand_text
 from needlework.tasks.base import Item
 
@@ -245,7 +244,7 @@ def test_a_bad_name_of_a_model_is_refused(given: list[str], words: str, tmp_path
 def test_a_limit_spreads_over_all_samples(tmp_path: Path) -> None:
     text = GOOD.replace("samples: 3", "samples: 10").replace("limit: 2", "limit: 4")
     work = expand(the_plan(tmp_path, text), fakes.FakeModels().look(Model("x:1", "alpha", "alpha")))
-    assert [a.item.id for a in work.asks if a.homes[0].experiment == "first" and not a.intervention.parts] == [
+    assert [t.item.id for t in work.trials if t.experiment == "first" and not t.intervention.parts] == [
         "fake/0", "fake/2", "fake/5", "fake/7",
     ]  # fmt: skip
 
@@ -255,7 +254,7 @@ def test_what_a_model_has_no_parts_for_is_left_out_and_said(tmp_path: Path) -> N
     text = text.replace("- {", "- '{").replace("'kv')}", "''kv'')}'")
     look = fakes.FakeModels(shapes={"alpha": fakes.anatomy(attention=0)}).look
     work = expand(the_plan(tmp_path, text), look(Model("x:1", "alpha", "alpha")))
-    assert {str(a.intervention) for a in work.asks} == {"none", "ablate_recurrent()"}
+    assert {str(trial.intervention) for trial in work.trials} == {"none", "ablate_recurrent()"}
     assert [note.split(", so ")[1] for note in work.skipped] == [
         "ablate_attention() is left out", "swap_memory(half='kv') is left out",
     ]  # fmt: skip
@@ -301,22 +300,33 @@ def test_golden_ids() -> None:
     """An id may only change together with SEMANTICS_VERSION: stores out there are resumed by it."""
     model = fakes.FakeModels().look(Model("x:1", "alpha", "alpha"))
     item = Item("a", "a", (1, 2, 3), "1 2 3", "2", {"needle": ((1, 2),)}, ((4,), (5, 6)), 0, {"twin": (1, 9, 3)})
-    generate = Settings("generate", "decode", 40, frozenset({0, 7}))
+    generate = decoding("generate", 40, "decode", frozenset({0, 7}))
     digest = item_digest(item)
     assert digest == "90d0e963448632ba3887bc00"
-    assert trial_id(model, digest, "none", generate) == "65620ee320cdc03ba2e28530"
-    assert trial_id(model, digest, "keep_heads(k=2)", generate) == "30bb841a8dfbe0c1bec425a6"
-    assert trial_id(model, digest, "none", Settings("choices", "decode", 40, frozenset())) == "ac489e9eafecfabdc8d6ca27"
+    assert trial_id(model, digest, NONE, generate) == "65620ee320cdc03ba2e28530"
+    assert trial_id(model, digest, parse("keep_heads(k=2)"), generate) == "30bb841a8dfbe0c1bec425a6"
+    assert trial_id(model, digest, NONE, decoding("choices", 40, "decode", frozenset())) == "ac489e9eafecfabdc8d6ca27"
+
+
+def test_an_act_that_changed_its_meaning_changed_its_ids() -> None:
+    """The paper's way of exposing, in prefill: its answers of before were wrong, and must not be taken for new ones."""
+    model, how = fakes.FakeModels().look(Model("x:1", "alpha", "alpha")), decoding("generate", 40, "decode", frozenset({0}))
+    old = {
+        "expose_tokens(mode='only', compat='paper')": "0e626e418af5740ffb1ceff8",
+        "expose_tokens(phase='decode', mode='only', compat='paper')": "20c41a2eafd629e5081caaf3",
+    }
+    changed = {text: trial_id(model, "digest", parse(text), how) != name for text, name in old.items()}
+    assert list(changed.values()) == [True, False]
 
 
 def test_ids_depend_on_what_changes_an_answer_and_on_nothing_else() -> None:
     look = fakes.FakeModels().look
     one = look(Model("x:1", "alpha", "alpha"))
     item = Item("a", "a", (1, 2, 3), "1 2 3", "2", {"needle": ((1, 2),)}, ((4,), (5, 6)), 0, {"twin": (1, 9, 3)})
-    base = Settings("generate", "decode", 40, frozenset({0}))
+    base = {"mode": "generate", "max_new_tokens": 40, "boundary": "decode", "stop": frozenset({0})}
 
-    def key(sketch=one, item=item, text="none", how=base) -> str:  # type: ignore[no-untyped-def]
-        return trial_id(sketch, item_digest(item), text, how)
+    def key(model=one, item=item, text="none", how=base) -> str:  # type: ignore[no-untyped-def]
+        return trial_id(model, item_digest(item), parse(text), decoding(**how))
 
     from dataclasses import replace
 
@@ -329,13 +339,13 @@ def test_ids_depend_on_what_changes_an_answer_and_on_nothing_else() -> None:
         key(item=replace(item, twins={})),
         key(item=replace(item, options=())),
         key(text="ablate_attention()"),
-        key(how=replace(base, boundary="prefill")),
-        key(how=replace(base, max_new_tokens=41)),
-        key(how=replace(base, stop=frozenset())),
-        key(how=replace(base, mode="choices")),
+        key(how={**base, "boundary": "prefill"}),
+        key(how={**base, "max_new_tokens": 41}),
+        key(how={**base, "stop": frozenset()}),
+        key(how={**base, "mode": "choices"}),
     ]
     assert len({key(), *different}) == len(different) + 1
     assert key(item=replace(item, id="b", cluster="c", target="d", facts={"x": 1})) == key()
     assert key(replace(one, model=replace(one.model, place="y:2"))) == key()
-    scoring = replace(base, mode="choices")
-    assert key(how=scoring) == key(how=replace(scoring, max_new_tokens=9, boundary="prefill")), "scoring decodes nothing"
+    scoring = {**base, "mode": "choices"}
+    assert key(how=scoring) == key(how={**scoring, "max_new_tokens": 9, "boundary": "prefill"}), "scoring decodes nothing"

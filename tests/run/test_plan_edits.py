@@ -18,7 +18,7 @@ from needlework.store import LM_EVAL, Store
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_ASKS", 16)
+    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
 
 
 def asked(out: Path) -> list[Any]:

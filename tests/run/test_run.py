@@ -42,7 +42,7 @@ def table(out: Path) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_ASKS", 16)
+    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
 
 
 def test_every_trial_of_the_plan_has_a_row(plan_file: Path, tmp_path: Path) -> None:
@@ -101,14 +101,14 @@ def test_observations_are_written_once(plan_file: Path, tmp_path: Path) -> None:
 
 
 class Stopping(fakes.FakeActor):
-    """Stops after some answers, as Ctrl-C does."""
+    """Stops after some generated answers, as Ctrl-C does."""
 
     left = 20
 
     def answers(self, requests: Any) -> Iterator[Any]:
         for pair in super().answers(requests):
             yield pair
-            self.left -= 1
+            self.left -= not requests[pair[0]].options
             if self.left == 0:
                 raise KeyboardInterrupt
 
@@ -233,7 +233,7 @@ def test_a_store_of_other_semantics_or_schema_is_refused(
     plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go(plan_file, tmp_path / "out")
-    monkeypatch.setattr(run, "SEMANTICS_VERSION", 3)
+    monkeypatch.setattr("needlework.experiments.provenance.SEMANTICS_VERSION", 3)
     with pytest.raises(NeedleworkError, match="semantics version 2, this is version 3"):
         go(plan_file, tmp_path / "out")
     monkeypatch.undo()
@@ -258,7 +258,7 @@ def test_a_file_that_is_no_store_is_refused(plan_file: Path, tmp_path: Path) -> 
 def test_what_breaks_one_trial_fails_that_trial_alone(
     plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "CHUNK_ASKS", 64)  # several prompts in one call
+    monkeypatch.setattr(run, "CHUNK_TRIALS", 64)  # several prompts in one call
     clean = go(plan_file, tmp_path / "clean", fakes.FakeModels(fakes.FakeActor(batchwise=False)))
     victim = clean.actor.asked[5]
     poisoned = fakes.FakeModels(fakes.FakeActor(batchwise=False, poison=frozenset({victim})))
@@ -298,7 +298,8 @@ def test_chunks_are_asked_whole_after_a_resume(plan_file: Path, tmp_path: Path) 
 
     class Noting(fakes.FakeActor):
         def answers(self, requests: Any) -> Iterator[Any]:
-            calls.append(list(requests))
+            if not requests[0].options:
+                calls.append(list(requests))
             return super().answers(requests)
 
     run.run_plan(plan_file, tmp_path / "a", source=fakes.FakeModels(Stopping()), make_task=fakes.make_task, progress=False)

@@ -8,10 +8,9 @@ import pytest
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import shipped
-from needlework.experiments.asks import Work
-from needlework.experiments.models import Sketch
+from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Model, Plan, load
-from needlework.experiments.trials import expand
+from needlework.experiments.trials import Work, expand
 from needlework.interventions import grid
 from needlework.toy import tokenizer
 from needlework.training import recipes
@@ -33,7 +32,7 @@ def works(plan: Plan) -> list[Work]:
         pattern = {"tiny-transformer": (4, 0), "tiny-mamba": (0, 8)}.get(name, (2, 4))
         shape = fakes.anatomy(*pattern, heads=config.get("num_attention_heads", 0))
         shape = type(shape)(**{**vars(shape), "max_tokens": None, "vocabulary": tokenizer.size()})
-        found.append(expand(plan, Sketch(Model("zoo:1", name, name), name, "t", shape, tokenizer.build())))
+        found.append(expand(plan, ModelInfo(Model("zoo:1", name, name), name, "t", shape, tokenizer.build())))
     return found
 
 
@@ -55,12 +54,11 @@ def test_a_plan_is_good_and_names_zoo_models(path: Path, fast: bool) -> None:
 def test_the_demo_has_enough_samples_in_every_condition() -> None:
     for work in works(load(DEMO)):
         counts: dict[tuple[str, str, str], int] = {}
-        for ask in work.asks:
-            for home in ask.homes:
-                key = (home.experiment, home.task.name, str(ask.intervention))
-                counts[key] = counts.get(key, 0) + 1
+        for trial in work.trials:
+            key = (trial.experiment, trial.task.name, str(trial.intervention))
+            counts[key] = counts.get(key, 0) + 1
         short = {key: n for key, n in counts.items() if n < LEAST}
-        assert not short, (work.sketch.name, short)
+        assert not short, (work.model.name, short)
 
 
 def test_the_demo_covers_all_experiments() -> None:

@@ -4,10 +4,11 @@ from collections import Counter
 from typing import Any
 
 import pytest
-from token_kinds import make
+from token_kinds import make, scored
 
 from needlework.errors import NeedleworkError
-from needlework.tasks import Outcome, make_task
+from needlework.requests import Answer
+from needlework.tasks import make_task
 from needlework.toy import world
 
 CHOICES = ("cloze_choice", "letter", "letter_lookup", "judgements")
@@ -64,17 +65,17 @@ def test_choices_are_fair(toy: Any, kind: str) -> None:
         logs = [-2.0] * n
         logs[item.answer] = -1.0
         greedy = tuple(i == item.answer for i in range(n))
-        scores = task.score(item, Outcome(option_logprobs=tuple(logs), greedy=greedy))
+        scores = task.score(item, scored(tuple(logs), greedy=greedy))
         assert scores["correct"] == scores["top1"] == 1
         logs[item.answer] = -3.0
-        assert task.score(item, Outcome(option_logprobs=tuple(logs)))["correct"] == 0
+        assert task.score(item, scored(tuple(logs)))["correct"] == 0
 
 
 def test_cloze_is_scored_over_the_whole_vocabulary(toy: Any) -> None:
     task = make_task({"kind": "cloze"})
     item = next(task.items(toy, 0, None, None))
-    assert task.score(item, Outcome(item.target)) == {"correct": 1}
-    assert task.score(item, Outcome("the " + item.target)) == {"correct": 0}
+    assert task.score(item, Answer(text=item.target)) == {"correct": 1}
+    assert task.score(item, Answer(text="the " + item.target)) == {"correct": 0}
     assert task.ending(toy) == (1, None)
 
 
@@ -91,4 +92,4 @@ def test_real_models_are_sent_elsewhere() -> None:
 
 def test_a_wrong_number_of_scores_is_refused(toy: Any) -> None:
     with pytest.raises(NeedleworkError, match="4 options but 2"):
-        make_task({"kind": "letter"}).score(items(toy, "letter")[0], Outcome(option_logprobs=(0.0, 0.0)))
+        make_task({"kind": "letter"}).score(items(toy, "letter")[0], scored((0.0, 0.0)))

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from token_kinds import make, shown
+from token_kinds import make, scored, shown
 
 from needlework.errors import NeedleworkError
-from needlework.tasks import Outcome, make_task, niah
+from needlework.requests import Answer
+from needlework.tasks import make_task, niah
 from needlework.tasks.scores import plain
 
 SENTENCE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
@@ -68,15 +69,15 @@ def test_layouts() -> None:
 )
 def test_exact_and_graded_scores(text: str, exact: float, points: float) -> None:
     (item,) = items(make("byte"), lengths=[300], depths=[0])
-    assert make_task({"kind": "niah"}).score(item, Outcome(text)) == {"correct": exact, "exact": exact, "graded": points}
+    assert make_task({"kind": "niah"}).score(item, Answer(text=text)) == {"correct": exact, "exact": exact, "graded": points}
 
 
 def test_graded_parts_can_be_set() -> None:
     spec: dict[str, Any] = {"kind": "niah", "needle": "The word is {value}.", "value": "so long", "graded": {"so": 2}}
     task = make_task({**spec, "lengths": [300], "depths": [0]})
     (item,) = task.items(make("byte"), 0, None, None)
-    assert task.score(item, Outcome("so what"))["graded"] == 2
-    assert task.score(item, Outcome("the word is: so long"))["exact"] == 1
+    assert task.score(item, Answer(text="so what"))["graded"] == 2
+    assert task.score(item, Answer(text="the word is: so long"))["exact"] == 1
 
 
 def test_case_and_punctuation_are_ignored() -> None:
@@ -126,11 +127,11 @@ def test_scores_in_the_toy_world(toy: Any) -> None:
     task = make_task({"kind": "niah", "relation": "code", "lengths": [64], "depths": [0]})
     (item,) = task.items(toy, 0, None, None)
     a, b, c = item.target.split()
-    assert task.score(item, Outcome(f"{a} {b} {c} ."))["correct"] == 1
-    assert task.score(item, Outcome(f"{a} {b} {c}"))["graded"] == 5
-    wrong = task.score(item, Outcome(f". the {a} {b} {c}"))
+    assert task.score(item, Answer(text=f"{a} {b} {c} ."))["correct"] == 1
+    assert task.score(item, Answer(text=f"{a} {b} {c}"))["graded"] == 5
+    wrong = task.score(item, Answer(text=f". the {a} {b} {c}"))
     assert wrong["correct"] == 0
-    assert task.score(item, Outcome(f"{a} x {c}")) == {"correct": 0, "exact": 0, "graded": pytest.approx(10 / 3)}
+    assert task.score(item, Answer(text=f"{a} x {c}")) == {"correct": 0, "exact": 0, "graded": pytest.approx(10 / 3)}
 
 
 def test_toy_lengths_fit_the_model(toy: Any) -> None:
@@ -181,7 +182,7 @@ def test_forced_choice(toy: Any, against: str, chance: float) -> None:
     (item,) = task.items(toy, 0, None, None)
     kinds = item.facts["option_kinds"]
     logs = {"true": -2.0, "context": -3.0, "absent": -1.0}
-    scores = task.score(item, Outcome(option_logprobs=tuple(logs[kind] for kind in kinds)))
+    scores = task.score(item, scored(tuple(logs[kind] for kind in kinds)))
     assert (scores["correct_context"], scores["correct_absent"]) == (1, 0)
     assert scores["correct"] == (against == "context")
     assert scores["margin"] == -1
@@ -190,7 +191,7 @@ def test_forced_choice(toy: Any, against: str, chance: float) -> None:
 
 def test_equal_options_are_right_as_often_as_chance(toy: Any) -> None:
     task = make_task({"kind": "niah_choice", "lengths": [64], "samples": 60, "distractors": 1, "absent": 2})
-    scores = [task.score(i, Outcome(option_logprobs=(0.0,) * 4))["correct"] for i in task.items(toy, 0, None, None)]
+    scores = [task.score(i, scored((0.0,) * 4))["correct"] for i in task.items(toy, 0, None, None)]
     assert 0.2 < sum(scores) / len(scores) < 0.3
 
 

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from token_kinds import make, shown
+from token_kinds import make, scored, shown
 
 from needlework.errors import NeedleworkError
 from needlework.experiments.plan import load
-from needlework.tasks import Outcome, make_task
+from needlework.requests import Answer
+from needlework.tasks import make_task
 from needlework.tasks.base import Task
 from needlework.tasks.scores import equals
 
@@ -102,8 +103,8 @@ def test_ids_and_clusters_are_the_lines_own_and_seeds_change_nothing(toy: Any, t
 def test_match_says_when_an_answer_is_right(match: str, right: str, wrong: str, tmp_path: Path) -> None:
     made = prompts(tmp_path, ENGLISH, match=match)
     (item,) = made.items(make("byte"), 0, None, None)
-    assert made.score(item, Outcome(right)) == {"correct": 1.0}
-    assert made.score(item, Outcome(wrong)) == {"correct": 0.0}
+    assert made.score(item, Answer(text=right)) == {"correct": 1.0}
+    assert made.score(item, Answer(text=wrong)) == {"correct": 0.0}
 
 
 def test_exact_is_the_whole_answer() -> None:
@@ -131,8 +132,8 @@ def test_options_are_chosen_from(toy: Any, tmp_path: Path) -> None:
     assert sorted(toy.decode(list(option)) for option in item.options) == sorted(TOY["options"])
     assert item.facts["chance"] == pytest.approx(1 / 3)
     logs = tuple(-1.0 if i == item.answer else -2.0 for i in range(3))
-    assert made.score(item, Outcome(option_logprobs=logs))["correct"] == 1
-    assert made.score(item, Outcome(option_logprobs=tuple(-3 - x for x in logs)))["correct"] == 0
+    assert made.score(item, scored(logs))["correct"] == 1
+    assert made.score(item, scored(tuple(-3 - x for x in logs)))["correct"] == 0
     assert len(other.options) == 2
 
 

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from token_kinds import make
 
 from needlework.errors import NeedleworkError
-from needlework.tasks import Item, Outcome, make_task
+from needlework.requests import Answer
+from needlework.tasks import Item, make_task
 from needlework.tasks.perplexity import recall_mask
 
 
@@ -21,7 +22,7 @@ def test_recall_tokens_by_their_definition(ids: list[int]) -> None:
 
 def test_scores() -> None:
     item = Item("x", "x", (1, 2, 3, 1, 2, 4), "", "", spans={"answer": ((2, 4),)})
-    scores = make_task({"kind": "perplexity"}).score(item, Outcome(token_logprobs=(-1.0, -2.0, -3.0, -4.0, -5.0)))
+    scores = make_task({"kind": "perplexity"}).score(item, Answer(option_logprobs=((-1.0, -2.0, -3.0, -4.0, -5.0),)))
     assert scores == {
         "nll": 3,
         "nll_recall": 4,
@@ -33,11 +34,11 @@ def test_scores() -> None:
         "tokens_answer": 2,
     }
     with pytest.raises(NeedleworkError, match="all but the first"):
-        make_task({"kind": "perplexity"}).score(item, Outcome(token_logprobs=(-1.0,)))
+        make_task({"kind": "perplexity"}).score(item, Answer(option_logprobs=((-1.0,),)))
 
 
 def test_a_slice_without_tokens_has_no_mean() -> None:
-    scores = make_task({"kind": "perplexity"}).score(Item("x", "x", (1, 2), "", ""), Outcome(token_logprobs=(-1.0,)))
+    scores = make_task({"kind": "perplexity"}).score(Item("x", "x", (1, 2), "", ""), Answer(option_logprobs=((-1.0,),)))
     assert scores == {"nll": 1, "nll_rest": 1, "tokens": 1, "tokens_recall": 0, "tokens_rest": 1, "tokens_answer": 0}
 
 

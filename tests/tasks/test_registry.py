@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from needlework.errors import NeedleworkError
-from needlework.tasks import TASKS, Item, Outcome, Task, make_task, registry, task
+from needlework.requests import Answer
+from needlework.tasks import TASKS, Item, Task, make_task, registry, task
 
 KINDS = {
     *("niah", "niah_choice", "ruler", "ruler_choice", "mqar", "mqar_choice", "phone_book", "phone_book_choice"),
@@ -30,8 +31,8 @@ class Echo(Task):
         ids = tuple(tokenizer(self.word)["input_ids"])
         yield Item(id="echo/0", cluster="echo/0", prompt=ids, prompt_text=self.word, target=self.word)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return {"correct": float(item.target in outcome.text)}
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return {"correct": float(item.target in answer.text)}
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_a_new_task_in_one_decorator(clean: None, toy: Any) -> None:
     task(Echo)
     made = make_task({"kind": "echo", "word": "the king"})
     (item,) = made.items(toy, 0, None, None)
-    assert made.score(item, Outcome("the king .")) == {"correct": 1}
+    assert made.score(item, Answer(text="the king .")) == {"correct": 1}
 
 
 def test_a_plug_in_is_found(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,8 @@ import pytest
 from token_kinds import make, shown
 
 from needlework.errors import NeedleworkError
-from needlework.tasks import Outcome, make_task
+from needlework.requests import Answer
+from needlework.tasks import make_task
 from needlework.tasks.ruler import Variant
 
 VARIANTS = get_args(Variant)
@@ -47,9 +48,9 @@ def test_ruler(variant: str, world: str, layout: str, toy: Any) -> None:
         assert texts[item.answer] == targets[0]
         assert all((f" {t} " in told.replace(".", " ")) == (k != "absent") for t, k in zip(texts, kinds, strict=True))
         score = make_task({"kind": "ruler", "variant": variant}).score
-        assert score(item, Outcome(item.target)) == {"correct": 1, "found": 1}
-        assert score(item, Outcome("nothing"))["found"] == 0
-        part = score(item, Outcome(targets[0]))
+        assert score(item, Answer(text=item.target)) == {"correct": 1, "found": 1}
+        assert score(item, Answer(text="nothing"))["found"] == 0
+        part = score(item, Answer(text=targets[0]))
         assert part["found"] == pytest.approx(1 / len(targets))
         assert part["correct"] == (len(targets) == 1)
 
@@ -135,8 +136,8 @@ def test_recall(kind: str, world: str, toy: Any) -> None:
         assert value == item.target == item.facts["options"][item.answer]
         assert kind == "copy" or needle.startswith(item.facts["key"])
         made = make_task({"kind": kind})
-        assert made.score(item, Outcome(f"{item.target} ."))["correct"] == 1
-        assert made.score(item, Outcome(f"the {item.target}"))["correct"] == 0
+        assert made.score(item, Answer(text=f"{item.target} ."))["correct"] == 1
+        assert made.score(item, Answer(text=f"the {item.target}"))["correct"] == 0
         if world == "toy":
             assert len(item.twins["twin"]) == len(item.prompt)
             assert item.twin_target in item.facts["options"]

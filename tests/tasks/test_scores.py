@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from needlework.requests import Answer
 from needlework.tasks import make_task
-from needlework.tasks.base import Item, Outcome
+from needlework.tasks.base import Item
 from needlework.tasks.scores import begins, holds, plain
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
@@ -21,7 +22,7 @@ def item(target: str = NEEDLE) -> Item:
 
 
 def scores(text: str, **options: Any) -> dict[str, float]:
-    return make_task({"kind": "niah", **options}).score(item(), Outcome(text))
+    return make_task({"kind": "niah", **options}).score(item(), Answer(text=text))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from itertools import islice
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from needlework.requests import Answer
 from needlework.tasks import english
 from needlework.tasks.needles import KEY, NEEDLE, OTHERS, QUESTION, VALUE, filled
 from needlework.tasks.retrieval import BASE_LEAD, CHAT_END
@@ -81,3 +83,8 @@ def shown(tokenizer: Any, item: Any, name: str) -> list[str]:
     return [
         tokenizer.decode(list(item.prompt[a:b]), clean_up_tokenization_spaces=False).strip() for a, b in item.spans[name]
     ]
+
+
+def scored(totals: Sequence[float], greedy: Sequence[bool] = ()) -> Answer:
+    """An answer whose options have these log-likelihoods."""
+    return Answer(option_logprobs=tuple((float(total),) for total in totals), greedy=tuple(greedy))

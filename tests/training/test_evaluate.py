@@ -112,16 +112,15 @@ def test_card_figures_are_what_task_and_engine_give(told: dict[str, Any]) -> Non
 def answered(subject: Any, task: Any, items: list[Any]) -> list[bool]:
     """Whether each item's target is what the model says, by the task's own score."""
     from needlework.requests import Request
-    from needlework.tasks.base import Outcome
+
 
     if task.mode == "choices":
         scored = subject.choices([item.prompt for item in items], [item.options for item in items])
-        outcomes = [Outcome(option_logprobs=tuple(map(sum, s.logprobs)), greedy=tuple(s.greedy)) for s in scored]
-        return [bool(task.score(item, outcome)["top1"]) for item, outcome in zip(items, outcomes, strict=True)]
+        return [bool(task.score(item, answer)["top1"]) for item, answer in zip(items, scored, strict=True)]
     most, stop = task.ending(subject.tokenizer)
     ends = frozenset([subject.tokenizer.convert_tokens_to_ids(stop)]) if stop else frozenset()
     answers = subject.answer([Request(item.prompt, max_new_tokens=most, stop=ends) for item in items])
-    return [bool(task.score(item, Outcome(text=a.text))["correct"]) for item, a in zip(items, answers, strict=True)]
+    return [bool(task.score(item, a)["correct"]) for item, a in zip(items, answers, strict=True)]
 
 
 def test_prompts_of_the_suite_have_the_length_in_their_name() -> None:

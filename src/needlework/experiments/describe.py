@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from needlework.engine.budget import default_limit
-from needlework.experiments.asks import Ask, Work, answer_tokens
-from needlework.experiments.live import LiveModels, Models
+from needlework.experiments.models import DiskModels, ModelSource
 from needlework.experiments.plan import Plan
-from needlework.experiments.trials import expand
+from needlework.experiments.trials import Trial, Work, expand
 from needlework.requests import prepare
 
 _EXACT = 20_000  # questions; of more than that, every n-th prompt is looked at
@@ -88,12 +87,12 @@ class Description:
         return "\n".join([*lines, *self.notes, f"{whole}, about {self.memory_bytes / 2**20:,.0f} MiB"])
 
 
-def describe(plan: Plan, source: Models | None = None) -> Description:
+def describe(plan: Plan, source: ModelSource | None = None) -> Description:
     """Look at every model and expand every trial; nothing is loaded, run or written."""
-    source = source or LiveModels()
+    source = source or DiskModels()
     works = [expand(plan, source.look(model)) for model in plan.models.values()]
     notes = [note for work in works for note in work.skipped]
-    repeated = [(work.repeated, work.sketch.name) for work in works if work.repeated]
+    repeated = [(work.repeated, work.model.name) for work in works if work.repeated]
     notes += [f"{count} samples of {name} are the same question twice and count once" for count, name in repeated]
     parts = [part for work in works for part in _parts(plan, work)]
     return Description(plan.name, tuple(parts), tuple(_total(work) for work in works), tuple(notes))
@@ -101,51 +100,49 @@ def describe(plan: Plan, source: Models | None = None) -> Description:
 
 def _parts(plan: Plan, work: Work) -> Iterable[Part]:
     for experiment in plan.experiments:
-        asks = [ask for ask in work.asks if any(home.experiment == experiment.name for home in ask.homes)]
-        if asks:
+        trials = [trial for trial in work.trials if trial.experiment == experiment.name]
+        if trials:
             yield Part(
                 experiment.name,
-                work.sketch.name,
-                sum(home.experiment == experiment.name for ask in asks for home in ask.homes),
-                len({(home.task.name, str(ask.intervention)) for ask in asks for home in ask.homes
-                     if home.experiment == experiment.name}),
-                _prefills(work, asks)[0],
-                max(len(ask.item.prompt) for ask in asks),
-            )  # fmt: skip
+                work.model.name,
+                len(trials),
+                len({(trial.task.name, str(trial.intervention)) for trial in trials}),
+                _prefills(work, trials)[0],
+                max(len(trial.item.prompt) for trial in trials),
+            )
 
 
-def _prefills(work: Work, asks: list[Ask]) -> tuple[int, int]:
-    """How many readings of prompts the questions need after sharing, and their tokens."""
-    prompts: dict[str, list[Ask]] = {}
-    for ask in asks:
-        prompts.setdefault(ask.prompt_id, []).append(ask)
-    step = len(asks) // _EXACT + 1
-    seen = list(prompts.values())[::step]
+def _prefills(work: Work, trials: Sequence[Trial]) -> tuple[int, int]:
+    """How many readings of prompts the trials need after sharing, and their tokens."""
+    prompts: dict[str, list[Trial]] = {}
+    for trial in trials:
+        prompts.setdefault(trial.prompt_id, []).append(trial)
+    step = len(trials) // _EXACT + 1
+    looked_at = list(prompts.values())[::step]
     readings: dict[tuple[object, ...], int] = {}
-    for ask in (ask for some in seen for ask in some):
-        prepared = prepare(ask.request(), work.sketch.anatomy)
+    for request in (request for group in looked_at for trial in group for request in trial.requests()):
+        prepared = prepare(request, work.model.anatomy)
         size = prepared.prefill_tokens
         for prompt in (prepared.request.prompt, *prepared.twins.values()):
             readings[(prompt[:size], *prepared.group[1:])] = size
-    scale = len(prompts) / len(seen)
+    scale = len(prompts) / len(looked_at)
     return round(len(readings) * scale), round(sum(readings.values()) * scale)
 
 
 def _total(work: Work) -> Total:
-    sketch = work.sketch
-    prefills, prompt_tokens = _prefills(work, work.asks)
-    steps = sum(answer_tokens(ask) for ask in work.asks)
-    trials = sum(len(ask.homes) for ask in work.asks)
-    per_token = 2 * sketch.anatomy.parameters
-    seconds = per_token * (prompt_tokens / _FLOPS["prefill"] + steps / _FLOPS["decode"]) + _TRIAL_SECONDS * trials
-    longest = max(len(ask.item.prompt) + answer_tokens(ask) for ask in work.asks)
-    rows = min(_ROWS, len(work.asks))
-    memory = rows * (2 * longest * sketch.anatomy.kv_bytes_per_token + 2 * sketch.anatomy.state_bytes)
-    memory += rows * 12 * sketch.anatomy.vocabulary  # logits of a step, in fp32, and what is sorted out of them
-    if sketch.model.device == "cpu":
+    model, asked = work.model, [same[0] for same in work.by_id().values()]
+    prefills, prompt_tokens = _prefills(work, asked)
+    steps = sum(trial.tokens - len(trial.item.prompt) for trial in asked)
+    per_token = 2 * model.anatomy.parameters
+    seconds = per_token * (prompt_tokens / _FLOPS["prefill"] + steps / _FLOPS["decode"]) + _TRIAL_SECONDS * len(work.trials)
+    longest = max(trial.tokens for trial in asked)
+    rows = min(_ROWS, len(asked))
+    memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
+    memory += rows * 12 * model.anatomy.vocabulary  # logits of a step, in fp32, and what is sorted out of them
+    if model.model.device == "cpu":
         memory = min(memory, default_limit(torch.device("cpu")))  # the engine takes in no more rows than fit
-    weights = sketch.anatomy.parameters * _BYTES[sketch.model.dtype]
-    return Total(sketch.name, trials, len(work.asks), prefills, seconds, weights + memory)
+    weights = model.anatomy.parameters * _BYTES[model.model.dtype]
+    return Total(model.name, len(work.trials), len(asked), prefills, seconds, weights + memory)
 
 
 def _time(seconds: float) -> str:

@@ -1,32 +1,27 @@
-"""What is known of a model before its weights are loaded: who it is (hashes), its anatomy and its tokenizer."""
+"""The models of a run: what is known of each before its weights are loaded, and the loaded model that answers."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-from collections.abc import Iterable
+import platform
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
+from needlework.experiments.identity import tokenizer_hash, weights_hash
 from needlework.experiments.plan import Model
-from needlework.model.files import fetch, read_config, read_tokenizer, weight_files
+from needlework.model.files import fetch, read_tokenizer
+from needlework.requests import Answer, Request
 
 if TYPE_CHECKING:
     from needlework.engine.budget import Costs
-
-_TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
-_NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of config.json: changes no answer
-
+    from needlework.subject import Subject
 
 @dataclass(frozen=True)
-class Sketch:
+class ModelInfo:
     """One model of a run. `weights` and `tokenizer_hash` say which; everything a trial's id needs is here."""
 
     model: Model
@@ -70,7 +65,7 @@ class Sketch:
         }
 
 
-def sketch(model: Model) -> Sketch:
+def look(model: Model) -> ModelInfo:
     """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights."""
     from needlework.engine.budget import Costs
     from needlework.model.load import blueprint, torch_dtype
@@ -78,7 +73,7 @@ def sketch(model: Model) -> Sketch:
     try:
         place = locate(model)
         folder, gguf = (place.parent, place.name) if place.is_file() else (place, "")
-        weights, tokenizer_hash = weights_hash(place), hash_files(_tokenizer_files(place))
+        weights, words = weights_hash(place), tokenizer_hash(place)
         value_bytes = torch_dtype(model.dtype).itemsize
         body = blueprint(place, model.window)  # type: ignore[arg-type]
         tokenizer = read_tokenizer(folder, gguf)
@@ -88,7 +83,7 @@ def sketch(model: Model) -> Sketch:
             )
     except NeedleworkError as error:
         raise model.error(f"model {model.name!r}: {error}") from None
-    return Sketch(model, weights, tokenizer_hash, body.anatomy, tokenizer, _eos(folder), str(place), Costs.of(body, value_bytes))
+    return ModelInfo(model, weights, words, body.anatomy, tokenizer, _eos(folder), str(place), Costs.of(body, value_bytes))
 
 
 def locate(model: Model) -> Path:
@@ -105,72 +100,96 @@ def locate(model: Model) -> Path:
     return fetch(model.source, model.revision)
 
 
-def weights_hash(place: Path) -> str:
-    """Which weights these are: the bytes of the files that are loaded, and of the configuration what changes answers."""
-    if place.is_file():
-        return hash_files([place])
-    config = read_config(place)
-    kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
-    text = hash_files(weight_files(place)) + json.dumps(kept, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def hash_files(files: Iterable[Path]) -> str:
-    """One hash over names and bytes. Big files are hashed once: the result is kept with their size and time."""
-    total = hashlib.sha256()
-    for file in files:
-        total.update(f"{file.name}\0{_file_hash(file)}\0".encode())
-    return total.hexdigest()[:32]
-
-
-_WORTH_KEEPING = 64 * 2**20
-
-
-def _file_hash(file: Path) -> str:
-    stat = file.stat()
-    key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-    if stat.st_size < _WORTH_KEEPING:
-        return _digest(file)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "needlework" / "hashes.json"
-    known = _read_cache(cache)
-    if key not in known:
-        known[key] = _digest(file)
-        try:
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            half = cache.with_suffix(f".{os.getpid()}")
-            half.write_text(json.dumps(known), encoding="utf-8")
-            half.replace(cache)
-        except OSError:
-            pass  # a cache that cannot be written costs time, not correctness
-    return known[key]
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _read_cache(cache: Path) -> dict[str, str]:
-    try:
-        known = json.loads(cache.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _tokenizer_files(place: Path) -> list[Path]:
-    if place.is_file():
-        return [place]
-    return [place / name for name in _TOKENIZER_FILES if (place / name).is_file()]
-
-
 def _eos(folder: Path) -> frozenset[int]:
     """As transformers does: the generation configuration's, else the model configuration's."""
     for name in ("generation_config.json", "config.json"):
         try:
-            found = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            ends = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
         except (OSError, ValueError, AttributeError):
             continue
-        if found is not None:
-            return frozenset([found] if isinstance(found, int) else found)
+        if ends is not None:
+            return frozenset([ends] if isinstance(ends, int) else ends)
     return frozenset()
+
+
+class Seen(Protocol):
+    """What one head looked at."""
+
+    @property
+    def layer(self) -> int: ...
+    @property
+    def head(self) -> int: ...
+    @property
+    def needle_mass(self) -> float: ...
+    @property
+    def entropy(self) -> float: ...
+    @property
+    def copy_score(self) -> float: ...
+
+
+class LoadedModel(Protocol):
+    """It answers requests as they finish, and lets its attention be watched."""
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]: ...
+    def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]: ...
+    def versions(self) -> dict[str, str]: ...
+
+
+class ModelSource(Protocol):
+    """Where a run's models come from: looked at first, all of them, and loaded one at a time."""
+
+    memory_bytes: int | None  # most that prompts and answers may take
+
+    def look(self, model: Model) -> ModelInfo: ...
+    def load(self, info: ModelInfo) -> LoadedModel: ...
+
+
+class DiskModels:
+    """Models from disk or hub."""
+
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        self.memory_bytes = memory_bytes
+
+    def look(self, model: Model) -> ModelInfo:
+        return look(model)
+
+    def load(self, info: ModelInfo) -> LoadedModel:
+        from needlework.subject import load
+
+        model = info.model
+        how: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "window": model.window}
+        return LoadedSubject(load(info.directory, memory_bytes=self.memory_bytes, **how), model)
+
+
+class LoadedSubject:
+    """A Subject as a run sees it."""
+
+    def __init__(self, subject: Subject, model: Model) -> None:
+        self.subject, self.model = subject, model
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        for i, answer in self.subject.engine.run(requests):
+            yield i, self.subject.with_text(answer)
+
+    def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]:
+        from needlework.observation import observe
+
+        with observe(self.subject, span=span) as watch:
+            self.subject.answer(requests)
+        return watch.table()
+
+    def versions(self) -> dict[str, str]:
+        import torch
+        import transformers
+
+        from needlework import __version__
+
+        return {
+            "needlework": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "device": str(self.subject.body.device),
+            "dtype": self.model.dtype,
+            "kernels": self.subject.body.kernels,
+        }

@@ -97,6 +97,7 @@ class Plan:
     models: Mapping[str, Model]
     experiments: tuple[Experiment, ...]
     fast: bool = False
+    adds: bool = False  # to what a directory holds; else rows that it does not ask for are not counted any more
 
 
 def load(

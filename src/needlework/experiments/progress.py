@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from needlework.experiments.asks import Work
 from needlework.experiments.plan import Plan
+from needlework.experiments.trials import Work
 from needlework.store import LM_EVAL, Store
-from needlework.terminal import plain
-from needlework.terminal import say as say
+from needlework.terminal import plain, say
 
 
 class Bars:
@@ -36,31 +34,32 @@ def bars(plan: Plan, works: Sequence[Work], store: Store, progress: bool) -> Ite
 
     done = store.done()
     total = dict.fromkeys((e.name for e in plan.experiments), 0)
-    there = dict(total)
+    finished = dict(total)
     for work in works:
-        for ask in work.asks:
-            for experiment, task, trial in ask.wanted():
-                total[experiment] += 1
-                there[experiment] += (experiment, work.sketch.name, task, trial) in done
+        for trial in work.trials:
+            total[trial.experiment] += 1
+            finished[trial.experiment] += (trial.experiment, work.model.name, trial.task.name, trial.id) in done
     times = (TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), *times) as shown:
         made = Bars(shown)
         for name, count in total.items():
-            made.ids[name] = shown.add_task(plain(name), total=count, completed=there[name])
+            made.ids[name] = shown.add_task(plain(name), total=count, completed=finished[name])
         yield made
 
 
-def summary(store: Store, works: Sequence[Work], folder: Path, unasked: int) -> bool:
-    """The last word. True if every trial of the plan was answered, and every condition was one."""
-    plans = f"asked AND kind != '{LM_EVAL}'"
+def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, tell: bool = True) -> bool:
+    """True if every trial of the plan was answered, and every condition was one; the last word, if it is to be said."""
+    plans, folder = f"asked AND kind {'=' if plan.adds else '!='} '{LM_EVAL}'", store.directory
     (trials,) = store.db.execute(f"SELECT count(*) FROM trials WHERE {plans}").fetchone()
     failed, error = store.db.execute(f"SELECT count(*), min(error) FROM trials WHERE {plans} AND finish = 'failed'").fetchone()
     idle = hid_nothing(store, plans)
+    if not tell:
+        return not failed and not idle
     for work in works:
         for note in work.skipped:
             say(note)
         if work.repeated:
-            say(f"{work.repeated} samples of {work.sketch.name} were the same question twice and count once")
+            say(f"{work.repeated} samples of {work.model.name} were the same question twice and count once")
     if unasked:
         say(f"{unasked} rows in {folder} are none that this plan asks for: they are kept, and no report counts them")
     for note in idle:

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import reduce
+from operator import add
 from pathlib import Path
-from typing import Any
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import rows
-from needlework.experiments.asks import SEMANTICS_VERSION, Ask, Watched, Work, chunks
-from needlework.experiments.live import Actor, LiveModels, Models, check_memory
+from needlework.experiments.models import DiskModels, LoadedModel, ModelSource
 from needlework.experiments.plan import MakeTask, Plan, load
-from needlework.experiments.progress import Bars, bars, say, summary
-from needlework.experiments.trials import expand
-from needlework.requests import prepare
-from needlework.store import LM_EVAL, Observation, Row, Store, StoreError, claimed, is_full, writing
+from needlework.experiments.progress import Bars, bars, summary
+from needlework.experiments.provenance import mark, sign
+from needlework.experiments.trials import Recording, Trial, Work, chunks, expand
+from needlework.requests import Answer, Prepared, prepare
+from needlework.rescoring import lasting_scores
+from needlework.store import Observation, Row, Store, StoreError, claimed, is_full, writing
 from needlework.tasks.scores import SCORES_VERSION
+from needlework.terminal import say
 
 DONE, FAILED, STOPPED = 0, 1, 130
 
 # A chunk is what an interrupted run may have to compute again, so it is small; it is also what shares a batch.
-CHUNK_ASKS = 1024
+CHUNK_TRIALS = 1024
 CHUNK_FLOPS = 5e13
 REUSED_ROWS = 500  # written together
-WATCHED_SPAN = "needle"
+RECORDED_SPAN = "needle"
 
 
 def run_plan(
@@ -36,7 +41,7 @@ def run_plan(
     memory_bytes: int | None = None,
     retry_failed: bool = False,
     progress: bool = True,
-    source: Models | None = None,
+    source: ModelSource | None = None,
     make_task: MakeTask | None = None,
 ) -> int:
     """Run a plan file: 0 when all is done, 1 when trials of the plan failed or a condition hid nothing, 130 on Ctrl-C.
@@ -45,174 +50,129 @@ def run_plan(
     """
     try:
         plan = load(path, fast=fast, models=models, make_task=make_task)
-        sound = run(plan, out, source or LiveModels(memory_bytes), retry_failed=retry_failed, progress=progress)
+        sound = run(plan, out, source or DiskModels(memory_bytes), retry_failed=retry_failed, progress=progress)
     except KeyboardInterrupt:
         say(f"stopped; everything that was finished is in {out}. The same command goes on from there.")
         return STOPPED
     return DONE if sound else FAILED
 
 
-def run(plan: Plan, out: str | Path, source: Models, *, retry_failed: bool = False, progress: bool = True) -> bool:
+def run(
+    plan: Plan, out: str | Path, source: ModelSource, *, retry_failed: bool = False, progress: bool = True, tell: bool = True
+) -> bool:
     """Run a checked plan: every model is looked at and every trial known before the first one starts. True if none failed."""
     works = [expand(plan, source.look(model)) for model in plan.models.values()]
-    check_memory(source, works)
+    for work in works:
+        if work.model.costs is not None:
+            work.model.costs.check(source.memory_bytes, _largest(work))
     if Path(out).exists() and not Path(out).is_dir():
         raise NeedleworkError(f"{out} is a file; give a directory")
     with claimed(out) as folder:
         store = Store(folder, create=True)
         try:
-            _sign(store, plan, works)
-            unasked = _compare(store, works)
+            sign(store, plan, works)
+            unasked = mark(store, plan, works)
             if retry_failed:
                 store.forget_failed()
-            runs = [_Run(store, work, source) for work in works]
+            runs = [_ModelRun(store, work, source) for work in works]
             if again := sum(one.reuse() for one in runs):
                 say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
-            store.set_meta("scores_version", SCORES_VERSION)
+            if not plan.adds:
+                store.set_meta("scores_version", SCORES_VERSION)
             with bars(plan, works, store, progress) as shown:
                 for one in runs:
                     one.go(shown)
-            return summary(store, works, folder, unasked)
+            return summary(store, plan, works, unasked, tell)
         finally:
             store.close()
 
 
-def _compare(store: Store, works: Sequence[Work]) -> int:
-    """Note what the plan asks of what is there; how many rows it does not ask for."""
-    wanted = {(key[0], work.sketch.name, *key[1:]) for work in works for ask in work.asks for key in ask.wanted()}
-    recordings = {(w.experiment.name, work.sketch.name, w.task.name): w.content() for work in works for w in work.watched}
-    unasked = store.mark_asked(wanted, "kind != ?", [LM_EVAL])
-    store.keep_recordings(recordings)
-    store.set_meta("migrated_from", None)
-    return unasked
+def _largest(work: Work) -> Iterator[Prepared]:
+    """The longest request of each kind under each intervention: a memory limit that these do not fit into is refused."""
+    longest: dict[tuple[str, str], Trial] = {}
+    for trial in sorted(work.trials, key=lambda trial: trial.tokens):
+        longest[trial.mode, str(trial.intervention)] = trial
+    for trial in longest.values():
+        with suppress(NeedleworkError):  # what cannot be asked of this prompt fails its own trial
+            yield from [prepare(request, work.model.anatomy) for request in trial.requests()]
 
 
-def _sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
-    """Refuse a store whose trials were made by something else; write down what makes these."""
-    semantics = store.meta("semantics_version")
-    if semantics not in (None, SEMANTICS_VERSION):
-        raise NeedleworkError(
-            f"{store.directory} was made with semantics version {semantics}, this is version {SEMANTICS_VERSION}:"
-            " its answers mean something else; choose another directory"
-        )
-    here = {work.sketch.name: work.sketch for work in works}
-    for name, known in (store.meta("models") or {}).items():
-        if name not in here:
-            raise NeedleworkError(
-                f"{store.directory} holds trials of {name} (weights {known['weights'][:8]}), which this run does not have;"
-                " choose another directory: `needlework report DIR1 DIR2` shows runs side by side"
-            )
-        for what, mine in here[name].identity().items():
-            if known.get(what) != mine:
-                raise NeedleworkError(
-                    f"{store.directory} was made with another {what} of {name} ({str(known.get(what))[:8]}, now {mine[:8]});"
-                    " choose another directory"
-                )
-    store.set_meta("semantics_version", SEMANTICS_VERSION)
-    signed = {name: {**s.identity(), "source": s.model.source, "anatomy": s.anatomy.to_dict()} for name, s in here.items()}
-    store.set_meta("models", signed)
-    store.set_meta("plan", {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text})
-    store.set_meta("experiments", {**(store.meta("experiments") or {}), **_experiments(plan)})
-    store.set_meta("skipped", [note for work in works for note in work.skipped])
+class _ModelRun:
+    """One model's trials."""
 
-
-def _experiments(plan: Plan) -> dict[str, Any]:
-    """What a report wants to know of each experiment beside its rows."""
-    return {
-        e.name: {
-            "about": e.about,
-            "models": list(e.models),
-            "seeds": list(e.seeds),
-            "boundary": e.boundary,
-            "interventions": [text.text for text in e.grids],
-            "tasks": {
-                t.name: {
-                    "kind": t.task.kind,
-                    "mode": t.task.mode,
-                    "chance": t.task.chance,
-                    "options": t.task.model_dump(mode="json"),
-                }
-                for t in e.tasks
-            },
-        }
-        for e in plan.experiments
-    }
-
-
-class _Run:
-    """One model's work."""
-
-    def __init__(self, store: Store, work: Work, source: Models) -> None:
+    def __init__(self, store: Store, work: Work, source: ModelSource) -> None:
         self.store, self.work, self.source = store, work, source
-        self.model = work.sketch.name
-        self.done = {(e, task, trial): what for (e, model, task, trial), what in store.done().items() if model == self.model}
+        self.model = work.model.name
+        self.trials = work.by_id()
+        done = store.done()
+        self.done = {key[:1] + key[2:]: scoring for key, scoring in done.items() if key[1] == self.model}  # row -> scoring
         self.bars = Bars()
         self.versions = ""
         self._last = 0.0
 
     def go(self, shown: Bars) -> None:
         self.bars = shown
-        pending = [
-            chunk
-            for chunk in chunks(self.work, CHUNK_ASKS, CHUNK_FLOPS)
-            if any(key not in self.done for ask in chunk for key in ask.wanted())
-        ]
-        seen = self.store.observed()
-        watched = [w for w in self.work.watched if (w.experiment.name, self.model, w.task.name) not in seen]
-        if not pending and not watched:
+        unfinished = {name for name, same in self.trials.items() if any(trial.key not in self.done for trial in same)}
+        every = chunks(self.work, CHUNK_TRIALS, CHUNK_FLOPS)
+        pending = [chunk for chunk in every if any(trial.id in unfinished for trial in chunk)]
+        recorded = self.store.observed()
+        recordings = [r for r in self.work.recordings if (r.experiment, self.model, r.task) not in recorded]
+        if not pending and not recordings:
             return
-        actor = self.source.load(self.work.sketch)
-        self.versions = self.store.note_versions(actor.versions())
+        model = self.source.load(self.work.model)
+        self.versions = self.store.note_versions(model.versions())
         for chunk in pending:
-            self._chunk(actor, chunk, {ask.id for ask in chunk if all(key in self.done for key in ask.wanted())})
-        for one in watched:
-            self._watch(actor, one)
+            self._chunk(model, chunk, {trial.id for trial in chunk} - unfinished)
+        for recording in recordings:
+            self._record(model, recording)
 
     def reuse(self) -> int:
         """Rows from answers that are there, for whoever lacks them or scores them otherwise now; how many had other scores.
 
-        Equal ids mean equal answers, whoever asked. Scores are each home's own.
+        Equal ids mean equal answers, whoever asked. Scores are each row's own.
         """
-        answered = {trial for _, _, trial in self.done}
+        answered = {name for _, _, name in self.done}
         again = 0
         made: list[Row] = []
-        for ask in self.work.asks:
-            homes = [h for h in ask.homes if self.done.get((h.experiment, h.task.name, ask.id)) != h.task.scoring]
-            if homes and ask.id in answered:
-                known = {(t.experiment, t.task): t for t in self.store.rows("id = ? AND model = ?", (ask.id, self.model))}
-                for home in homes:
-                    own = known.get((home.experiment, home.task.name))
-                    trial = own or min(known.values(), key=lambda t: rows.stored(t).finish == "failed")
-                    made.append(rows.row(ask, home, rows.stored(trial), self.model, trial.seconds, trial.versions))
+        for name, same in self.trials.items():
+            lacking = [trial for trial in same if self.done.get(trial.key) != trial.task.scoring]
+            if lacking and name in answered:
+                known = {(row.experiment, row.task): row for row in self.store.rows("id = ? AND model = ?", (name, self.model))}
+                for trial in lacking:
+                    own = known.get((trial.experiment, trial.task.name))
+                    row = own or min(known.values(), key=lambda row: rows.stored(row).finish == "failed")
+                    lasting = lasting_scores(row)
+                    made.append(rows.to_row(trial, rows.stored(row), self.model, row.seconds, row.versions, lasting))
                     again += own is not None
             if len(made) >= REUSED_ROWS:
                 self.store.add(made)
                 made = []
         self.store.add(made)
-        self.done |= {key: "" for ask in self.work.asks if ask.id in answered for key in ask.wanted()}
+        self.done |= {trial.key: "" for trial in self.work.trials if trial.id in answered}
         return again
 
-    def _chunk(self, actor: Actor, chunk: Sequence[Ask], there: set[str]) -> None:
+    def _chunk(self, model: LoadedModel, chunk: Sequence[Trial], finished: set[str]) -> None:
         """Ask a whole chunk; what is already there is asked again, for the batch's sake, but not written again."""
         self._last = time.monotonic()
         askable = []
-        for ask in chunk:
+        for trial in chunk:
             try:
-                prepare(ask.request(), self.work.sketch.anatomy)
-                askable.append(ask)
+                for request in trial.requests():
+                    prepare(request, self.work.model.anatomy)
+                askable.append(trial)
             except NeedleworkError as error:
-                self._write(ask, rows.failed(error), there)
+                self._write(trial, rows.failed(error), finished)
         try:
-            self._ask(actor, askable, there)
+            self._ask(model, askable, finished)
         except Exception as broken:  # something in it broke the batch: find out which, and let the others through
             self._stop_if_full(broken)
-            for ask in askable:
-                if ask.id not in there:
+            for trial in askable:
+                if trial.id not in finished:
                     try:
-                        self._ask(actor, [ask], there)
+                        self._ask(model, [trial], finished)
                     except Exception as error:
                         self._stop_if_full(error)
-                        self._write(ask, rows.failed(error), there)
+                        self._write(trial, rows.failed(error), finished)
 
     def _stop_if_full(self, error: Exception) -> None:
         """A disk that takes nothing more is no trial's failure."""
@@ -222,31 +182,32 @@ class _Run:
             with writing(self.store.directory):
                 raise error
 
-    def _ask(self, actor: Actor, asks: Sequence[Ask], there: set[str]) -> None:
-        if not asks:
-            return
-        if asks[0].settings.mode == "generate":
-            for i, answer in actor.answers([ask.request() for ask in asks]):
-                self._write(asks[i], rows.answered(answer), there)
-        else:
-            for i, scores in actor.scores([(ask.request(), ask.options()) for ask in asks]):
-                self._write(asks[i], rows.scored(asks[i], scores), there)
+    def _ask(self, model: LoadedModel, trials: Sequence[Trial], finished: set[str]) -> None:
+        """Rows are written as answers come; a trial with several requests waits for all of its own."""
+        requests = [(n, request) for n, trial in enumerate(trials) for request in trial.requests()]
+        missing = Counter(n for n, _ in requests)
+        parts: dict[int, dict[int, Answer]] = {}
+        for i, answer in model.answers([request for _, request in requests]) if requests else ():
+            n = requests[i][0]
+            parts.setdefault(n, {})[i] = answer
+            if len(parts[n]) == missing[n]:
+                ordered = [part for _, part in sorted(parts.pop(n).items())]
+                self._write(trials[n], reduce(add, ordered), finished)
 
-    def _write(self, ask: Ask, result: rows.Result, there: set[str]) -> None:
+    def _write(self, trial: Trial, answer: Answer, finished: set[str]) -> None:
         now = time.monotonic()
         seconds, self._last = now - self._last, now
-        if ask.id not in there:
-            self.store.add(rows.rows(ask, result, self.model, seconds, self.versions))
-            there.add(ask.id)
-            self.bars.advance([home.experiment for home in ask.homes])
+        if trial.id not in finished:
+            same = self.trials[trial.id]
+            self.store.add([rows.to_row(one, answer, self.model, seconds, self.versions) for one in same])
+            finished.add(trial.id)
+            self.bars.advance([one.experiment for one in same])
 
-    def _watch(self, actor: Actor, watched: Watched) -> None:
-        table = actor.watch([ask.request() for ask in watched.asks], WATCHED_SPAN)
-        where = (watched.experiment.name, self.model, watched.task.name)
+    def _record(self, model: LoadedModel, recording: Recording) -> None:
+        heads = model.watch([request for trial in recording.trials for request in trial.requests()], RECORDED_SPAN)
+        where = (recording.experiment, self.model, recording.task)
+        samples = len(recording.trials)
         self.store.observe(
-            [
-                Observation(*where, row.layer, row.head, len(watched.asks), row.needle_mass, row.entropy, row.copy_score)
-                for row in table
-            ]
+            [Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in heads]
         )
-        self.store.note_recording(where, watched.content())
+        self.store.note_recording(where, recording.content())

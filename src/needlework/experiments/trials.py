@@ -1,103 +1,207 @@
-"""From a plan to the questions that are asked: each distinct one once, with every experiment that wants its answer."""
+"""From a plan to its Trials: each sample under each intervention, for each experiment that wants it. Free of torch."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.asks import Ask, Home, Key, Settings, Watched, Work, item_digest, trial_id
-from needlework.experiments.models import Sketch
+from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan
 from needlework.interventions import Intervention, SwapMemory, grid
-from needlework.requests import prepare
-from needlework.tasks.base import Item
+from needlework.interventions.acts import Phase
+from needlework.requests import Request, prepare, sample_key
+from needlework.store import SEMANTICS_VERSION, digest
+from needlework.tasks.base import Item, Mode
+
+RowKey = tuple[str, str, str]  # experiment, task, trial id: a row of one model
 
 
-def expand(plan: Plan, sketch: Sketch) -> Work:
-    """All questions for one model, in the order of the plan. Raises a PlanError for whatever cannot be asked."""
-    work = Work(sketch)
-    expander = _Expander(work)
+@dataclass(frozen=True)
+class Trial:
+    """What is asked: one sample under one intervention, for one row. Trials with equal ids have one answer."""
+
+    id: str
+    prompt_id: str
+    experiment: str
+    task: NamedTask
+    item: Item
+    seed: int
+    intervention: Intervention
+    boundary: Phase
+    max_new_tokens: int
+    stop: frozenset[int]
+
+    @property
+    def mode(self) -> Mode:
+        return self.task.task.mode
+
+    @property
+    def key(self) -> RowKey:
+        return self.experiment, self.task.name, self.id
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens are read, at most."""
+        return sum(len(r.prompt) + (sum(map(len, r.options)) or r.max_new_tokens) for r in self.requests())
+
+    def requests(self) -> list[Request]:
+        """One, unless the sample has several prompts."""
+        return [self._request(item) for item in (self.item, *self.item.also)]
+
+    def _request(self, item: Item) -> Request:
+        prompt, options = item.prompt, () if self.mode == "generate" else item.options
+        whole_text = self.mode == "perplexity" and not options  # scored from its second token on
+        return Request(
+            prompt=prompt[:1] if whole_text else prompt,
+            intervention=self.intervention,
+            max_new_tokens=self.max_new_tokens,
+            stop=self.stop,
+            spans={} if whole_text else item.spans,
+            twins=item.twins,
+            boundary=self.boundary,
+            sample=sample_key(prompt),
+            options=(prompt[1:],) if whole_text else options,
+        )
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A task whose attention is recorded: all its samples, with nothing done to the model."""
+
+    experiment: str
+    task: str
+    trials: tuple[Trial, ...]
+
+    def content(self) -> str:
+        """A hash of what is recorded, and how it is answered."""
+        return digest(trial.id for trial in self.trials)
+
+
+@dataclass
+class Work:
+    """Everything that a plan asks of one model."""
+
+    model: ModelInfo
+    trials: list[Trial] = field(default_factory=list)
+    recordings: list[Recording] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)  # what this model has no parts for, in words
+    repeated: int = 0  # the same question twice in one task: asked and counted once
+
+    def by_id(self) -> dict[str, list[Trial]]:
+        """Trials that one answer serves."""
+        groups: dict[str, list[Trial]] = {}
+        for trial in self.trials:
+            groups.setdefault(trial.id, []).append(trial)
+        return groups
+
+
+def item_digest(item: Item) -> str:
+    """A hash of the tokens of a sample and of everything an intervention reads from it."""
+    content: list[Any] = [
+        list(item.prompt),
+        {name: [list(part) for part in span] for name, span in item.spans.items()},
+        {name: list(twin) for name, twin in item.twins.items()},
+        [list(option) for option in item.options],
+    ]
+    return _hash(json.dumps(content, sort_keys=True, separators=(",", ":")))
+
+
+def decoding(mode: Mode, max_new_tokens: int, boundary: Phase, stop: frozenset[int]) -> str:
+    """How an answer is decoded, in words that are part of a trial's id. Scoring decodes nothing."""
+    return f"generate {max_new_tokens} {boundary} {sorted(stop)}" if mode == "generate" else mode
+
+
+def trial_id(model: ModelInfo, prompt_id: str, intervention: Intervention, decoded: str) -> str:
+    """Equal ids mean equal answers: only what can change an answer goes in. Pinned by a golden test."""
+    identity = model.identity()
+    parts = [str(SEMANTICS_VERSION), *(identity[key] for key in sorted(identity)), prompt_id, str(intervention), decoded]
+    if revision := sum(part.revision for part in intervention.parts):
+        parts.append(f"revision {revision}")
+    return _hash("\0".join(parts))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def expand(plan: Plan, model: ModelInfo) -> Work:
+    """All trials of one model, in the order of the plan. Raises a PlanError for whatever cannot be asked."""
+    expander = _Expander(Work(model))
     for experiment in plan.experiments:
-        if sketch.name in experiment.models:
+        if model.name in experiment.models:
             expander.add(experiment)
-    work.asks = list(expander.asks.values())
-    return work
+    return expander.work
 
 
 class _Expander:
     def __init__(self, work: Work) -> None:
-        self.work, self.sketch = work, work.sketch
-        self.asks: dict[str, Ask] = {}
-        self._items: dict[tuple[str, str, int], list[tuple[Item, str]]] = {}
+        self.work, self.model = work, work.model
+        self._samples_of: dict[tuple[str, str, int], list[tuple[Item, str]]] = {}
 
     def add(self, experiment: Experiment) -> None:
         chosen = self._interventions(experiment)
-        taken: set[Key] = set()
         for named in experiment.tasks:
             try:
-                settings = self._settings(experiment, named)
+                new_tokens, stop = self._ending(experiment, named)
                 samples = [(seed, self._samples(named, seed)) for seed in experiment.seeds]
             except NeedleworkError as error:
                 if not named.optional:
                     raise
                 self.work.skipped.append(f"{experiment.name}: left out: {error}")
                 continue
-            plain: list[Ask] = []
+            trials: dict[str, Trial] = {}
             for seed, every in samples:
                 items = _spread(every, experiment.limit)
                 if not items:
-                    raise named.error(f"task {named.name!r} has no samples for {self.sketch.name} with seed {seed}")
-                self._check(chosen, items[0][0], settings)
-                for item, digest in items:
-                    asks = [self._ask(act, item, digest, settings) for _, act in chosen]
-                    for ask in asks:
-                        self._house(ask, Home(experiment.name, named, item, seed), taken)
-                    plain += [ask for ask in asks if not ask.intervention.parts]
+                    raise named.error(f"task {named.name!r} has no samples for {self.model.name} with seed {seed}")
+                for number, (item, prompt_id) in enumerate(items):
+                    for text, act in chosen:
+                        most, ends = item.ending or (new_tokens, stop)
+                        decoded = decoding(named.task.mode, most, experiment.boundary, frozenset() if item.ending else stop)
+                        name = trial_id(self.model, prompt_id, act, decoded)
+                        where = (experiment.name, named, item, seed, act, experiment.boundary)
+                        trial = Trial(name, prompt_id, *where, most, ends)
+                        if number == 0:
+                            self._check(text, trial)
+                        self.work.repeated += name in trials
+                        trials.setdefault(name, trial)
+            self.work.trials += trials.values()
             if experiment.observe:
-                self._watch(experiment, named, settings, plain)
+                self._record(experiment, named, list(trials.values()))
 
-    def _ask(self, act: Intervention, item: Item, digest: str, settings: Settings) -> Ask:
-        trial = trial_id(self.sketch, digest, str(act), settings)
-        if trial not in self.asks:
-            self.asks[trial] = Ask(trial, digest, item, act, settings)
-        return self.asks[trial]
-
-    def _house(self, ask: Ask, home: Home, taken: set[Key]) -> None:
-        key = (home.experiment, home.task.name, ask.id)
-        if key in taken:
-            self.work.repeated += 1
-        else:
-            taken.add(key)
-            ask.homes.append(home)
-
-    def _watch(self, experiment: Experiment, named: NamedTask, settings: Settings, plain: list[Ask]) -> None:
-        if settings.mode != "generate" or not plain:
+    def _record(self, experiment: Experiment, named: NamedTask, trials: Sequence[Trial]) -> None:
+        untouched = tuple(trial for trial in trials if not trial.intervention.parts)
+        if named.task.mode != "generate" or not untouched:
             raise experiment.error("observe: true needs tasks that generate, and none among the interventions")
-        if self.sketch.anatomy.attention_layers:
-            self.work.watched.append(Watched(experiment, named, tuple({ask.id: ask for ask in plain}.values())))
+        if self.model.anatomy.attention_layers:
+            self.work.recordings.append(Recording(experiment.name, named.name, untouched))
 
     def _interventions(self, experiment: Experiment) -> list[tuple[Grid, Intervention]]:
         """What the experiment does, without what this model has no parts for."""
         chosen: dict[str, tuple[Grid, Intervention]] = {}
         for text in experiment.grids:
             try:
-                for act in grid.expand(text.text, self.sketch.sizes):
+                for act in grid.expand(text.text, self.model.sizes):
                     if missing := self._missing(act):
-                        note = f"{experiment.name}: {self.sketch.name} has no {missing}, so {act} is left out"
+                        note = f"{experiment.name}: {self.model.name} has no {missing}, so {act} is left out"
                         if note not in self.work.skipped:
                             self.work.skipped.append(note)
                     else:
                         chosen.setdefault(str(act), (text, act))
             except NeedleworkError as error:
-                raise text.error(f"for {self.sketch.name}: {error}") from None
+                raise text.error(f"for {self.model.name}: {error}") from None
         if not chosen:
             raise experiment.error(
-                f"{self.sketch.name} has no parts that any intervention of {experiment.name!r} acts on; leave this model out"
+                f"{self.model.name} has no parts that any intervention of {experiment.name!r} acts on; leave this model out"
             )
         return list(chosen.values())
 
     def _missing(self, act: Intervention) -> str:
-        anatomy = self.sketch.anatomy
+        anatomy = self.model.anatomy
         for part in act.parts:
             side = {"kv": "attention"}.get(part.half, part.half) if isinstance(part, SwapMemory) else part.side
             if side == "attention" and not anatomy.attention_layers:
@@ -106,32 +210,31 @@ class _Expander:
                 return "recurrent layers"
         return ""
 
-    def _settings(self, experiment: Experiment, named: NamedTask) -> Settings:
+    def _ending(self, experiment: Experiment, named: NamedTask) -> tuple[int, frozenset[int]]:
         try:
-            new_tokens, stop = named.task.ending(self.sketch.tokenizer)
-            stops = self.sketch.stops(stop)
+            new_tokens, stop = named.task.ending(self.model.tokenizer)
+            return experiment.max_new_tokens or new_tokens, self.model.stops(stop)
         except NeedleworkError as error:
             raise named.error(f"task {named.name!r}: {error}") from None
-        return Settings(named.task.mode, experiment.boundary, experiment.max_new_tokens or new_tokens, stops)
 
     def _samples(self, named: NamedTask, seed: int) -> list[tuple[Item, str]]:
         key = (named.task.kind, named.task.model_dump_json(), seed)
-        if key not in self._items:
-            anatomy = self.sketch.anatomy
+        if key not in self._samples_of:
+            anatomy = self.model.anatomy
             try:
-                items = list(named.task.items(self.sketch.tokenizer, seed, anatomy.window, anatomy.max_tokens))
+                items = list(named.task.items(self.model.tokenizer, seed, anatomy.window, anatomy.max_tokens))
             except NeedleworkError as error:
-                raise named.error(f"task {named.name!r} for {self.sketch.name}: {error}") from None
-            self._items[key] = [(item, item_digest(item)) for item in items]
-        return self._items[key]
+                raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
+            self._samples_of[key] = [(item, item.digest or item_digest(item)) for item in items]
+        return self._samples_of[key]
 
-    def _check(self, chosen: list[tuple[Grid, Intervention]], item: Item, settings: Settings) -> None:
-        """Every intervention against one sample: what cannot be asked of it cannot be asked of its brothers."""
-        for text, act in chosen:
-            try:
-                prepare(Ask("", "", item, act, settings).request(), self.sketch.anatomy)
-            except NeedleworkError as error:
-                raise text.error(f"for {self.sketch.name}, sample {item.id}: {error}") from None
+    def _check(self, text: Grid, trial: Trial) -> None:
+        """An intervention against the first sample: what cannot be done to that cannot be done to the others of its kind."""
+        try:
+            for request in trial.requests():
+                prepare(request, self.model.anatomy)
+        except NeedleworkError as error:
+            raise text.error(f"for {self.model.name}, sample {trial.item.id}: {error}") from None
 
 
 def _spread(items: list[Any], limit: int | None) -> list[Any]:
@@ -139,3 +242,29 @@ def _spread(items: list[Any], limit: int | None) -> list[Any]:
     if limit is None or len(items) <= limit:
         return items
     return [items[i * len(items) // limit] for i in range(limit)]
+
+
+def chunks(work: Work, most_trials: int, most_flops: float) -> Iterator[list[Trial]]:
+    """Trials that are asked together, each answer once: all interventions of a prompt, prompts of like length side by side.
+
+    What a chunk holds depends on the plan alone, never on what is already done. A resumed run asks an unfinished chunk
+    again as a whole, so that the same questions share a batch and every number comes out as in an uninterrupted run.
+    """
+    prompts: dict[tuple[str, str], list[Trial]] = {}
+    for same in work.by_id().values():
+        trial = same[0]
+        how = decoding(trial.mode, trial.max_new_tokens, trial.boundary, trial.stop)
+        prompts.setdefault((how, trial.prompt_id), []).append(trial)
+    order = sorted(prompts.values(), key=lambda group: (group[0].mode, group[0].item.stem, len(group[0].item.prompt)))
+    batch: list[Trial] = []
+    flops = 0.0
+    for group in order:
+        cost = len(group) * 2.0 * work.model.anatomy.parameters * group[0].tokens
+        other = bool(batch) and batch[0].mode != group[0].mode  # generating and scoring are two passes
+        if batch and (other or len(batch) + len(group) > most_trials or flops + cost > most_flops):
+            yield batch
+            batch, flops = [], 0.0
+        batch += group
+        flops += cost
+    if batch:
+        yield batch

@@ -160,6 +160,11 @@ class ExposeTokens(Part):
     renormalize: bool = False
     compat: Literal["right", "paper"] = "right"
 
+    @property
+    def revision(self) -> int:
+        """1: in prefill, the authors' code rewrites rows that see no needle column, too."""
+        return int(self.compat == "paper" and self.phase != "decode" and self.mode in ("only", "null", "balanced"))
+
     def stands_for(self, scene: Scene) -> Iterable[Act]:
         positions = scene.positions(self.span)
         if self.compat == "paper":  # the authors' finder ignores BOS and stops at the first copy of the needle

@@ -83,6 +83,11 @@ class Part(Intervention):
     def parts(self) -> tuple[Part, ...]:
         return (self,)
 
+    @property
+    def revision(self) -> int:
+        """Rises when what it does changes under the same text: answers of before are then no answers to it."""
+        return 0
+
     def stands_for(self, scene: Scene) -> Iterable[Act]:
         raise TypeError(f"{type(self).__name__} does not say which acts it stands for: define stands_for(self, scene)")
 

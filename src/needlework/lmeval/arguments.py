@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from needlework.errors import NeedleworkError
 from needlework.interventions import Intervention
+
+Pair = tuple[tuple[int, ...], tuple[int, ...]]  # context, continuation
 
 
 @dataclass(frozen=True)
@@ -80,3 +82,9 @@ def _value(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+
+
+def fit(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Pair:
+    """As lm-eval's `hf` model: what is too long loses its beginning. The last token is predicted, never read."""
+    whole = tuple([*context, *continuation][-(max_length + 1) :])
+    return whole[: len(whole) - len(continuation)], whole[len(whole) - len(continuation) :]

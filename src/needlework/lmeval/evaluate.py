@@ -1,27 +1,31 @@
-"""`needlework eval`: lm-eval's tasks under several interventions in one pass over the data, into a store that resumes."""
+"""`needlework eval`: lm-eval's tasks under several interventions, asked by the runner that asks plans."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.asks import SEMANTICS_VERSION
-from needlework.experiments.models import Sketch, sketch
-from needlework.experiments.plan import Model
+from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo, look
+from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
 from needlework.experiments.progress import hid_nothing
+from needlework.experiments.run import run
 from needlework.interventions import Intervention, parse
-from needlework.lmeval import answers
 from needlework.lmeval import paper as preset
 from needlework.lmeval.arguments import check_phases
-from needlework.lmeval.questions import Shown, build, find_tasks, quiet, templates_once
+from needlework.lmeval.documents import Documents, stored_responses
+from needlework.lmeval.questions import Question, Shown, build, find_tasks, quiet, templates_once
 from needlework.lmeval.retained import Line, Lookup, lines, lookups
-from needlework.lmeval.work import Job, ask, write_files
-from needlework.requests import Request, prepare
-from needlework.store import LM_EVAL, Store, claimed
+from needlework.store import LM_EVAL, Row, Store
 from needlework.terminal import plain
+
+if TYPE_CHECKING:
+    from needlework.lmeval.model import NeedleworkLM
+
+EXPERIMENT = "ability"
 
 
 @dataclass(frozen=True)
@@ -58,43 +62,35 @@ def evaluate(
         check_phases(act)
     if not paper and not (tasks and acts):
         raise NeedleworkError("name at least one task and one intervention, e.g. --tasks mini-mmlu --intervene none; or --paper")
-    seen = sketch(Model("eval", Path(str(model)).name, str(model), dtype=dtype, device=device))
+    info = look(Model("eval", Path(str(model)).name, str(model), dtype=dtype, device=device))
     if paper:
-        tasks, acts, shots = _paper(seen, tasks, acts, shots)
-    named = {str(act): act for act in acts}
+        tasks, acts, shots = _paper(info, tasks, acts, shots)
     loaded = find_tasks(tasks, None if data is None else Path(data))
     from needlework.lmeval.model import NeedleworkLM
 
-    lm = NeedleworkLM(seen.directory, device=device, dtype=dtype, memory_bytes=memory_bytes)
-    has_template = bool(getattr(seen.tokenizer, "chat_template", None))
+    lm = NeedleworkLM(info.directory, device=device, dtype=dtype, memory_bytes=memory_bytes)
+    has_template = bool(getattr(info.tokenizer, "chat_template", None))
     if chat and not has_template:
-        raise NeedleworkError(f"{seen.name} has no chat template; leave the chat option out")
+        raise NeedleworkError(f"{info.name} has no chat template; leave the chat option out")
     use_chat = has_template and paper if chat is None else chat
     shown = Shown(limit, shots, use_chat, use_chat)
     with templates_once():
         with quiet():
-            job = Job(seen, lm, named, build(loaded, lm, shown))
-        _check(job, memory_bytes)
-        with claimed(out) as folder:
-            store = Store(folder, create=True)
-            try:
-                _sign(store, job, tasks)
-                asked = ask(job, store, progress)
-                files = write_files(job, loaded, shown, folder)
-                idle = hid_nothing(store, f"asked AND kind = '{LM_EVAL}'")
-            finally:
-                store.close()
-    rows = list(job.rows.values())
-    return Summary(lines(rows, _homes(loaded)), lookups(rows), files, sum(t.finish == "failed" for t in rows), idle, asked)
+            questions = build(loaded, lm, shown)
+        _check(questions)
+        plan = _plan(info, tasks, list(dict.fromkeys(map(str, acts))), questions, lm)
+        before = _answered(out)
+        run(plan, out, _HarnessModels(info, lm, memory_bytes), progress=progress)
+        return _summary(Path(out), plan, info, questions, loaded, shown, before)
 
 
 def _paper(
-    seen: Sketch, tasks: Sequence[str], acts: Sequence[Intervention], shots: int | None
+    info: ModelInfo, tasks: Sequence[str], acts: Sequence[Intervention], shots: int | None
 ) -> tuple[Sequence[str], list[Intervention], int | None]:
     from needlework.tasks.toy import is_toy
 
-    toy = is_toy(seen.tokenizer)
-    texts = preset.interventions(seen.anatomy)
+    toy = is_toy(info.tokenizer)
+    texts = preset.interventions(info.anatomy)
     return (
         tasks or (preset.TOY_TASKS if toy else preset.TASKS),
         [*(parse(text) for text in texts), *acts],
@@ -102,65 +98,107 @@ def _paper(
     )
 
 
-def _check(job: Job, memory_bytes: int | None) -> None:
-    """Every intervention against one question of each kind: what cannot be asked of it cannot be asked of the others."""
-    for question in job.questions:
-        if any(not continuation for some in question.pairs for _, continuation in some):
+def _check(questions: Sequence[Question]) -> None:
+    for question in questions:
+        if any(not continuation for windows in question.pairs for _, continuation in windows):
             raise NeedleworkError(
                 f"{question.name}: an answer has no token of its own after its prompt, the tokenizer joins the two. lm-eval"
                 " puts nothing between a chat template and an answer: the template must end with white space, or leave it out"
             )
-    first = {question.mode: question for question in job.questions}
-    for question in first.values():
-        for act in job.acts.values():
-            if question.mode == "generate":
-                request = Request(question.generations[0].prompt, act)
-            else:
-                request = Request(question.pairs[0][0][0], act, options=(question.pairs[0][0][1],))
-            prepare(request, job.seen.anatomy)
-    if job.seen.costs is not None and memory_bytes is not None:
-        job.seen.costs.check(memory_bytes, (prepare(request, job.seen.anatomy) for request in _longest(job)))
 
 
-def _longest(job: Job) -> Iterator[Request]:
-    """The largest request of each kind of question, under each intervention."""
-    generations = [one for question in job.questions for one in question.generations]
-    pairs = [pair for question in job.questions for some in question.pairs for pair in some]
-    for act in job.acts.values():
-        if generations:
-            one = max(generations, key=lambda one: len(one.prompt) + one.max_new_tokens)
-            yield Request(one.prompt, act, one.max_new_tokens)
-        if pairs:
-            context, continuation = max(pairs, key=lambda pair: len(pair[0]) + len(pair[1]))
-            yield Request(context, act, options=(continuation,))
+def _plan(
+    info: ModelInfo, tasks: Sequence[str], acts: Sequence[str], questions: Sequence[Question], lm: NeedleworkLM
+) -> Plan:
+    """A plan like any other, whose tasks are lm-eval's. It adds to what the directory holds."""
+    by_task: dict[str, list[Question]] = {}
+    for question in questions:
+        by_task.setdefault(question.task.task_name, []).append(question)
+    named = [NamedTask("eval", name, Documents.of(group, lm, info.eos)) for name, group in by_task.items()]
+    experiment = Experiment(
+        "eval", EXPERIMENT, "General ability: " + ", ".join(tasks), (info.name,), tuple(named),
+        tuple(Grid("eval", text) for text in acts), (0,), "decode", None, None, False,
+    )  # fmt: skip
+    about = "General ability through lm-eval"
+    return Plan(Path("eval"), "eval", about, "", {info.name: info.model}, (experiment,), adds=True)
 
 
-def _sign(store: Store, job: Job, tasks: Sequence[str]) -> None:
-    """Refuse a store that another model of this name, or another meaning, has written; say what is written now."""
-    if store.meta("semantics_version") not in (None, SEMANTICS_VERSION):
-        raise NeedleworkError(f"{store.directory} was made with another semantics version; choose another directory")
-    seen, models = job.seen, store.meta("models") or {}
-    for what, mine in seen.identity().items():
-        if seen.name in models and models[seen.name].get(what) != mine:
-            raise NeedleworkError(f"{store.directory} was made with another {what} of {seen.name}; choose another directory")
-    about = {**seen.identity(), "source": seen.model.source, "anatomy": seen.anatomy.to_dict()}
-    store.set_meta("semantics_version", SEMANTICS_VERSION)
-    store.set_meta("models", {**models, seen.name: about})
-    if store.meta("plan") is None:
-        store.set_meta("plan", {"name": "eval", "about": "General ability through lm-eval", "fast": False, "text": ""})
-    experiment = {
-        "about": "General ability: " + ", ".join(tasks),
-        "models": [seen.name],
-        "seeds": [0],
-        "boundary": "decode",
-        "interventions": list(job.acts),
-        "tasks": {q.task.task_name: {"kind": LM_EVAL, "mode": q.mode, "chance": q.facts().get("chance", 0.0), "options": {}}
-                  for q in job.questions},
-    }  # fmt: skip
-    store.set_meta("experiments", {**(store.meta("experiments") or {}), answers.EXPERIMENT: experiment})
+class _HarnessModels:
+    """The one model of an evaluation, loaded where lm-eval's rules for it are."""
+
+    def __init__(self, info: ModelInfo, lm: NeedleworkLM, memory_bytes: int | None) -> None:
+        self.info, self.lm, self.memory_bytes = info, lm, memory_bytes
+
+    def look(self, model: Model) -> ModelInfo:
+        return self.info
+
+    def load(self, info: ModelInfo) -> LoadedModel:
+        return _HarnessModel(self.lm.subject, info.model)
 
 
-def _homes(loaded: Any) -> dict[str, str]:
+class _HarnessModel(LoadedSubject):
+    def versions(self) -> dict[str, str]:
+        return {**super().versions(), "lm_eval": version("lm_eval")}
+
+
+def _answered(out: str | Path) -> set[tuple[str, str, str, str]]:
+    try:
+        store = Store(out)
+    except NeedleworkError:  # nothing there yet, or nothing that can be read: the run will say so
+        return set()
+    try:
+        return set(store.done())
+    finally:
+        store.close()
+
+
+def _summary(
+    folder: Path, plan: Plan, info: ModelInfo, questions: Sequence[Question], loaded: Any, shown: Shown, before: set[Any]
+) -> Summary:
+    texts = [grid.text for grid in plan.experiments[0].grids]
+    wanted = {question.digest() for question in questions}
+    store = Store(folder)
+    try:
+        own = store.rows("asked AND experiment = ? AND model = ?", (EXPERIMENT, info.name))
+        rows = {(row.prompt_id, row.intervention): row for row in own if row.prompt_id in wanted and row.intervention in texts}
+        idle = hid_nothing(store, f"asked AND kind = '{LM_EVAL}'")
+    finally:
+        store.close()
+    files = [_write_files(folder, info, text, questions, rows, loaded, shown) for text in texts]
+    asked = sum((row.experiment, row.model, row.task, row.id) not in before for row in rows.values())
+    kept = list(rows.values())
+    return Summary(lines(kept, _groups(loaded)), lookups(kept), files, sum(r.finish == "failed" for r in kept), idle, asked)
+
+
+def _write_files(
+    folder: Path,
+    info: ModelInfo,
+    text: str,
+    questions: Sequence[Question],
+    rows: dict[tuple[str, str], Row],
+    loaded: Any,
+    shown: Shown,
+) -> Path:
+    """lm-eval's result files of one intervention."""
+    from needlework.lmeval import results
+
+    own = [rows[question.digest(), text] for question in questions]
+    answers: dict[int, Any] = {}
+    for question, row in zip(questions, own, strict=True):
+        answers |= zip(map(id, question.instances), stored_responses(question, row), strict=True)
+    about = {
+        "pretrained": info.model.source,
+        "intervention": text,
+        "dtype": info.model.dtype,
+        "failed": sum(row.finish == "failed" for row in own),
+        **{f"{key}_sha": value for key, value in info.identity().items() if key in ("weights", "tokenizer")},
+    }
+    with quiet():
+        aggregated = results.aggregate(loaded, questions, answers, shown)
+    return results.write(results.place(folder, text), aggregated, about, shown)
+
+
+def _groups(loaded: Any) -> dict[str, str]:
     """The outermost group of every task, or the task itself."""
     groups, children = loaded.get("groups") or {}, set()
     for members in (loaded.get("group_map") or {}).values():

@@ -22,8 +22,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from needlework.errors import NeedleworkError, TrialError
 from needlework.interventions import Intervention, parse
-from needlework.lmeval.arguments import Generation, check_phases, greedy_settings, split_arguments
-from needlework.lmeval.asking import Pair, Scored, fit, score
+from needlework.lmeval.arguments import Generation, Pair, check_phases, fit, greedy_settings, split_arguments
 from needlework.model.load import DTYPES, blueprint
 from needlework.requests import Answer, Request
 
@@ -119,16 +118,22 @@ class NeedleworkLM(HFLM):
         pairs = map(make_disjoint_window, windows)
         return [fit(context, continuation, self.max_length) for context, continuation in pairs]
 
-    def score(self, pairs: Sequence[Pair]) -> list[Scored]:
-        found = score(self.subject.engine, [(pair, self.intervention) for pair in pairs])
-        for one in found:
-            if one.error:
-                raise TrialError(one.error)
-        return found
+    def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+        """Log-likelihood of each continuation, and whether the model would have said it."""
+        options: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}  # a context is read once for all its continuations
+        for context, continuation in pairs:
+            options.setdefault(context, {})[continuation] = None
+        requests = [Request(context, self.intervention, options=tuple(own)) for context, own in options.items()]
+        scores: dict[Pair, tuple[float, bool]] = {}
+        for i, answer in self.subject.engine.run(requests):
+            if answer.error:
+                raise TrialError(answer.error)
+            for option, total, greedy in zip(requests[i].options, answer.totals, answer.greedy, strict=True):
+                scores[requests[i].prompt, option] = total, greedy
+        return [scores[pair] for pair in pairs]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        found = self.score([fit(context, continuation, self.max_length) for _, context, continuation in requests])
-        answers = [(one.logprob, one.greedy) for one in found]
+        answers = self.score([fit(context, continuation, self.max_length) for _, context, continuation in requests])
         for (texts, _context, _continuation), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -137,8 +142,8 @@ class NeedleworkLM(HFLM):
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
         windows = [self.windows(text) for text in texts]
-        found = iter(self.score([pair for some in windows for pair in some]))
-        totals = [sum(next(found).logprob for _ in some) for some in windows]
+        scores = iter(self.score([pair for own in windows for pair in own]))
+        totals = [sum(next(scores)[0] for _ in own) for own in windows]
         for text, total in zip(texts, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return totals
@@ -157,16 +162,15 @@ class NeedleworkLM(HFLM):
         return Generation(tuple(ids[0].tolist()), tuple(until), new_tokens)
 
     def request(self, asked: Generation, intervention: Intervention) -> Request:
-        ends = self.stop_tokens(asked.until)
+        eos = getattr(self.subject.model.generation_config, "eos_token_id", None)
+        ends = self.stop_tokens(asked.until) | (frozenset([eos]) if isinstance(eos, int) else frozenset(eos or ()))
         return Request(asked.prompt, intervention, max_new_tokens=asked.max_new_tokens, stop=ends)
 
     @lru_cache(maxsize=64)  # noqa: B019  (one model lives as long as its process)
     def stop_tokens(self, until: tuple[str, ...]) -> frozenset[int]:
-        """Tokens that end an answer: the model's own ends, and each whose text holds a stop. The text is cut there later."""
-        eos = getattr(self.subject.model.generation_config, "eos_token_id", None)
-        ends = {eos} if isinstance(eos, int) else set(eos or ())
+        """Tokens that end an answer beside the model's own ends: each whose text holds a stop. The text is cut there later."""
         texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
-        return frozenset(ends | {i for i, text in enumerate(texts) if any(stop and stop in text for stop in until)})
+        return frozenset(i for i, text in enumerate(texts) if any(stop and stop in text for stop in until))
 
     def text(self, answer: Answer, until: Sequence[str]) -> str:
         """An answer as lm-eval wants it: without what comes after a stop, and without thoughts."""

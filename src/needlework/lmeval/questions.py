@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.lmeval.arguments import Generation
-from needlework.lmeval.asking import Pair
+from needlework.lmeval.arguments import Generation, Pair
 from needlework.lmeval.data import offered
 from needlework.lmeval.mini import FOLDER
 from needlework.tasks.base import Mode

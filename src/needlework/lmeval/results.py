@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,22 +54,27 @@ def aggregate(loaded: Any, questions: Sequence[Question], answers: Mapping[int, 
     for question in questions:
         for instance in question.instances:
             instance.resps, instance.filtered_resps = [], {}
-    for task in loaded["tasks"].values():
-        task.build_all_requests = _built  # they were built once, for all interventions
-    results: dict[str, Any] = evaluate(
-        lm=Replay(answers),
-        task_dict=loaded,
-        limit=shown.limit,
-        bootstrap_iters=BOOTSTRAPS,
-        log_samples=True,
-        apply_chat_template=shown.chat,
-        fewshot_as_multiturn=shown.multiturn,
-    )
+    with _built_already(loaded["tasks"].values()):
+        results: dict[str, Any] = evaluate(
+            lm=Replay(answers),
+            task_dict=loaded,
+            limit=shown.limit,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=True,
+            apply_chat_template=shown.chat,
+            fewshot_as_multiturn=shown.multiturn,
+        )
     return results
 
 
-def _built(**_: Any) -> None:
-    return None
+@contextmanager
+def _built_already(tasks: Iterable[Any]) -> Iterator[None]:
+    """Requests were built once, for all interventions: while open, tasks keep what they have."""
+    with ExitStack() as stack:
+        for task in tasks:
+            task.build_all_requests = lambda **_: None
+            stack.callback(delattr, task, "build_all_requests")  # the class's own is there again
+        yield
 
 
 def write(folder: Path, results: dict[str, Any], about: Mapping[str, Any], shown: Shown) -> Path:

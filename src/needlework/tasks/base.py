@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
+from needlework.requests import Answer
 
 Mode = Literal["generate", "choices", "perplexity"]
 # What a task asks for: something that stands in the prompt, something that was learnt in training, text as such; or none
@@ -39,16 +40,10 @@ class Item:
     twins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # prompts of the same length with another needle
     twin_target: str = ""  # what the twin's prompt would be answered with
     facts: Mapping[str, Any] = field(default_factory=dict)  # context_tokens, depth_percent, in_window, subject, layout ...
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came back for an item: text that was generated, or log-likelihoods of its options."""
-
-    text: str = ""
-    option_logprobs: tuple[float, ...] = ()
-    token_logprobs: tuple[float, ...] = ()  # perplexity: of every scored token
-    greedy: tuple[bool, ...] = ()
+    ending: tuple[int, frozenset[int]] | None = None  # most new tokens and what stops them, where each sample has its own
+    stem: str = ""  # samples that begin alike are asked together, so that the beginning is read once
+    digest: str = ""  # what makes its answer what it is; by default its tokens, spans, twins and options
+    also: tuple[Item, ...] = ()  # further prompts of the same sample: their options come after its own
 
 
 class Task(BaseModel):
@@ -66,16 +61,20 @@ class Task(BaseModel):
         """All samples for one seed, always the same ones in the same order."""
         raise TypeError(f"{type(self).__name__} must define items()")
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        """Named scores of one outcome; "correct" (0 or 1) is always among them, except for perplexity.
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        """Named scores of one answer; "correct" (0 or 1) is always among them, except for perplexity.
 
-        They depend on the item, the outcome and the task's fields alone, so that `needlework rescore` can compute them
+        They depend on the item, the answer and the task's fields alone, so that `needlework rescore` can compute them
         again. A row keeps the prompt's text but its tokens in mode perplexity only, options in mode choices only, no twins.
         """
         raise TypeError(f"{type(self).__name__} must define score()")
 
     def check(self) -> None:
         """Raise for what can be wrong before any model is looked at, such as a file of data."""
+
+    def said(self, item: Item, answer: Answer) -> str:
+        """What a model said, as it is stored and scored."""
+        return answer.text
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
         """The most tokens an answer may have, and the text of one token that ends it, for this tokenizer."""

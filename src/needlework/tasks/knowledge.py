@@ -12,8 +12,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from needlework.errors import NeedleworkError, did_you_mean
+from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
 from needlework.tasks.registry import task
 from needlework.tasks.scores import begins, choice
 from needlework.toy import world
@@ -95,8 +96,8 @@ class Cloze(Facts):
             before += answered(world.cloze(stream, fact=self.shown(stream, fact), asked=asked))
         return world.cloze(stream, fact=fact, asked=asked, before=before)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return {"correct": float(begins(outcome.text, item.target))}
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return {"correct": float(begins(answer.text, item.target))}
 
 
 @task
@@ -106,8 +107,8 @@ class ClozeChoice(Cloze):
     kind = "cloze_choice"
     mode: ClassVar[Mode] = "choices"
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return choice(item, outcome)
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return choice(item, answer)
 
     @property
     def chance(self) -> float:
@@ -127,8 +128,8 @@ class Letter(Facts):
             before += answered(world.letter_choice(stream, fact=self.shown(stream, fact)))
         return world.letter_choice(stream, fact=fact, before=before)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return choice(item, outcome)
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return choice(item, answer)
 
     @property
     def chance(self) -> float:
@@ -151,8 +152,8 @@ class LetterLookup(Questions):
                 before += answered(world.letter_lookup(stream))
             yield f"{self.kind}/{i}", world.letter_lookup(stream, before=before)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return choice(item, outcome)
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return choice(item, answer)
 
     @property
     def chance(self) -> float:
@@ -177,8 +178,8 @@ class Judgements(Questions):
                     before += answered(world.judgement(stream, kind))
                 yield f"{kind}/{i}", world.judgement(stream, kind, before=before)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return choice(item, outcome)
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return choice(item, answer)
 
     @property
     def chance(self) -> float:

@@ -13,8 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from needlework.errors import NeedleworkError
+from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, Outcome, Tokenizer
+from needlework.tasks.base import Item, Mode, Tokenizer
 from needlework.tasks.haystack import Haystack, gather, sentences, weave
 from needlework.tasks.needles import GRADED, KEY, NEEDLE, OTHERS, QUESTION, VALUE, Other, filled
 from needlework.tasks.prompts import Piece, token_ids
@@ -62,14 +63,14 @@ class Niah(Retrieval):
             cell = Cell(seed, length, depth, i, window)
             yield self.fitted(make(tokenizer, cell), new_tokens, max_tokens)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
         if item.facts["world"] == "toy":
-            exact = float(begins(outcome.text, item.target))
-            return {"correct": exact, "exact": exact, "graded": words_right(outcome.text, item.target)}
+            exact = float(begins(answer.text, item.target))
+            return {"correct": exact, "exact": exact, "graded": words_right(answer.text, item.target)}
         paper = (self.needle, self.key, self.value) == (NEEDLE, KEY, VALUE)
         parts = self.graded if self.graded is not None else GRADED if paper else {}
-        exact = float(holds(outcome.text, item.target))
-        return {"correct": exact, "exact": exact, "graded": graded(outcome.text, item.target, parts)}
+        exact = float(holds(answer.text, item.target))
+        return {"correct": exact, "exact": exact, "graded": graded(answer.text, item.target, parts)}
 
     def _lengths(self, is_toy: bool, max_tokens: int | None) -> tuple[int, ...]:
         if self.lengths is not None:

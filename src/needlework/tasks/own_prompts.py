@@ -15,8 +15,9 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from needlework.errors import NeedleworkError, did_you_mean
+from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
 from needlework.tasks.prompts import Piece
 from needlework.tasks.registry import task
 from needlework.tasks.scores import begins, choice, equals, holds, plain
@@ -109,8 +110,8 @@ class OwnPrompts(Own):
     mode: ClassVar[Mode] = "generate"
     match: Literal["contains", "begins", "exact"] = "contains"
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return {"correct": float(MATCHES[self.match](outcome.text, item.target))}
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return {"correct": float(MATCHES[self.match](answer.text, item.target))}
 
 
 @task
@@ -120,8 +121,8 @@ class OwnPromptsChoice(Own):
     kind = "prompts_choice"
     mode: ClassVar[Mode] = "choices"
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return choice(item, outcome)
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return choice(item, answer)
 
     @property
     def chance(self) -> float:

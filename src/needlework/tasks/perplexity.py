@@ -15,8 +15,9 @@ from pydantic import Field
 
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
+from needlework.requests import Answer
 from needlework.tasks import haystack, toy
-from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
 from needlework.tasks.prompts import token_ids
 from needlework.tasks.registry import task
 from needlework.toy import world as toy_world
@@ -61,8 +62,8 @@ class Perplexity(Task):
             shown = tokenizer.decode(list(ids), skip_special_tokens=True)
             yield Item(id=name, cluster=name, prompt=ids, prompt_text=shown, target="", spans=spans, facts=facts)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        logs = outcome.token_logprobs
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        logs = answer.option_logprobs[0]
         if len(logs) != len(item.prompt) - 1:
             raise NeedleworkError(
                 f"{item.id}: {len(logs)} log-probabilities for {len(item.prompt)} tokens; all but the first are scored"

@@ -13,8 +13,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from needlework.errors import NeedleworkError
+from needlework.requests import Answer
 from needlework.tasks import english, toy
-from needlework.tasks.base import Item, Mode, Outcome, Tokenizer
+from needlework.tasks.base import Item, Mode, Tokenizer
 from needlework.tasks.prompts import Piece
 from needlework.tasks.registry import task
 from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
@@ -43,9 +44,9 @@ class Lists(Retrieval):
             for item in make(tokenizer, stream, size, name, window):
                 yield self.fitted(item, new_tokens, max_tokens)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        exact = float(begins(outcome.text, item.target))
-        return {"correct": exact, "graded": words_right(outcome.text, item.target)}
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        exact = float(begins(answer.text, item.target))
+        return {"correct": exact, "graded": words_right(answer.text, item.target)}
 
     def in_context(self) -> int:
         return min(MOST_OPTIONS, min(self.sizes) - 1)

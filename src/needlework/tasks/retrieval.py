@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from needlework.errors import NeedleworkError
+from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Outcome, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import choice
 from needlework.toy.sample import Stream
@@ -156,5 +157,5 @@ class Chosen(_Companion):
                 )
             yield item
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
-        return choice(item, outcome, self.against)
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return choice(item, answer, self.against)

@@ -15,8 +15,9 @@ from typing import ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from needlework.errors import NeedleworkError
+from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, Outcome, Tokenizer
+from needlework.tasks.base import Item, Mode, Tokenizer
 from needlework.tasks.haystack import gather, sentences, weave
 from needlework.tasks.prompts import Piece, token_ids
 from needlework.tasks.registry import task
@@ -79,12 +80,12 @@ class Ruler(Retrieval):
                 item = self.drafted_item(tokenizer, replace(draft, facts=facts), named, name, window)
                 yield self.fitted(item, new_tokens, max_tokens)
 
-    def score(self, item: Item, outcome: Outcome) -> dict[str, float]:
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
         targets = item.facts["targets"]
         if len(targets) == 1 and item.facts["world"] == "toy":
-            found = float(begins(outcome.text, targets[0]))
+            found = float(begins(answer.text, targets[0]))
         else:
-            found = share_found(outcome.text, targets)
+            found = share_found(answer.text, targets)
         return {"correct": float(found == 1), "found": found}
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:

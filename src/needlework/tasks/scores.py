@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from needlework.errors import NeedleworkError
-from needlework.tasks.base import Item, Outcome
+from needlework.requests import Answer
+from needlework.tasks.base import Item
 
 # Rises when the same answer gets another score. Answers stay valid: `needlework rescore` computes their scores again.
 # 2: punctuation separates words; version 1 deleted it, so that "day.The" and "day</b>" were words of their own.
@@ -53,19 +54,19 @@ def share_found(text: str, targets: Sequence[str]) -> float:
     return sum(holds(text, target) for target in targets) / len(targets)
 
 
-def choice(item: Item, outcome: Outcome, against: str = "all") -> dict[str, float]:
+def choice(item: Item, answer: Answer, against: str = "all") -> dict[str, float]:
     """Forced choice by log-likelihood. The first best option wins; options stand in random order, so ties are fair.
 
     `correct` is the choice among all options, `correct_context` among those that stand in the prompt (binding: which of
     them belongs to the question?), `correct_absent` against those that do not (presence: which of them was read?).
     `correct_per_token` divides by length, `margin` is in nats, `top1` says that the model would have answered so.
     """
-    if item.answer is None or len(outcome.option_logprobs) != len(item.options):
+    if item.answer is None or len(answer.totals) != len(item.options):
         raise NeedleworkError(
-            f"{item.id} has {len(item.options)} options but {len(outcome.option_logprobs)} log-likelihoods; "
+            f"{item.id} has {len(item.options)} options but {len(answer.totals)} log-likelihoods; "
             "ask for it in mode choices"
         )
-    logs, right = outcome.option_logprobs, item.answer
+    logs, right = answer.totals, item.answer
     sets = {"all": range(len(logs)), **option_sets(item)}
     scores = {f"correct_{name}": _first_best(logs, some, right) for name, some in sets.items()}
     scores["correct"] = scores.pop("correct_all") if against == "all" else scores[f"correct_{against}"]
@@ -73,8 +74,8 @@ def choice(item: Item, outcome: Outcome, against: str = "all") -> dict[str, floa
         per_token = [value / len(option) for value, option in zip(logs, item.options, strict=True)]
         scores["correct_per_token"] = _first_best(per_token, range(len(logs)), right)
     scores["margin"] = logs[right] - max(value for i, value in enumerate(logs) if i != right)
-    if outcome.greedy:
-        scores["top1"] = float(outcome.greedy[right])
+    if answer.greedy:
+        scores["top1"] = float(answer.greedy[right])
     return scores
 
 

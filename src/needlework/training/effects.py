@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
 
-from needlework.errors import NeedleworkError, ZooError
+from needlework.errors import ZooError
+from needlework.experiments.models import DiskModels
+from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
+from needlework.experiments.run import run
+from needlework.store import Row, Store
+from needlework.tasks import make_task
 from needlework.training.evaluate import Figure
 
 CONDITIONS = {
@@ -22,35 +28,30 @@ Effects = dict[str, dict[str, Figure]]  # intervention -> task -> its figure
 
 def measure(folder: Path, longest: int, per_depth: int = 40, per_subject: int | None = None, seed: int = 0) -> Effects:
     """Needles among three distractors and closed-book facts under every condition that this model has the parts for."""
-    from needlework.interventions import parse
-    from needlework.subject import load
-    from needlework.tasks import make_task
-
-    subject = load(folder)
     niah = {"kind": "niah", "lengths": [longest - ROOM], "depths": [0, 25, 50, 75, 100], "samples": per_depth, "distractors": 3}
-    tasks = {"niah": make_task(niah), "cloze": make_task({"kind": "cloze", "per_subject": per_subject})}
-    found: Effects = {}
-    for text in CONDITIONS:
+    cloze = {"kind": "cloze", "per_subject": per_subject}
+    tasks = tuple(NamedTask("card", options["kind"], make_task(options)) for options in (niah, cloze))
+    grids = tuple(Grid("card", text) for text in CONDITIONS)
+    experiment = Experiment("card", "card", "", ("card",), tasks, grids, (seed,), "decode", None, None, False)
+    plan = Plan(Path("card"), "card", "", "", {"card": Model("card", "card", str(folder))}, (experiment,))
+    with TemporaryDirectory(prefix="needlework-") as out:
+        run(plan, out, DiskModels(), progress=False, tell=False)
+        store = Store(out)
         try:
-            parse(text).check(subject.anatomy)
-        except NeedleworkError:  # a model without such a part: nothing to silence, nothing to say
-            continue
-        found[text] = {name: _figure(subject, task, text, seed) for name, task in tasks.items()}
-    return found
+            return _figures(list(store.rows()))
+        finally:
+            store.close()
 
 
-def _figure(subject: Any, task: Any, text: str, seed: int) -> Figure:
-    from needlework.interventions import parse
-    from needlework.requests import Request
-    from needlework.tasks.base import Outcome
-
-    most, stop = task.ending(subject.tokenizer)
-    ends = frozenset() if stop is None else frozenset([subject.tokenizer.convert_tokens_to_ids(stop)])
-    act = parse(text)
-    items = list(task.items(subject.tokenizer, seed, subject.anatomy.window, subject.anatomy.max_tokens))
-    answers = subject.answer([Request(item.prompt, act, max_new_tokens=most, stop=ends, spans=item.spans) for item in items])
-    failed = next((answer.error for answer in answers if answer.finish == "failed"), None)
+def _figures(rows: Sequence[Row]) -> Effects:
+    failed = next((row for row in rows if row.finish == "failed"), None)
     if failed is not None:  # nothing was measured: not a wrong answer
-        raise ZooError(f"{text} could not be carried out: {failed}")
-    right = [task.score(item, Outcome(text=answer.text))["correct"] for item, answer in zip(items, answers, strict=True)]
-    return Figure(int(sum(right)), len(right))
+        raise ZooError(f"{failed.intervention} could not be carried out: {failed.error}")
+    correct: dict[str, dict[str, list[float]]] = {}
+    for row in rows:
+        correct.setdefault(row.intervention, {}).setdefault(row.task, []).append(row.scores["correct"])
+    return {
+        text: {task: Figure(int(sum(values)), len(values)) for task, values in correct[text].items()}
+        for text in CONDITIONS
+        if text in correct  # a model without such a part: nothing to silence, nothing to say
+    }

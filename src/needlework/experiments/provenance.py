@@ -1,0 +1,84 @@
+"""Whose a store is: rows made by something else are refused, rows that nobody asks for any more are marked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from needlework.errors import NeedleworkError
+from needlework.experiments.plan import Plan
+from needlework.experiments.trials import Work
+from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
+
+
+def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
+    """Refuse a store whose rows were made by something else; say in it what makes the rows of this run."""
+    semantics = store.meta("semantics_version")
+    if semantics not in (None, SEMANTICS_VERSION):
+        raise NeedleworkError(
+            f"{store.directory} was made with semantics version {semantics}, this is version {SEMANTICS_VERSION}:"
+            " its answers mean something else; choose another directory"
+        )
+    models = {work.model.name: work.model for work in works}
+    known = store.meta("models") or {}
+    for name, identity in known.items():
+        if name not in models and not plan.adds:
+            raise NeedleworkError(
+                f"{store.directory} holds trials of {name} (weights {identity['weights'][:8]}), which this run does not have;"
+                " choose another directory: `needlework report DIR1 DIR2` shows runs side by side"
+            )
+        for what, value in models[name].identity().items() if name in models else ():
+            if identity.get(what) != value:
+                raise NeedleworkError(
+                    f"{store.directory} was made with another {what} of {name} ({str(identity.get(what))[:8]}, now {value[:8]});"
+                    " choose another directory"
+                )
+    store.set_meta("semantics_version", SEMANTICS_VERSION)
+    signed = {name: {**m.identity(), "source": m.model.source, "anatomy": m.anatomy.to_dict()} for name, m in models.items()}
+    store.set_meta("models", {**known, **signed})
+    if not plan.adds or store.meta("plan") is None:
+        store.set_meta("plan", {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text})
+    store.set_meta("experiments", {**(store.meta("experiments") or {}), **_experiments(plan)})
+    store.set_meta("skipped", [note for work in works for note in work.skipped])
+
+
+def _experiments(plan: Plan) -> dict[str, Any]:
+    """What a report wants to know of each experiment beside its rows."""
+    return {
+        experiment.name: {
+            "about": experiment.about,
+            "models": list(experiment.models),
+            "seeds": list(experiment.seeds),
+            "boundary": experiment.boundary,
+            "interventions": [text.text for text in experiment.grids],
+            "tasks": {
+                named.name: {
+                    "kind": named.task.kind,
+                    "mode": named.task.mode,
+                    "chance": named.task.chance,
+                    "options": named.task.model_dump(mode="json"),
+                }
+                for named in experiment.tasks
+            },
+        }
+        for experiment in plan.experiments
+    }
+
+
+def mark(store: Store, plan: Plan, works: Sequence[Work]) -> int:
+    """Note which of the rows in a store the plan asks for; how many it does not."""
+    if plan.adds:  # of the same tasks, rows with other prompts are no longer counted; all else is left alone
+        for work in works:
+            prompts: dict[str, set[str]] = {}
+            for trial in work.trials:
+                prompts.setdefault(trial.task.name, set()).add(trial.prompt_id)
+            for task, current in prompts.items():
+                where, values = "kind = ? AND model = ? AND task = ?", (LM_EVAL, work.model.name, task)
+                rows = store.db.execute(f"SELECT experiment, model, task, id, prompt_id FROM trials WHERE {where}", values)
+                store.mark_asked({row[:4] for row in rows if row[4] in current}, where, values)
+        return 0
+    wanted = {(trial.experiment, work.model.name, trial.task.name, trial.id) for work in works for trial in work.trials}
+    unasked = store.mark_asked(wanted, "kind != ?", [LM_EVAL])
+    store.keep_recordings({(r.experiment, work.model.name, r.task): r.content() for work in works for r in work.recordings})
+    store.set_meta("migrated_from", None)
+    return unasked
