@@ -24,13 +24,14 @@ class Documents(Task):
     """All documents of one lm-eval task that have one kind of request."""
 
     kind = LM_EVAL
+    task: str  # its name there
     _questions: dict[str, Question] = PrivateAttr()  # by digest
     _lm: Any = PrivateAttr()
     _eos: frozenset[int] = PrivateAttr()
 
     @classmethod
     def of(cls, questions: Sequence[Question], lm: NeedleworkLM, eos: frozenset[int]) -> Documents:
-        made = cls()
+        made = cls(task=questions[0].task.task_name)
         made._questions = {question.digest(): question for question in questions}
         made._lm, made._eos = lm, eos
         return made

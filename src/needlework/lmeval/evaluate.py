@@ -166,7 +166,7 @@ def _summary(
         store.close()
     files = [_write_files(folder, info, text, questions, rows, loaded, shown) for text in texts]
     asked = sum((row.experiment, row.model, row.task, row.id) not in before for row in rows.values())
-    kept = list(rows.values())
+    kept = [rows[question.digest(), text] for text in texts for question in questions]
     return Summary(lines(kept, _groups(loaded)), lookups(kept), files, sum(r.finish == "failed" for r in kept), idle, asked)
 
 

@@ -30,7 +30,7 @@ def measure(folder: Path, longest: int, per_depth: int = 40, per_subject: int | 
     """Needles among three distractors and closed-book facts under every condition that this model has the parts for."""
     niah = {"kind": "niah", "lengths": [longest - ROOM], "depths": [0, 25, 50, 75, 100], "samples": per_depth, "distractors": 3}
     cloze = {"kind": "cloze", "per_subject": per_subject}
-    tasks = tuple(NamedTask("card", options["kind"], make_task(options)) for options in (niah, cloze))
+    tasks = NamedTask("card", "niah", make_task(niah)), NamedTask("card", "cloze", make_task(cloze))
     grids = tuple(Grid("card", text) for text in CONDITIONS)
     experiment = Experiment("card", "card", "", ("card",), tasks, grids, (seed,), "decode", None, None, False)
     plan = Plan(Path("card"), "card", "", "", {"card": Model("card", "card", str(folder))}, (experiment,))
