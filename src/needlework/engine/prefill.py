@@ -58,7 +58,8 @@ class Reader:
 
     def expect(self, readings: Sequence[Reading]) -> None:
         """Announce all readings to come, so that shared beginnings are found before anything is read."""
-        if not self.body.continues:
+        observer = self.body.observer
+        if not self.body.continues or (observer is not None and observer.each_sample):
             return
         overhead = _FORWARD_FLOPS.get(self.body.device.type, 1e9) / (2 * self.body.anatomy.parameters)
         by_acts: dict[tuple[object, ...], dict[tuple[object, ...], Reading]] = defaultdict(dict)
@@ -109,7 +110,7 @@ class Reader:
         items = [reading.item for reading in readings]
         rows = body.compile([x.acts["prefill"] for x in items], [x.sample for x in items], "prefill", slots)
         if body.observer is not None:
-            body.observer.begin([x.request for x in items], "prefill", body.device)
+            body.observer.begin([x.request for x in items], body.device)
         tally = Tally(len(readings))
         logits = body.feed(ids, memory, "prefill", rows, tally)[:, 0]
         self.tokens_read += ids.numel()
