@@ -25,7 +25,7 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr().out.splitlines()
     assert "4 7 1" in said, "untouched, the needle is found"
     assert "attention: 2 layers" in " ".join(said)
-    first, second = found["scores"][0].logprobs  # type: ignore[index]
+    first, second = found["scores"][0].option_logprobs  # type: ignore[index]
     assert sum(first) > sum(second), "the right value is the likelier one"
 
 

@@ -100,6 +100,7 @@ class Prepared:
     acts: Mapping[Phase, tuple[Act, ...]]
     swaps: tuple[SwapHalf, ...]
     twins: Mapping[str, tuple[int, ...]]  # half -> prompt that it comes from
+    apart: bool = False  # no other sample shares its reading, so that an observer sees each of them
 
     @property
     def prefill_tokens(self) -> int:
@@ -113,7 +114,7 @@ class Prepared:
     @property
     def group(self) -> tuple[object, ...]:
         """Requests with equal groups share one prefill."""
-        of_sample = any(act.of_sample for act in self.acts["prefill"])
+        of_sample = self.apart or any(act.of_sample for act in self.acts["prefill"])
         tokens = self.request.prompt[: self.prefill_tokens]
         return (tokens, self.acts["prefill"], self.sample if of_sample else None)
 
@@ -153,7 +154,7 @@ def sample_key(prompt: Sequence[int]) -> int:
     return int.from_bytes(hashlib.sha256(repr(tuple(prompt)).encode()).digest()[:8], "big")
 
 
-def prepare(request: Request, anatomy: Anatomy) -> Prepared:
+def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared:
     """Check everything that can be checked before any compute, and lower the intervention for this prompt."""
     _check_values(request, anatomy)
     request.intervention.check(anatomy)
@@ -163,7 +164,7 @@ def prepare(request: Request, anatomy: Anatomy) -> Prepared:
     lowered = {phase: request.intervention.lower(scene, phase) if read[phase] else [] for phase in read}
     swaps = tuple(act for act in lowered["prefill"] if isinstance(act, SwapHalf))
     twins: dict[str, tuple[int, ...]] = {swap.half: _twin(swap, request, anatomy) for swap in swaps}
-    prepared = Prepared(request, sample, _in_own_phase(lowered, request), swaps, twins)
+    prepared = Prepared(request, sample, _in_own_phase(lowered, request), swaps, twins, apart)
     if request.options and prepared.one_piece:
         raise NeedleworkError(
             f"{request.intervention}: the paper's balanced sums over a whole prefill, but options are read apart;"

@@ -58,8 +58,7 @@ class Reader:
 
     def expect(self, readings: Sequence[Reading]) -> None:
         """Announce all readings to come, so that shared beginnings are found before anything is read."""
-        observer = self.body.observer
-        if not self.body.continues or (observer is not None and observer.each_sample):
+        if not self.body.continues:
             return
         overhead = _FORWARD_FLOPS.get(self.body.device.type, 1e9) / (2 * self.body.anatomy.parameters)
         by_acts: dict[tuple[object, ...], dict[tuple[object, ...], Reading]] = defaultdict(dict)

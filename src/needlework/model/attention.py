@@ -36,7 +36,7 @@ CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one quer
 class Observer(Protocol):
     """Something that watches attention probabilities as they stream by."""
 
-    each_sample: bool  # it must see every prompt from its beginning: what prompts have in common is not read once for all
+    each_sample: bool  # it must see every prompt as a whole: what prompts have in common is not read once for all
 
     def begin(self, requests: Sequence[Request], device: torch.device) -> None: ...
     def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None: ...

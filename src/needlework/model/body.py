@@ -70,7 +70,7 @@ class Body:
     @property
     def continues(self) -> bool:
         """Whether a prefill can go on with several tokens at once; else the rest is fed token by token."""
-        return self.family.continues or (self.kernels == "fast" and bool(self.family.mended_mixer))
+        return self.family.continues_prefill(self.kernels == "fast")
 
     @contextmanager
     def session(self) -> Iterator[None]:

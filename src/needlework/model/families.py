@@ -21,8 +21,15 @@ class Family:
     decode_drift: str = ""  # why decoding differs from a full forward by the model's own doing
     make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)
     deepmind_window: bool = False  # trained with one key more than transformers shows
-    continues: bool = False  # several tokens at once may follow a prefill, as the tests show; else they are fed one by one
-    mended_mixer: str = ""  # class that continues a prefill with the code of `patches.py`, not with its own
+    continues: bool = False  # its own code takes several tokens at once after a prefill, as the tests show
+    mended_mixer: str = ""  # class that does so with the code of `patches.py` only
+
+    def continues_prefill(self, fast: bool) -> bool:
+        """Whether several tokens at once may follow a prefill, with stock code or (`fast`) inside `fast_kernels`.
+
+        An unknown family does not: feed it token by token, which is right everywhere.
+        """
+        return self.continues or (fast and bool(self.mended_mixer))
 
 
 def _recurrent_gemma_cache(config: Any) -> Any:
