@@ -226,7 +226,7 @@ def test_a_function_must_return_what_it_is_given(function: Any, given: str) -> N
         def stands_for(self, scene: Scene) -> Iterable[Act]:
             yield nw.ChangeOutputs(0, function)
 
-    with pytest.raises(NeedleworkError, match=rf"must return outputs of the shape that it is given, \[11, 4, 8\], not {given}"):
+    with pytest.raises(NeedleworkError, match=rf"must return \[queries, heads, dim\] = \[11, 4, 8\], not {given}"):
         cases.subject("llama").generate([cases.PROMPT], Forget())
 
 

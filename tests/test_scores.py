@@ -109,7 +109,7 @@ def test_what_is_no_score_is_refused() -> None:
     def nothing(outputs: Any) -> Any: ...
 
     subject = cases.subject("llama")
-    with pytest.raises(nw.NeedleworkError, match=r"'flat' must be \[rows, heads, queries\] = \[1, 4, 11\], not \[1, 11\]"):
+    with pytest.raises(nw.NeedleworkError, match=r"flat must return \[rows, heads, queries\] = \[1, 4, 11\], not \[1, 11\]"):
         subject.generate([cases.PROMPT], "keep_heads(1, by='flat')")
-    with pytest.raises(nw.NeedleworkError, match=r"'nothing' must be .*, not None"):
+    with pytest.raises(nw.NeedleworkError, match=r"nothing must return .*, not None"):
         subject.generate([cases.PROMPT], "keep_heads(1, by='nothing')")

@@ -20,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 class HeadScore:
     """`function(p, log_p)` of attention probabilities and their logarithms [r h q k], or `function(outputs)` of [r h q d].
 
-    `log_p` belongs to the function, which may write over it; the others it may only read.
+    Where a key is hidden, p is exactly 0. `log_p` belongs to the function, which may write over it; the others are to be read.
     """
 
     name: str

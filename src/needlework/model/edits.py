@@ -102,7 +102,7 @@ class LayerEdits:
         scores = self.keep.scores("probabilities") if self.keep is not None else []
         copies = [log_p.clone() for _ in scores[1:]]  # a score may write over its own
         return {
-            score.name: _checked(score, score.function(p, own), p.shape[:3])
+            score.name: _shaped(score.function(p, own), p.shape[:3], score.name).transpose(1, 2)
             for score, own in zip(scores, [*copies, log_p], strict=False)
         }
 
@@ -110,7 +110,9 @@ class LayerEdits:
         """Those that need outputs [r q h d]. [r q h]"""
         scores = self.keep.scores("outputs") if self.keep is not None else []
         by_head = out.transpose(1, 2)
-        return {score.name: _checked(score, score.function(by_head), by_head.shape[:3]) for score in scores}
+        return {
+            score.name: _shaped(score.function(by_head), by_head.shape[:3], score.name).transpose(1, 2) for score in scores
+        }
 
     def expose_columns(self, forward: Forward, layer: int, block: Block, p: Tensor) -> Tensor:
         assert self.expose is not None
@@ -166,12 +168,8 @@ class LayerEdits:
 
     def _change_outputs(self, forward: Forward, layer: int, out: Tensor, queries: slice) -> Tensor:
         for row, sample, function in self.functions:
-            changed = function(out[row], Place(layer, forward.phase, forward.positions[row, queries], sample))
-            if getattr(changed, "shape", None) != out[row].shape:
-                raise NeedleworkError(
-                    f"ChangeOutputs in layer {layer}: the function must return outputs of the shape that it is given,"
-                    f" {list(out[row].shape)}, not {list(changed.shape) if isinstance(changed, Tensor) else changed!r}"
-                )
+            place = Place(layer, forward.phase, forward.positions[row, queries], sample)
+            changed = _shaped(function(out[row], place), out.shape[1:], "ChangeOutputs")
             forward.tally.add(layer, forward.phase, "heads_changed", forward.slots[row : row + 1], changed.shape[0])
             out[row] = changed
         return out
@@ -207,13 +205,13 @@ class LayerEdits:
         return stacked.gather(0, self.keep.by[None, :, None, None].expand(1, *out.shape[:3]))[0]
 
 
-def _checked(score: HeadScore, values: Any, shape: Sequence[int]) -> Tensor:
-    """[r h q] -> [r q h]; refused if a score of one's own gives something else."""
-    if getattr(values, "shape", None) != shape:
+def _shaped(values: Any, shape: Sequence[int], name: str) -> Tensor:
+    """What a function of one's own gave, if it has the right shape."""
+    if not isinstance(values, Tensor) or values.shape != shape:
         given = list(values.shape) if isinstance(values, Tensor) else repr(values)
-        raise NeedleworkError(f"head score {score.name!r} must be [rows, heads, queries] = {list(shape)}, not {given}")
-    by_query: Tensor = values.transpose(1, 2)
-    return by_query
+        axes = "[queries, heads, dim]" if name == "ChangeOutputs" else "[rows, heads, queries]"
+        raise NeedleworkError(f"the function of {name} must return {axes} = {list(shape)}, not {given}")
+    return values
 
 
 def hash_scores(keep: Keep, layer: int, positions: Tensor, heads: int) -> Tensor:
