@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import needlework as nw
 from needlework.anatomy import Anatomy
@@ -51,6 +52,23 @@ def tokens(*shape: int, seed: int = 1) -> Tensor:
 
 def apart(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max())
+
+
+@contextmanager
+def hook(register: Callable[..., Any], function: Callable[..., Any]) -> Iterator[None]:
+    """Hang a function on a module for as long as the context is open."""
+    handle = register(function)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def output_projection(module: nn.Module, width: int) -> nn.Linear:
+    """The module's last linear map from all head outputs, by the names that transformers gives it."""
+    (projection,) = [m for name in ("o_proj", "dense", "out_proj") if (m := getattr(module, name, None)) is not None]
+    assert projection.in_features == width
+    return projection
 
 
 def between_routes(name: str) -> float:

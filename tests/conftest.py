@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,19 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _same_random_start() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def registries() -> Iterator[None]:
+    """Interventions and head scores that a test registers are gone after it."""
+    from needlework.interventions import base, scores
+
+    known: tuple[dict[str, Any], ...] = (base._REGISTRY, scores.HEAD_SCORES)
+    before = [dict(table) for table in known]
+    yield
+    for table, kept in zip(known, before, strict=True):
+        table.clear()
+        table.update(kept)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

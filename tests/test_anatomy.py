@@ -7,7 +7,8 @@ import json
 import pytest
 
 import cases
-from needlework.anatomy import Head
+from needlework.anatomy import Head, heads_of_share
+from needlework.interventions import KeepHeads
 
 # A attention, R recurrent, H both, - neither; from the configurations, not from the probe.
 LAYOUTS = {
@@ -75,6 +76,13 @@ def test_flops_count_keys_up_to_the_window() -> None:
     assert short < window == far
     assert window - short == 2 * 2 * 4 * 4 * (8 + 8)  # layers x 2 x heads x keys more x (key and value width)
     assert anatomy.flops_per_token("recurrent", 4) == 2 * anatomy.recurrent_parameters
+
+
+@pytest.mark.parametrize("share, heads, kept", [
+    (0.0, 16, 0), (0.0, 0, 0), (0.001, 16, 1), (0.03, 16, 1), (0.5, 5, 3), (0.5, 3, 2), (0.15, 10, 2), (0.16, 10, 2), (1.0, 7, 7),
+])  # fmt: skip
+def test_a_share_of_heads_is_rounded_half_up_and_none_only_if_it_is_0(share: float, heads: int, kept: int) -> None:
+    assert heads_of_share(share, heads) == kept == KeepHeads(fraction=share).count(heads)
 
 
 def test_no_attention_at_that_layer() -> None:

@@ -13,7 +13,7 @@ import cases
 import needlework as nw
 from needlework.errors import NeedleworkError
 from needlework.interventions import base
-from needlework.interventions.acts import Act, ChangeOutputs, Scene
+from needlework.interventions.acts import Act, ChangeOutputs, Place, Scene
 
 PHASES = st.sampled_from(["prefill", "decode", "both"])
 LAYERS = st.none() | st.lists(st.integers(0, 60), min_size=1, max_size=4)
@@ -118,11 +118,15 @@ def test_golden_texts() -> None:
     ("keep_heads(k=2", "cannot read"),
     ("keep_heads(k=2) - none", "expected name"),
     ("keep_heads(k=open('x'))", "no plain value"),
-    ("keep_heads(1)", "named values only"),
+    ("keep_heads(1, 0.5, 'l2', 'layer', 0, 'token', 7)", "7 values without names; it has k, fraction, by, scope, seed, draw"),
+    ("ablate_recurrent('memory', 'decode')", "2 values without names; it has site"),
+    ("keep_heads(2, k=2)", "is given 'k' twice"),
+    ("swap_memory('kv', 'a', from='b')", "is given 'from' twice"),
     ("keep_heads(k=1, by=ranking('x'))", "layer.head"),
     ("__import__('os').system('true')", "expected name"),
     ("limit_context(tokens=0)", "greater than or equal to 1"),
-    ("keep_heads(k=1, by='magic')", "by"),
+    ("keep_heads(k=1, by='magic')", "no head score 'magic'; known: entropy, l2, norm, random"),
+    ("keep_heads(k=1, by='entropie')", "did you mean 'entropy'?"),
     ("keep_heads(k=1, phase='always')", "phase"),
     ("keep_heads()", "either k or fraction"),
     ("keep_heads(k=1, fraction=0.5)", "either k or fraction"),
@@ -161,7 +165,7 @@ def _double(cls_name: str) -> type[nw.Part]:
 
         def stands_for(self, scene: Scene) -> Iterable[Act]:
             for index in self.where(scene.anatomy):
-                yield ChangeOutputs(index, lambda out: out * 2)
+                yield ChangeOutputs(index, lambda out, place: out * 2)
 
     Part.__name__ = cls_name
     return Part
@@ -182,6 +186,48 @@ def test_an_intervention_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = subject.logits([cases.PROMPT])
     handle.remove()
     assert cases.apart(subject.logits([cases.PROMPT], act), expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_a_function_is_told_where_it_acts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One function for prompts with a common beginning, in one batch: each is changed by its own sample, as if it were alone."""
+    monkeypatch.setattr("needlework.engine.prefill._FORWARD_FLOPS", {"cpu": 0.0})  # what prompts share would be read once
+    subject, places = cases.subject(name), set()
+    layer = subject.anatomy.attention_layers[1].index
+    prompts = [cases.PROMPT, (*cases.PROMPT[:-1], 99), (*cases.PROMPT[:8], 5, 6, 7)]
+
+    def change(outputs: Any, place: Place) -> Any:
+        assert outputs.shape[:2] == (len(place.positions), 4)
+        places.update((place.sample, place.layer, place.phase, position) for position in place.positions.tolist())
+        return outputs * (1 + place.sample % 7) + place.positions[:, None, None]
+
+    class Bend(nw.Part):
+        side = "attention"
+
+        def stands_for(self, scene: Scene) -> Iterable[Act]:
+            yield nw.ChangeOutputs(layer, change)
+
+    together = subject.generate(prompts, Bend(), max_new_tokens=3)
+    assert places == {
+        (nw.sample_key(prompt), layer, "prefill" if position < len(prompt) - 1 else "decode", position)
+        for prompt in prompts for position in range(len(prompt) + 2)
+    }  # fmt: skip
+    for prompt, answer in zip(prompts, together, strict=True):
+        alone = subject.generate([prompt], Bend(), max_new_tokens=3)[0]
+        assert (answer.tokens, answer.receipt) == (alone.tokens, alone.receipt)
+        assert answer.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("function, given", [(lambda out, place: None, "None"), (lambda out, place: out[:, 0], r"\[11, 8\]")])
+def test_a_function_must_return_what_it_is_given(function: Any, given: str) -> None:
+    class Forget(nw.Part):
+        side = "attention"
+
+        def stands_for(self, scene: Scene) -> Iterable[Act]:
+            yield nw.ChangeOutputs(0, function)
+
+    with pytest.raises(NeedleworkError, match=rf"must return \[queries, heads, dim\] = \[11, 4, 8\], not {given}"):
+        cases.subject("llama").generate([cases.PROMPT], Forget())
 
 
 def test_an_intervention_from_an_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,23 +13,6 @@ import cases
 import needlework as nw
 
 IDS = cases.tokens(2, 14, seed=2)
-
-
-@contextmanager
-def _hook(register: Callable[..., Any], hook: Callable[..., Any]) -> Iterator[None]:
-    handle = register(hook)
-    try:
-        yield
-    finally:
-        handle.remove()
-
-
-def _output_projection(module: nn.Module, width: int) -> nn.Linear:
-    """The module's last linear map from all head outputs, by the names that transformers gives it."""
-    found = [m for name in ("o_proj", "dense", "out_proj") if (m := getattr(module, name, None)) is not None]
-    assert len(found) == 1, "this attention names its output projection otherwise"
-    assert found[0].in_features == width
-    return found[0]
 
 
 @cases.each(cases.WITH_HEADS)
@@ -53,13 +34,13 @@ def test_keeping_no_head_is_attention_off(name: str) -> None:
 
 
 @cases.each(cases.WITH_HEADS)
-def test_one_head_is_one_slice_of_the_output_projection(name: str) -> None:
+def test_one_head_is_one_slice_of_theoutput_projection(name: str) -> None:
     """For gated models too: a silenced head's slice of what enters the projection is zero, gate or no gate."""
     subject = cases.subject(name)
     layer = subject.anatomy.attention_layers[-1]
     assert layer.attention is not None
     width = layer.attention.value_dim
-    projection = _output_projection(
+    projection = cases.output_projection(
         subject.model.get_submodule(layer.attention.path), width * layer.attention.query_heads
     )
     for head in (0, 3):
@@ -69,7 +50,7 @@ def test_one_head_is_one_slice_of_the_output_projection(name: str) -> None:
             x[..., head * width : (head + 1) * width] = 0.0
             return (x, *args[1:])
 
-        with _hook(projection.register_forward_pre_hook, zero):
+        with cases.hook(projection.register_forward_pre_hook, zero):
             expected = subject.logits(IDS)
         found = subject.logits(IDS, nw.AblateHeads(heads=[(layer.index, head)]))
         assert cases.apart(found, expected) < 1e-5
@@ -124,14 +105,14 @@ def test_calibrated_means_take_the_place_of_a_head(name: str) -> None:
     table: dict[tuple[int, str], Tensor] = {(layer.index, phase): mean for phase in ("prefill", "decode")}
     subject.use(SimpleNamespace(hash="abc", tensors=table))
     width = part.value_dim
-    projection = _output_projection(subject.model.get_submodule(part.path), width * part.query_heads)
+    projection = cases.output_projection(subject.model.get_submodule(part.path), width * part.query_heads)
 
     def replace(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         x = args[0].clone()
         x[..., width : 2 * width] = mean[1]
         return (x, *args[1:])
 
-    with _hook(projection.register_forward_pre_hook, replace):
+    with cases.hook(projection.register_forward_pre_hook, replace):
         expected = subject.logits(IDS)
     said = nw.AblateHeads(heads=[(layer.index, 1)], value="mean", means="abc")
     try:

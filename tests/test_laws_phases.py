@@ -93,10 +93,10 @@ def test_a_prompt_of_one_token() -> None:
 
 @pytest.mark.parametrize("act", [nw.KeepHeads(k=1), nw.AblateAttention(), nw.AblateAttention(site="block")], ids=str)
 def test_an_intervention_that_did_nothing_fails_its_trial(act: nw.Intervention, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention function that ignores its plan: the answer looks fine, the receipt does not."""
+    """An attention function that ignores its edits: the answer looks fine, the receipt does not."""
     subject = cases.subject("llama")
-    monkeypatch.setattr(needlework.model.attention.LayerPlan, "edit_outputs", lambda self, forward, layer, out, *_: out)
-    monkeypatch.setattr(needlework.model.attention.LayerPlan, "dropped", None, raising=False)
+    monkeypatch.setattr(needlework.model.attention.LayerEdits, "edit_outputs", lambda self, forward, layer, out, *_: out)
+    monkeypatch.setattr(needlework.model.attention.LayerEdits, "dropped", None, raising=False)
     monkeypatch.setattr("needlework.model.mixers._block_hook", lambda layer: lambda *_: None)
     ignored, plain = subject.generate([cases.PROMPT] * 2, interventions=[act, nw.NONE], max_new_tokens=3)
     assert ignored.finish == "failed"

@@ -171,7 +171,9 @@ def test_refused_two_answers_to_one_question() -> None:
     with pytest.raises(nw.NeedleworkError, match="spans must be a list with one entry for each prompt"):
         subject.generate([cases.PROMPT], spans=cases.SPANS)  # type: ignore[arg-type]
     with pytest.raises(nw.NeedleworkError, match="is no intervention"):
-        subject.generate([cases.PROMPT], "ablate_attention()")  # type: ignore[arg-type]
+        subject.generate([cases.PROMPT], 5)  # type: ignore[arg-type]
+    with pytest.raises(nw.NeedleworkError, match="did you mean 'ablate_attention'"):
+        subject.generate([cases.PROMPT], "ablate_atention()")
 
 
 @pytest.mark.parametrize("many", [float("nan"), 2.5, float("inf"), "4", None])

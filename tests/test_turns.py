@@ -110,7 +110,7 @@ def test_nobody_is_asked_while_answering(ask: Callable[[nw.Subject], Any]) -> No
         side = "attention"
 
         def stands_for(self, scene: Scene) -> Iterable[Act]:
-            def change(out: Any) -> Any:
+            def change(out: Any, place: Any) -> Any:
                 ask(subject)
                 return out
 

@@ -11,32 +11,43 @@ from needlework.interventions import (
     AblateAttention,
     AblateHeads,
     AblateRecurrent,
+    ChangeOutputs,
     ExposeTokens,
     Intervention,
     KeepHeads,
     LimitContext,
     OnlyHeads,
     Part,
+    Ranking,
     ResetState,
     SwapMemory,
+    head_score,
     parse,
     register,
 )
-from needlework.interventions.ranking import Ranking
 
 if TYPE_CHECKING:
+    from needlework import report, tasks
     from needlework.calibration import Means, calibrate
     from needlework.observation import observe
+    from needlework.requests import Answer, Request, sample_key
+    from needlework.store import Store
     from needlework.subject import Subject, load, wrap
 
 __version__ = "0.1.0"
 
-_NEEDS_TORCH = {  # brought in when first used, so that `import needlework` stays quick and free of torch
+_LAZY = {  # name -> its module: brought in when first used, so that `import needlework` stays quick and free of torch
+    "Answer": "requests",
     "Means": "calibration",
-    "calibrate": "calibration",
-    "observe": "observation",
+    "Request": "requests",
+    "Store": "store",
     "Subject": "subject",
+    "calibrate": "calibration",
     "load": "subject",
+    "observe": "observation",
+    "report": "report",
+    "sample_key": "requests",
+    "tasks": "tasks",
     "wrap": "subject",
 }
 
@@ -46,6 +57,8 @@ __all__ = [
     "AblateHeads",
     "AblateRecurrent",
     "Anatomy",
+    "Answer",
+    "ChangeOutputs",
     "ExposeTokens",
     "Head",
     "Intervention",
@@ -56,22 +69,34 @@ __all__ = [
     "OnlyHeads",
     "Part",
     "Ranking",
+    "Request",
     "ResetState",
+    "Store",
     "Subject",
     "SwapMemory",
     "TrialError",
+    "__version__",
     "calibrate",
+    "head_score",
     "load",
     "observe",
     "parse",
     "register",
+    "report",
+    "sample_key",
+    "tasks",
     "wrap",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _NEEDS_TORCH:
-        from importlib import import_module
+    if name not in _LAZY:
+        raise AttributeError(f"module 'needlework' has no attribute {name!r}")
+    from importlib import import_module
 
-        return getattr(import_module(f"needlework.{_NEEDS_TORCH[name]}"), name)
-    raise AttributeError(f"module 'needlework' has no attribute {name!r}")
+    module = import_module(f"needlework.{_LAZY[name]}")
+    return module if name == _LAZY[name] else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -16,6 +16,11 @@ class Head(NamedTuple):
     index: int  # type: ignore[assignment]  # tuple.index is not missed here
 
 
+def heads_of_share(share: float, heads: int) -> int:
+    """How many of `heads` a share of them is, rounded half up: none only for a share of 0."""
+    return max(1, int(share * heads + 0.5)) if share else 0
+
+
 @dataclass(frozen=True)
 class AttentionPart:
     """The attention side of one layer."""

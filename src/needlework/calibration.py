@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from needlework.errors import NeedleworkError
-from needlework.interventions.acts import ChangeOutputs, Phase
+from needlework.interventions.acts import ChangeOutputs, Phase, Place
 from needlework.receipts import Tally
 from needlework.requests import check_tokens
 
@@ -58,21 +58,19 @@ def calibrate(subject: Subject, texts: Sequence[Prompt]) -> Means:
         raise NeedleworkError("give a list of texts, calibrate(subject, [text]): a lone one would be read letter by letter")
     body = subject.body
     tokens = [subject.encode(text) for text in texts]
-    for some in tokens:
-        check_tokens(some, body.anatomy, "a text")
-        body.check_length(len(some))
+    for row in tokens:
+        check_tokens(row, body.anatomy, "a text")
+        body.check_length(len(row))
     sums: dict[tuple[int, str], Tensor] = {}
     counts: dict[tuple[int, str], int] = {}
 
-    def recorder(layer: int, phase: Phase) -> Callable[[Tensor], Tensor]:
-        def record(out: Tensor) -> Tensor:  # [queries, heads, dim]
-            key = (layer, phase)
-            sums[key] = sums.get(key, torch.zeros(())) + out.double().sum(0)
-            counts[key] = counts.get(key, 0) + out.shape[0]
-            return out
+    def record(outputs: Tensor, place: Place) -> Tensor:  # [queries, heads, dim]
+        key = (place.layer, place.phase)
+        sums[key] = sums.get(key, torch.zeros(())) + outputs.double().sum(0)
+        counts[key] = counts.get(key, 0) + outputs.shape[0]
+        return outputs
 
-        return record
-
+    acts = [ChangeOutputs(layer.index, record) for layer in body.anatomy.attention_layers]
     with body.session():
         for row in tokens:
             ids = torch.tensor([row], device=body.device)
@@ -81,7 +79,6 @@ def calibrate(subject: Subject, texts: Sequence[Prompt]) -> Means:
             singles = [ids[:, t : t + 1] for t in range(split, ids.shape[1])]
             fed: dict[Phase, list[Tensor]] = {"prefill": [ids[:, :split]], "decode": singles}
             for phase, parts in fed.items():
-                acts = [ChangeOutputs(layer.index, recorder(layer.index, phase)) for layer in body.anatomy.attention_layers]
                 rows = body.compile([acts], [0], phase, slot)
                 for part in parts:
                     body.feed(part, memory, phase, rows, Tally(1))

@@ -15,7 +15,6 @@ from needlework.interventions.acts import (
     Act,
     ClearState,
     ExposeColumns,
-    KeepBest,
     LimitKeys,
     Phase,
     Scene,
@@ -23,6 +22,7 @@ from needlework.interventions.acts import (
     SwapHalf,
 )
 from needlework.interventions.base import NONE, Intervention
+from needlework.interventions.text import as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
 
@@ -31,7 +31,7 @@ class Request:
     """One prompt under one intervention: to be continued, or, with `options`, to have its continuations scored."""
 
     prompt: tuple[int, ...]
-    intervention: Intervention = NONE
+    intervention: Intervention = NONE  # its text will do
     max_new_tokens: int = 40
     stop: frozenset[int] = frozenset()  # generation ends with one of these
     spans: Mapping[str, Span] = field(default_factory=dict)
@@ -40,6 +40,17 @@ class Request:
     sample: int | None = None  # key for random choices; by default a hash of the prompt
     forced: tuple[int, ...] = ()  # decode these instead of the model's own choice
     options: tuple[tuple[int, ...], ...] = ()  # scored: nothing is decoded, and every position is prefill
+
+    def __post_init__(self) -> None:
+        if isinstance(self.prompt, str):
+            raise NeedleworkError(f"a request holds token ids, not text: Request(subject.encode({self.prompt!r}), ...)")
+        object.__setattr__(self, "prompt", tuple(self.prompt))
+        object.__setattr__(self, "intervention", as_intervention(self.intervention))
+
+    @property
+    def key(self) -> int:
+        """What random choices hang on, and what names the sample to observers and to functions of one's own."""
+        return sample_key(self.prompt) if self.sample is None else self.sample
 
     @property
     def decodes_last(self) -> bool:
@@ -101,6 +112,7 @@ class Prepared:
     acts: Mapping[Phase, tuple[Act, ...]]
     swaps: tuple[SwapHalf, ...]
     twins: Mapping[str, tuple[int, ...]]  # half -> prompt that it comes from
+    apart: bool = False  # no other sample shares its reading, so that an observer sees each of them
 
     @property
     def prefill_tokens(self) -> int:
@@ -114,9 +126,9 @@ class Prepared:
     @property
     def group(self) -> tuple[object, ...]:
         """Requests with equal groups share one prefill."""
-        random = any(isinstance(act, KeepBest) and act.by == "random" for act in self.acts["prefill"])
+        of_sample = self.apart or any(act.of_sample for act in self.acts["prefill"])
         tokens = self.request.prompt[: self.prefill_tokens]
-        return (tokens, self.acts["prefill"], self.sample if random else None)
+        return (tokens, self.acts["prefill"], self.sample if of_sample else None)
 
     @property
     def one_piece(self) -> bool:
@@ -149,22 +161,22 @@ class Prepared:
         return ((phase, act) for phase, acts in self.acts.items() for act in acts)
 
 
-def sample_key(prompt: tuple[int, ...]) -> int:
-    """A number that depends on the prompt alone."""
-    return int.from_bytes(hashlib.sha256(repr(prompt).encode()).digest()[:8], "big")
+def sample_key(prompt: Sequence[int]) -> int:
+    """A number that depends on the prompt's token ids alone."""
+    return int.from_bytes(hashlib.sha256(repr(tuple(prompt)).encode()).digest()[:8], "big")
 
 
-def prepare(request: Request, anatomy: Anatomy) -> Prepared:
+def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared:
     """Check everything that can be checked before any compute, and lower the intervention for this prompt."""
     _check_values(request, anatomy)
     request.intervention.check(anatomy)
-    sample = sample_key(request.prompt) if request.sample is None else request.sample
+    sample = request.key
     scene = Scene(anatomy, len(request.prompt), request.spans, sample)
     read = _check_phases(request)
     lowered = {phase: request.intervention.lower(scene, phase) if read[phase] else [] for phase in read}
     swaps = tuple(act for act in lowered["prefill"] if isinstance(act, SwapHalf))
     twins: dict[str, tuple[int, ...]] = {swap.half: _twin(swap, request, anatomy) for swap in swaps}
-    prepared = Prepared(request, sample, _in_own_phase(lowered, request), swaps, twins)
+    prepared = Prepared(request, sample, _in_own_phase(lowered, request), swaps, twins, apart)
     if request.options and prepared.one_piece:
         raise NeedleworkError(
             f"{request.intervention}: the paper's balanced sums over a whole prefill, but options are read apart;"
@@ -189,8 +201,6 @@ def _check_values(request: Request, anatomy: Anatomy) -> None:
         check_tokens(request.forced, anatomy, "forced")
     for option in request.options:
         check_tokens(option, anatomy, "an option")
-    if not isinstance(request.intervention, Intervention):
-        raise NeedleworkError(f"{request.intervention!r} is no intervention; nw.parse(text) makes one from its text")
     if not isinstance(request.max_new_tokens, Integral) or (request.max_new_tokens < 1 and not request.forced):
         raise NeedleworkError(f"max_new_tokens={request.max_new_tokens!r} must be a whole number, at least 1")
     if request.boundary not in get_args(Phase):

@@ -16,6 +16,7 @@ from needlework.engine.score import logits
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention
+from needlework.interventions.text import as_intervention
 from needlework.model.body import Body, Kernels
 from needlework.requests import Answer, Request
 from needlework.zoo import resolve
@@ -30,6 +31,13 @@ class Subject:
         self.body, self.tokenizer = body, tokenizer
         self.engine = Engine(body, memory_bytes)
 
+    def __repr__(self) -> str:
+        anatomy, model = self.anatomy, self.model
+        parts = f"{len(anatomy.layers)} layers, {len(anatomy.heads)} attention heads, {anatomy.parameters:,} parameters"
+        dtype = str(model.dtype).removeprefix("torch.")
+        tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
+        return f"<Subject {anatomy.architecture}: {parts}, {dtype} on {self.body.device}, {tokenizer}>"
+
     @property
     def model(self) -> Any:
         return self.body.model
@@ -41,9 +49,9 @@ class Subject:
     def generate(
         self,
         prompts: Sequence[Prompt],
-        intervention: Intervention = NONE,
+        intervention: Intervention | str = NONE,
         *,
-        interventions: Sequence[Intervention] | None = None,
+        interventions: Sequence[Intervention | str] | None = None,
         max_new_tokens: int = 40,
         stop: Sequence[int | str] = (),
         spans: Sequence[Mapping[str, Span]] | None = None,
@@ -78,7 +86,7 @@ class Subject:
     def logits(
         self,
         input_ids: Tensor | Sequence[Sequence[int]],
-        intervention: Intervention = NONE,
+        intervention: Intervention | str = NONE,
         *,
         prompt_tokens: int | None = None,
         attention_mask: Tensor | None = None,
@@ -88,15 +96,16 @@ class Subject:
         """Logits [rows, tokens, vocabulary]. The first `prompt_tokens` are prefill, the rest is decoded token by token;
         without it all tokens are prefill (scoring). Left padding named by `attention_mask` is taken off first: `prompt_tokens`
         and `spans` count a row's own tokens, without its padding."""
-        return logits(self.body, input_ids, intervention, prompt_tokens, attention_mask, spans or {}, boundary)
+        act = as_intervention(intervention)
+        return logits(self.body, input_ids, act, prompt_tokens, attention_mask, spans or {}, boundary)
 
     def choices(
         self,
         prompts: Sequence[Prompt],
         options: Sequence[Sequence[Prompt]],
-        intervention: Intervention = NONE,
+        intervention: Intervention | str = NONE,
         *,
-        interventions: Sequence[Intervention] | None = None,
+        interventions: Sequence[Intervention | str] | None = None,
         spans: Sequence[Mapping[str, Span]] | None = None,
     ) -> list[Answer]:
         """Log-likelihood of each option after each prompt. Scoring: every position counts as prefill."""
@@ -154,12 +163,14 @@ def _several(given: Any) -> Any:
     return given
 
 
-def _interventions(prompts: Sequence[Prompt], one: Intervention, each: Sequence[Intervention] | None) -> Sequence[Intervention]:
+def _interventions(
+    prompts: Sequence[Prompt], one: Intervention | str, each: Sequence[Intervention | str] | None
+) -> list[Intervention]:
     """What is done to each prompt."""
-    if each is not None and one != NONE:
+    for_all = as_intervention(one)
+    if each is not None and for_all != NONE:
         raise NeedleworkError(f"both {one} and a list of interventions are given; give one for all prompts, or one for each")
-    intended: Sequence[Intervention] = _one_each(each, len(_several(prompts)), one, "interventions")
-    return intended
+    return [as_intervention(act) for act in _one_each(each, len(_several(prompts)), for_all, "interventions")]
 
 
 def _one_each(given: Any, count: int, default: Any, name: str) -> Any:
@@ -176,7 +187,7 @@ def load(
     source: str | Path,
     *,
     device: str = "cpu",
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     device_map: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -186,14 +197,33 @@ def load(
 ) -> Subject:
     """Load a model by its name in the zoo, from a directory, a .gguf file or a hub id.
 
+    `dtype` is torch's or its name; "auto" is what the checkpoint's configuration names.
     `window="deepmind"` is RecurrentGemma's own rule; `kernels="stock"` leaves transformers' own scans in place.
     """
     from needlework.model.load import load_body
 
+    place = resolve(source)
+    name = str(dtype).removeprefix("torch.")
+    if name == "auto":
+        name = _own_dtype(place, revision, trust_remote_code)
     body, tokenizer = load_body(
-        resolve(source), device, dtype, device_map, revision, trust_remote_code, window, kernels  # type: ignore[arg-type]
+        place, device, name, device_map, revision, trust_remote_code, window, kernels  # type: ignore[arg-type]
     )
     return Subject(body, tokenizer, memory_bytes)
+
+
+def _own_dtype(source: str | Path, revision: str | None, trust_remote_code: bool) -> str:
+    """The dtype that a checkpoint's configuration names."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError):
+        return "float32"  # whatever is wrong, loading says it better
+    named = config.get_text_config(decoder=True).dtype or config.dtype
+    if named is None:
+        raise NeedleworkError(f"{source}: dtype='auto', but its configuration names none; choose dtype='float32' or 'bfloat16'")
+    return str(named).removeprefix("torch.")
 
 
 def wrap(model: torch.nn.Module, tokenizer: Any = None, *, kernels: Kernels = "fast") -> Subject:

@@ -63,7 +63,7 @@ class Decoder:
         self.rows: Rows = body.compile(acts, [track.prepared.sample for track in self.tracks], "decode", slots)
         self.tally = Tally(len(self.tracks))
         if body.observer is not None:
-            body.observer.begin([track.prepared.request for track in self.tracks], "decode", body.device)
+            body.observer.begin([track.prepared.request for track in self.tracks], body.device)
 
     def __len__(self) -> int:
         return len(self.rows.slots)

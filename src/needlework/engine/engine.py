@@ -39,7 +39,8 @@ class Engine:
 
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Answers as they finish, with the index of their request. All requests are checked before any compute."""
-        prepared = [prepare(request, self.body.anatomy) for request in requests]
+        apart = self.body.observer is not None and self.body.observer.each_sample
+        prepared = [prepare(request, self.body.anatomy, apart) for request in requests]
         for item in prepared:
             self.body.check_length(item.tokens_read)
         self.budget.check(prepared)

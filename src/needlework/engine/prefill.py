@@ -109,7 +109,7 @@ class Reader:
         items = [reading.item for reading in readings]
         rows = body.compile([x.acts["prefill"] for x in items], [x.sample for x in items], "prefill", slots)
         if body.observer is not None:
-            body.observer.begin([x.request for x in items], "prefill", body.device)
+            body.observer.begin([x.request for x in items], body.device)
         tally = Tally(len(readings))
         logits = body.feed(ids, memory, "prefill", rows, tally)[:, 0]
         self.tokens_read += ids.numel()

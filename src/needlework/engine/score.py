@@ -35,6 +35,8 @@ def score(body: Body, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> 
     readings, places = group([item for _, item in batch])
     read = reader.read(readings)
     rows = [_Option(places[b]["own"], item, option) for b, (_, item) in enumerate(batch) for option in item.request.options]
+    if body.observer is not None:
+        body.observer.begin([row.item.request for row in rows], body.device)
     tally = Tally(len(rows))
     scores: dict[int, tuple[tuple[float, ...], bool]] = {}
     for length in sorted({len(row.tokens) for row in rows}):
@@ -115,6 +117,8 @@ def logits(
     memory, split = body.new_memory(len(rows)), items[0].prefill_tokens
     parts = []
     with body.session():
+        if body.observer is not None:
+            body.observer.begin(asked, body.device)
         if split:
             plans = body.compile([item.acts["prefill"] for item in items], samples, "prefill", slots)
             parts.append(body.feed(ids[:, :split], memory, "prefill", plans, tally, keep="all"))

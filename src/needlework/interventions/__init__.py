@@ -1,5 +1,6 @@
 """What can be done to a model: frozen values that compose with `+` and have a text form. Free of torch."""
 
+from needlework.interventions.acts import ChangeOutputs
 from needlework.interventions.attention import (
     AblateAttention,
     AblateHeads,
@@ -10,21 +11,28 @@ from needlework.interventions.attention import (
 )
 from needlework.interventions.base import NONE, Intervention, Part, register, registered
 from needlework.interventions.memory import AblateRecurrent, ResetState, SwapMemory
-from needlework.interventions.text import parse
+from needlework.interventions.ranking import Ranking
+from needlework.interventions.scores import head_score, known_scores
+from needlework.interventions.text import as_intervention, parse
 
 __all__ = [
     "NONE",
     "AblateAttention",
     "AblateHeads",
     "AblateRecurrent",
+    "ChangeOutputs",
     "ExposeTokens",
     "Intervention",
     "KeepHeads",
     "LimitContext",
     "OnlyHeads",
     "Part",
+    "Ranking",
     "ResetState",
     "SwapMemory",
+    "as_intervention",
+    "head_score",
+    "known_scores",
     "parse",
     "register",
     "registered",

@@ -1,6 +1,6 @@
 """The small vocabulary that every intervention is lowered to: what happens in one layer, in one phase, to one row.
 
-An intervention says what a person means; acts say what `attention/` and `model/mixers.py` do. A new intervention only has
+An intervention says what a person means; acts say what `model/attention.py` and `model/mixers.py` do. A new intervention only has
 to say which acts it stands for.
 """
 
@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
+from needlework.interventions.scores import RANDOM
 
 Phase = Literal["prefill", "decode"]
 Half = Literal["kv", "recurrent"]
@@ -52,6 +53,11 @@ class Act:
     count: ClassVar[str]  # in the receipt; where it stays 0 the act did nothing, and its trial fails
     layer: int
 
+    @property
+    def of_sample(self) -> bool:
+        """Whether it hangs on which sample it is done to: then samples with a common beginning cannot share its reading."""
+        return False
+
 
 @dataclass(frozen=True)
 class KeepBest(Act):
@@ -59,8 +65,12 @@ class KeepBest(Act):
 
     count = "heads_zeroed"
     k: int
-    by: Literal["entropy", "l2", "norm", "random"]
+    by: str  # a name of `scores.known_scores()`
     seed: int = 0
+
+    @property
+    def of_sample(self) -> bool:
+        return self.by == RANDOM
 
 
 @dataclass(frozen=True)
@@ -73,11 +83,29 @@ class SilenceHeads(Act):
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the outputs come from that a `ChangeOutputs` is given."""
+
+    layer: int
+    phase: Phase
+    positions: Any  # tensor [queries], counted from the beginning of the prompt
+    sample: int  # `sample_key(prompt)`, or what the request names
+
+
+@dataclass(frozen=True)
 class ChangeOutputs(Act):
-    """Pass head outputs [queries, heads, dim] of one row through a function: the open end of the vocabulary."""
+    """The open end of the vocabulary: `function(outputs, place)` reads or replaces what the heads of one row say.
+
+    `outputs` [queries, heads, dim] may be written to; what the function returns, of the same shape, goes on. A prompt
+    comes in one block of queries or in several, a decoded token in one of its own.
+    """
 
     count = "heads_changed"
-    function: Callable[[Any], Any]
+    function: Callable[[Any, Place], Any]
+
+    @property
+    def of_sample(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from needlework.anatomy import Anatomy, Head
-from needlework.errors import NeedleworkError
+from needlework.anatomy import Anatomy, Head, heads_of_share
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions import acts
 from needlework.interventions.acts import Act, Scene
 from needlework.interventions.base import Part, register
 from needlework.interventions.ranking import Ranking
+from needlework.interventions.scores import RANDOM, known_scores
 
 
 def _sorted_heads(value: Any) -> Any:
     return tuple(sorted({Head(*pair) for pair in value}))
+
+
+def _known_score(by: str | Ranking) -> str | Ranking:
+    if isinstance(by, str) and by not in known_scores():
+        raise ValueError(f"there is no head score {by!r}; {did_you_mean(by, known_scores())}")
+    return by
 
 
 Heads = Annotated[tuple[Head, ...], BeforeValidator(_sorted_heads)]
@@ -29,7 +36,7 @@ class KeepHeads(Part):
     side = "attention"
     k: int | None = Field(None, ge=0)
     fraction: float | None = Field(None, ge=0, le=1)
-    by: Literal["entropy", "l2", "norm", "random"] | Ranking = "entropy"
+    by: Annotated[str | Ranking, AfterValidator(_known_score)] = "entropy"
     scope: Literal["layer", "model"] = "layer"
     seed: int = 0
     draw: Literal["token", "trial"] = "token"  # for by="random": a new choice per token, or one per trial
@@ -37,19 +44,20 @@ class KeepHeads(Part):
     def model_post_init(self, _: Any) -> None:
         if (self.k is None) == (self.fraction is None):
             raise NeedleworkError("keep_heads: give either k or fraction, e.g. keep_heads(k=2) or keep_heads(fraction=0.15)")
-        static = isinstance(self.by, Ranking) or (self.by == "random" and self.draw == "trial")
-        if self.scope == "model" and not static:
+        if self.scope == "model" and not self._static:
             raise NeedleworkError(
                 "keep_heads: scope='model' needs a Ranking, or by='random' with draw='trial': dynamic scores of later layers"
                 " are unknown when earlier layers must be cut"
             )
 
+    @property
+    def _static(self) -> bool:
+        """The heads are known before the model runs."""
+        return isinstance(self.by, Ranking) or (self.by == RANDOM and self.draw == "trial")
+
     def count(self, heads: int) -> int:
         """How many of `heads` are kept."""
-        if self.k is not None:
-            return self.k
-        assert self.fraction is not None
-        return 0 if self.fraction == 0 else max(1, int(self.fraction * heads + 0.5))
+        return self.k if self.k is not None else heads_of_share(self.fraction or 0.0, heads)
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
@@ -64,7 +72,7 @@ class KeepHeads(Part):
 
     def stands_for(self, scene: Scene) -> Iterable[Act]:
         sizes = {index: scene.anatomy.attention(index).query_heads for index in self.where(scene.anatomy)}
-        if not isinstance(self.by, Ranking) and not (self.by == "random" and self.draw == "trial"):
+        if isinstance(self.by, str) and not self._static:
             for index, heads in sizes.items():
                 if self.count(heads) < heads:
                     yield acts.KeepBest(index, self.count(heads), self.by, self.seed)

@@ -35,7 +35,15 @@ class Intervention(BaseModel):
     name: ClassVar[str] = "none"
     side: ClassVar[Literal["attention", "recurrent", "memory", "none"]] = "none"
 
-    def __init__(self, /, **fields: Any) -> None:
+    def __init__(self, /, *values: Any, **fields: Any) -> None:
+        """Values without names are those of the fields of one's own, in order: `KeepHeads(2)`."""
+        own = [key for key in type(self).model_fields if key not in Part.model_fields] if values else []
+        if len(values) > len(own):
+            raise NeedleworkError(f"{self.name}: {len(values)} values without names; it has {', '.join(own) or 'no fields'}")
+        for key, value in zip(own, values, strict=False):
+            if {key, key.rstrip("_")} & fields.keys():
+                raise NeedleworkError(f"{self.name} is given {key.rstrip('_')!r} twice; which one is meant?")
+            fields[key] = value
         try:
             super().__init__(**fields)
         except ValidationError as error:
@@ -59,9 +67,6 @@ class Intervention(BaseModel):
     def lower(self, scene: Scene, phase: Phase) -> list[Act]:
         """The acts that this stands for in one phase of one prompt."""
         return [act for part in self.parts if part.phase in (phase, "both") for act in part.stands_for(scene)]
-
-    def acts_in(self, phase: Phase) -> bool:
-        return any(part.phase in (phase, "both") for part in self.parts)
 
     def __str__(self) -> str:
         return " + ".join(part.text() for part in self.parts) or "none"

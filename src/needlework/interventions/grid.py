@@ -23,11 +23,8 @@ def expand(text: str, sizes: Mapping[str, int]) -> list[Intervention]:
     texts = list(islice(_alternatives(text, sizes), MOST + 1))
     if len(texts) > MOST:
         raise NeedleworkError(f"{text!r} stands for more than {MOST} interventions; narrow its ranges")
-    found: dict[str, Intervention] = {}
-    for one in texts:
-        intervention = parse(one)
-        found.setdefault(str(intervention), intervention)
-    return list(found.values())
+    by_text = {str(intervention): intervention for intervention in map(parse, texts)}
+    return list(by_text.values())
 
 
 def check(text: str) -> None:

@@ -29,6 +29,15 @@ def parse(text: str) -> Intervention:
     return combine(parts)
 
 
+def as_intervention(given: Intervention | str) -> Intervention:
+    """What was given as a value or as its text."""
+    if isinstance(given, str):
+        return parse(given)
+    if not isinstance(given, Intervention):
+        raise NeedleworkError(f"{given!r} is no intervention; give one, nw.KeepHeads(2), or its text, 'keep_heads(2)'")
+    return given
+
+
 def _part(call: ast.expr, text: str) -> Intervention:
     if isinstance(call, ast.Name) and call.id == "none":
         return NONE
@@ -41,11 +50,6 @@ def _part(call: ast.expr, text: str) -> Intervention:
     cls = known[name]
     keys = {info.alias or key for key, info in cls.model_fields.items()}
     fields: dict[str, Any] = {}
-    positional = [key for key, info in cls.model_fields.items() if info.is_required()]
-    for key, node in zip(positional, call.args, strict=False):
-        fields[key] = _value(node, text)
-    if len(call.args) > len(positional):
-        raise _bad(text, f"{name} takes named values only: {', '.join(sorted(keys))}")
     for keyword in call.keywords:
         key = (keyword.arg or "**").rstrip("_")
         if key not in keys:
@@ -53,7 +57,7 @@ def _part(call: ast.expr, text: str) -> Intervention:
         if key in fields:
             raise _bad(text, f"{name} is given {key!r} twice; which one is meant?")
         fields[key] = _value(keyword.value, text)
-    return cls(**fields)
+    return cls(*(_value(node, text) for node in call.args), **fields)
 
 
 def _value(node: ast.expr, text: str) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from needlework.anatomy import Anatomy
+from needlework.anatomy import Anatomy, heads_of_share
 from needlework.errors import NeedleworkError
 
 KEPT = (0, 3, 4, 5, 32)
@@ -17,5 +17,5 @@ def interventions(anatomy: Anatomy) -> list[str]:
     heads = min((part.query_heads for _, part in anatomy.attention_parts()), default=0)
     if not heads:
         raise NeedleworkError(f"--paper keeps attention heads, and {anatomy.architecture} has none; name interventions yourself")
-    kept = dict.fromkeys(0 if k == 0 else max(1, int(k / OF * heads + 0.5)) for k in KEPT)
+    kept = dict.fromkeys(heads_of_share(k / OF, heads) for k in KEPT)
     return ["none", *(f"keep_heads(k={k})" for k in kept)]

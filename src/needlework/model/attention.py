@@ -2,7 +2,7 @@
 
 Both are registered with transformers under one name. Idle, they *are* stock SDPA. While a `Forward` is current, attention
 is computed block by block from explicit positions, so that neither [heads, L, L] nor an L x L mask is ever allocated, and
-each batch row carries its own plan.
+each batch row is edited in its own way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers.masking_utils import and_masks, causal_mask_function, padding_
 
 from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
-from needlework.model.edits import LayerPlan
+from needlework.model.edits import LayerEdits
 from needlework.model.keys import Keys, OwnKeys, SharedPrefix
 from needlework.receipts import Tally
 from needlework.requests import Request
@@ -36,7 +36,9 @@ CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one quer
 class Observer(Protocol):
     """Something that watches attention probabilities as they stream by."""
 
-    def begin(self, requests: Sequence[Request], phase: Phase, device: torch.device) -> None: ...
+    each_sample: bool  # it must see every prompt as a whole: what prompts have in common is not read once for all
+
+    def begin(self, requests: Sequence[Request], device: torch.device) -> None: ...
     def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None: ...
     def chose(self, slots: Tensor, tokens: Tensor) -> None: ...
 
@@ -50,8 +52,8 @@ class Forward:
     slots: Tensor  # [rows] which trial each row belongs to, for the tally
     tally: Tally
     layer_of: dict[nn.Module, int]
-    plans: dict[int, LayerPlan] = field(default_factory=dict)
-    mixers: dict[int, Any] = field(default_factory=dict)  # layer -> recurrence.MixerPlan
+    edits: dict[int, LayerEdits] = field(default_factory=dict)  # by layer
+    mixers: dict[int, Any] = field(default_factory=dict)  # layer -> mixers.MixerEdits
     observer: Observer | None = None
     shared: bool = False  # the memory keeps the prompt's keys once for many rows
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer; needed where keys are shared
@@ -63,7 +65,7 @@ class Forward:
 
     def __post_init__(self) -> None:
         # Every layer asks, at every token: answered once.
-        touched = any(plan.needs_probabilities for plan in self.plans.values())
+        touched = any(edits.needs_probabilities for edits in self.edits.values())
         self.own_maths = self.shared or self.observer is not None or touched
 
 
@@ -156,11 +158,11 @@ def _attention(
     layer = forward.layer_of.get(module)
     if layer is None:
         raise TrialError(f"attention module {type(module).__name__} was not seen when the model was probed")
-    plan = forward.plans.get(layer)
+    edits = forward.edits.get(layer)
     forward.tally.add(layer, forward.phase, "positions", forward.slots, query.shape[2])
     if not forward.own_maths:
         out = _sdpa(forward, module, query, key, value, attention_mask, kwargs)
-        return (out if plan is None else plan.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
+        return (out if edits is None else edits.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
     return _blockwise(forward, layer, query, key, value, attention_mask, kwargs), None
 
 
@@ -176,9 +178,8 @@ def _sdpa(
     for start in range(0, queries, SDPA_BLOCK):
         part = slice(start, min(start + SDPA_BLOCK, queries))
         first, last = _key_range(mask[:, :, part], keys)
-        seen = mask[:, :, part, first:last]
-        some = (query[:, :, part], key[:, :, first:last], value[:, :, first:last])
-        parts.append(sdpa_attention_forward(module, *some, seen, **kwargs)[0])
+        visible_to_it = (key[:, :, first:last], value[:, :, first:last], mask[:, :, part, first:last])
+        parts.append(sdpa_attention_forward(module, query[:, :, part], *visible_to_it, **kwargs)[0])
     return torch.cat(parts, 1)
 
 
@@ -190,11 +191,11 @@ def _blockwise(
     if unknown:
         raise TrialError(f"this model's attention uses {unknown[0]}, which needlework's own maths does not have")
     rows, heads, queries, _ = query.shape
-    plan, keys = forward.plans.get(layer), _keys(forward, key, value)
+    edits, keys = forward.edits.get(layer), _keys(forward, key, value)
     positions = keys.positions(forward.positions)
     out = query.new_empty(rows, queries, heads, keys.value_dim)
     step = _block_queries(forward, layer, query, keys)
-    if plan is not None and plan.needs_all_queries:
+    if edits is not None and edits.needs_all_queries:
         step = queries
     for start in range(0, queries, step):
         part = slice(start, min(start + step, queries))
@@ -221,9 +222,9 @@ def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys) -> i
 def _one_block(
     forward: Forward, layer: int, block: Block, query: Tensor, keys: Keys, kwargs: dict[str, Any]
 ) -> Tensor:
-    plan, scaling = forward.plans.get(layer), kwargs.get("scaling")
-    if plan is not None and plan.limit is not None:
-        block.visible = plan.limit_keys(forward, layer, block)
+    edits, scaling = forward.edits.get(layer), kwargs.get("scaling")
+    if edits is not None and edits.limit is not None:
+        block.visible = edits.limit_keys(forward, layer, block)
     scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = keys.scores(scaled, block.keys.start, block.keys.stop).float()  # [rows, heads, queries, keys]
     if (bias := kwargs.get("position_bias")) is not None:
@@ -231,26 +232,26 @@ def _one_block(
             raise TrialError(f"the position bias is for {bias.shape[-1]} keys, attention has {keys.count}")
         scores = scores + bias[:, :, block.queries, block.keys].float()
     if block.visible is not None:
-        for some in _partly_hidden(block.visible):
-            scores[..., some].masked_fill_(~block.visible[..., some], -1e30)
+        for columns in _partly_hidden(block.visible):
+            scores[..., columns].masked_fill_(~block.visible[..., columns], -1e30)
     log_p = scores.log_softmax(-1)
     p = log_p.exp()  # exactly 0 where hidden
     if block.visible is not None and not bool((seeing := block.visible.any(-1, keepdim=True)).all()):
         p = p.masked_fill_(~seeing, 0.0)  # a query that sees nothing gets nothing, not uniform attention
     if forward.observer is not None:
         forward.observer.see(forward, layer, block, p)
-    head_scores = plan.head_scores(p, log_p) if plan is not None else {}
+    head_scores = edits.scores_of_probabilities(p, log_p) if edits is not None else {}
 
     def mix(weights: Tensor) -> Tensor:
         """[rows, queries, heads, dim]"""
         return keys.mix(weights.to(query.dtype), block.keys.start, block.keys.stop).transpose(1, 2)
 
-    if plan is not None and plan.expose is not None:
-        if plan.keep is not None and "norm" in plan.keep.kinds:  # heads are scored before columns are rewritten
-            head_scores["norm"] = mix(p).float().norm(dim=-1)
-        p = plan.expose_columns(forward, layer, block, p)
+    if edits is not None and edits.expose is not None:
+        if edits.keep is not None and edits.keep.scores("outputs"):  # heads are scored before columns are rewritten
+            head_scores |= edits.scores_of_outputs(mix(p))
+        p = edits.expose_columns(forward, layer, block, p)
     mixed = mix(p)
-    return mixed if plan is None else plan.edit_outputs(forward, layer, mixed, block.queries, head_scores)
+    return mixed if edits is None else edits.edit_outputs(forward, layer, mixed, block.queries, head_scores)
 
 
 def _keys(forward: Forward, key: Tensor, value: Tensor) -> Keys:

@@ -15,11 +15,11 @@ from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
 from needlework.model.attention import NAME, Forward, Observer, current
-from needlework.model.edits import LayerPlan, compile_layer
+from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family
 from needlework.model.memory import Memory
-from needlework.model.mixers import Mixer, MixerPlan, compile_mixer, hooked
-from needlework.model.patches import continues_prefill, fast_kernels
+from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, hooked
+from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
 from needlework.model.quiet import slow_kernel_hints
 from needlework.model.turns import turn
@@ -31,21 +31,21 @@ _CHECKED_TOKENS = 12
 
 @dataclass
 class Rows:
-    """The acts of a batch in one phase, compiled: a plan per layer with one entry a row."""
+    """The acts of a batch in one phase, compiled: edits per layer with one entry a row."""
 
     slots: Tensor  # [rows] which trial each row belongs to
-    attention: dict[int, LayerPlan] = field(default_factory=dict)
-    mixers: dict[int, MixerPlan] = field(default_factory=dict)
+    attention: dict[int, LayerEdits] = field(default_factory=dict)
+    mixers: dict[int, MixerEdits] = field(default_factory=dict)
     clears: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # position -> layer -> rows
 
     def select(self, rows: Tensor) -> Rows:
         places = {int(row): i for i, row in enumerate(rows)}
         return Rows(
             self.slots[rows],
-            {layer: plan.select(rows) for layer, plan in self.attention.items()},
-            {layer: plan.select(rows) for layer, plan in self.mixers.items()},
+            {layer: edits.select(rows) for layer, edits in self.attention.items()},
+            {layer: edits.select(rows) for layer, edits in self.mixers.items()},
             {
-                position: {layer: [places[r] for r in some if r in places] for layer, some in layers.items()}
+                position: {layer: [places[r] for r in cleared if r in places] for layer, cleared in layers.items()}
                 for position, layers in self.clears.items()
             },
         )
@@ -71,7 +71,7 @@ class Body:
     @property
     def continues(self) -> bool:
         """Whether a prefill can go on with several tokens at once; else the rest is fed token by token."""
-        return continues_prefill(self.anatomy.model_type, self.kernels == "fast")
+        return self.family.continues_prefill(self.kernels == "fast")
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -96,7 +96,7 @@ class Body:
 
     def _hooked(self, rows: Rows) -> AbstractContextManager[None]:
         """Hooks on the modules that this batch acts on and on no other: torch is slower through hooked modules."""
-        dropped = {layer for layer, plan in rows.attention.items() if plan.dropped is not None}
+        dropped = {layer for layer, edits in rows.attention.items() if edits.dropped is not None}
         if not dropped and not rows.mixers:
             return nullcontext()
         mixers = [mixer for mixer in self.mixers if mixer.layer in rows.mixers]
@@ -127,21 +127,21 @@ class Body:
         return Memory(self.family.make_cache(self.model.config), stateful, rows)
 
     def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
-        """Plans for a batch from each row's acts."""
+        """Edits of a batch from each row's acts."""
         compiled = Rows(slots)
         touched = {act.layer for row in rows for act in row}
         by_layer = {layer: [[act for act in row if act.layer == layer] for row in rows] for layer in touched}
         for layer, part in self.anatomy.attention_parts():
             if layer in touched:
                 means = {name: table[layer, phase] for name, table in self.means.items() if (layer, phase) in table}
-                plan = compile_layer(by_layer[layer], samples, part.query_heads, means, self.device)
-                if not plan.idle:
-                    compiled.attention[layer] = plan
+                edits = compile_layer(by_layer[layer], samples, part.query_heads, means, self.device)
+                if not edits.idle:
+                    compiled.attention[layer] = edits
         for mixer in self.mixers:
             if mixer.layer in touched:
-                mixer_plan = compile_mixer(by_layer[mixer.layer], self.device)
-                if not mixer_plan.idle:
-                    compiled.mixers[mixer.layer] = mixer_plan
+                mixer_edits = compile_mixer(by_layer[mixer.layer], self.device)
+                if not mixer_edits.idle:
+                    compiled.mixers[mixer.layer] = mixer_edits
         for i, row in enumerate(rows):
             for act in row:
                 if isinstance(act, ClearState):
@@ -186,8 +186,8 @@ class Body:
         if not rows.clears:
             return
         for i, position in enumerate(at.tolist()):
-            for layer, some in rows.clears.get(position, {}).items():
-                if i in some:
+            for layer, cleared in rows.clears.get(position, {}).items():
+                if i in cleared:
                     mask = torch.zeros(memory.rows, dtype=torch.bool, device=self.device)
                     mask[i] = True
                     cache_layers = [mixer.cache_layer for mixer in self.mixers if mixer.layer == layer]

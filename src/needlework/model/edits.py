@@ -11,27 +11,31 @@ from torch import Tensor
 
 from needlework.errors import NeedleworkError
 from needlework.interventions import acts
-from needlework.interventions.acts import Act
+from needlework.interventions.acts import Act, Place
+from needlework.interventions.scores import HEAD_SCORES, RANDOM, HeadScore, Needs
 
 if TYPE_CHECKING:
     from needlework.model.attention import Block, Forward
 
-SCORES = ("entropy", "l2", "norm", "random")
 EVERYTHING = 1 << 40  # more keys than any context has
 
 
 @dataclass
 class Keep:
-    """Per row: how many heads, by which score (index into SCORES), with which seed and sample."""
+    """Per row: how many heads, by which score (index into `names`), with which seed and sample."""
 
     k: Tensor  # [rows]
     by: Tensor  # [rows]
     seed: Tensor  # [rows]
     sample: Tensor  # [rows]
-    kinds: frozenset[str]  # the scores that any row needs
+    names: tuple[str, ...]  # the scores that any row needs
 
     def select(self, rows: Tensor) -> Keep:
-        return Keep(self.k[rows], self.by[rows], self.seed[rows], self.sample[rows], self.kinds)
+        return Keep(self.k[rows], self.by[rows], self.seed[rows], self.sample[rows], self.names)
+
+    def scores(self, needs: Needs) -> list[HeadScore]:
+        """Those of its scores that need this."""
+        return [score for name in self.names if (score := HEAD_SCORES.get(name)) and score.needs == needs]
 
 
 @dataclass
@@ -46,7 +50,7 @@ class Expose:
 
 
 @dataclass
-class LayerPlan:
+class LayerEdits:
     """What happens in one attention layer in this phase; None where no row asks for it."""
 
     silenced: Tensor | None = None  # [rows, heads]
@@ -55,7 +59,7 @@ class LayerPlan:
     limit: tuple[Tensor, Tensor] | None = None  # last tokens, sinks [rows]
     expose: Expose | None = None
     dropped: Tensor | None = None  # [rows] the whole block contributes nothing
-    functions: tuple[tuple[int, Callable[[Any], Any]], ...] = ()  # (row, change of its outputs)
+    functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, its sample, change of its outputs)
 
     @property
     def idle(self) -> bool:
@@ -63,25 +67,25 @@ class LayerPlan:
 
     @property
     def needs_probabilities(self) -> bool:
-        dynamic = self.keep is not None and bool(self.keep.kinds & {"entropy", "l2"})
-        return dynamic or self.limit is not None or self.expose is not None
+        scored = self.keep is not None and bool(self.keep.scores("probabilities"))
+        return scored or self.limit is not None or self.expose is not None
 
     @property
     def needs_all_queries(self) -> bool:
         """The paper's `balanced` sums over all queries of a prefill, so they cannot be taken in blocks."""
         return self.expose is not None and bool((self.expose.balanced & self.expose.paper).any())
 
-    def select(self, rows: Tensor) -> LayerPlan:
-        """The same plan for some of the rows, in a new order."""
+    def select(self, rows: Tensor) -> LayerEdits:
+        """The same for some of the rows, in a new order."""
         places = {int(row): i for i, row in enumerate(rows)}
-        return LayerPlan(
+        return LayerEdits(
             silenced=_pick(self.silenced, rows),
             means=_pick(self.means, rows),
             keep=self.keep and self.keep.select(rows),
             limit=self.limit and (self.limit[0][rows], self.limit[1][rows]),
             expose=self.expose and Expose(*(x[rows] for x in vars(self.expose).values())),
             dropped=_pick(self.dropped, rows),
-            functions=tuple((places[row], function) for row, function in self.functions if row in places),
+            functions=tuple((places[row], sample, change) for row, sample, change in self.functions if row in places),
         )
 
     def limit_keys(self, forward: Forward, layer: int, block: Block) -> Tensor:
@@ -93,15 +97,22 @@ class LayerPlan:
         forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, (before & ~near).sum((1, 2, 3)))
         return before & near
 
-    def head_scores(self, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
-        """The scores that need probabilities, before columns are rewritten. [rows, queries, heads] `log_p` is used up."""
-        kinds = self.keep.kinds if self.keep is not None else frozenset()
-        scores = {}
-        if "entropy" in kinds:
-            scores["entropy"] = log_p.mul_(p).sum(-1).transpose(1, 2)  # the negative entropy
-        if "l2" in kinds:
-            scores["l2"] = torch.linalg.vector_norm(p, dim=-1).transpose(1, 2)
-        return scores
+    def scores_of_probabilities(self, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
+        """Those that need probabilities [r h q k], before columns are rewritten. [r q h] `log_p` is used up."""
+        scores = self.keep.scores("probabilities") if self.keep is not None else []
+        copies = [log_p.clone() for _ in scores[1:]]  # a score may write over its own
+        return {
+            score.name: _shaped(score.function(p, own), p.shape[:3], score.name).transpose(1, 2)
+            for score, own in zip(scores, [*copies, log_p], strict=False)
+        }
+
+    def scores_of_outputs(self, out: Tensor) -> dict[str, Tensor]:
+        """Those that need outputs [r q h d]. [r q h]"""
+        scores = self.keep.scores("outputs") if self.keep is not None else []
+        by_head = out.transpose(1, 2)
+        return {
+            score.name: _shaped(score.function(by_head), by_head.shape[:3], score.name).transpose(1, 2) for score in scores
+        }
 
     def expose_columns(self, forward: Forward, layer: int, block: Block, p: Tensor) -> Tensor:
         assert self.expose is not None
@@ -145,11 +156,8 @@ class LayerPlan:
         self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         """Silence heads and apply functions to outputs [rows, queries, heads, dim]; counts what it zeroed."""
-        for row, function in self.functions:
-            out = out.clone()
-            changed = function(out[row])
-            forward.tally.add(layer, forward.phase, "heads_changed", forward.slots[row : row + 1], changed.shape[0])
-            out[row] = changed
+        if self.functions:
+            out = self._change_outputs(forward, layer, out.clone(), queries)
         off = self._switched_off(forward, layer, out, queries, scores or {})
         if off is None:
             return out
@@ -157,6 +165,14 @@ class LayerPlan:
         if self.means is None:
             return out.masked_fill(off[..., None], 0.0)
         return torch.where(off[..., None], self.means[:, None].to(out.dtype), out)
+
+    def _change_outputs(self, forward: Forward, layer: int, out: Tensor, queries: slice) -> Tensor:
+        for row, sample, function in self.functions:
+            place = Place(layer, forward.phase, forward.positions[row, queries], sample)
+            changed = _shaped(function(out[row], place), out.shape[1:], "ChangeOutputs")
+            forward.tally.add(layer, forward.phase, "heads_changed", forward.slots[row : row + 1], changed.shape[0])
+            out[row] = changed
+        return out
 
     def _switched_off(
         self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor]
@@ -176,18 +192,26 @@ class LayerPlan:
     def _score(
         self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor]
     ) -> Tensor:
-        """One score for each row, query and head: of the kind that the row asks for. [rows, queries, heads]"""
+        """One score for each row, query and head: the one that the row asks for. [rows, queries, heads]"""
         assert self.keep is not None
-        found = dict(scores)
-        if "norm" in self.keep.kinds and "norm" not in found:
-            found["norm"] = out.float().norm(dim=-1)
-        if "random" in self.keep.kinds:
-            found["random"] = hash_scores(self.keep, layer, forward.positions[:, queries], out.shape[2])
-        if len(found) == 1:
-            return next(iter(found.values()))
-        zero = torch.zeros(out.shape[:3], device=out.device)
-        stacked = torch.stack([found.get(kind, zero).float() for kind in SCORES])
-        return stacked.gather(0, self.keep.by[None, :, None, None].expand(1, *zero.shape))[0]
+        by_name = {**scores}
+        if not all(name in by_name or name == RANDOM for name in self.keep.names):
+            by_name |= self.scores_of_outputs(out)
+        if RANDOM in self.keep.names:
+            by_name[RANDOM] = hash_scores(self.keep, layer, forward.positions[:, queries], out.shape[2])
+        if len(self.keep.names) == 1:
+            return by_name[self.keep.names[0]]
+        stacked = torch.stack([by_name[name].float() for name in self.keep.names])
+        return stacked.gather(0, self.keep.by[None, :, None, None].expand(1, *out.shape[:3]))[0]
+
+
+def _shaped(values: Any, shape: Sequence[int], name: str) -> Tensor:
+    """What a function of one's own gave, if it has the right shape."""
+    if not isinstance(values, Tensor) or values.shape != shape:
+        given = list(values.shape) if isinstance(values, Tensor) else repr(values)
+        axes = "[queries, heads, dim]" if name == "ChangeOutputs" else "[rows, heads, queries]"
+        raise NeedleworkError(f"the function of {name} must return {axes} = {list(shape)}, not {given}")
+    return values
 
 
 def hash_scores(keep: Keep, layer: int, positions: Tensor, heads: int) -> Tensor:
@@ -221,44 +245,44 @@ A = TypeVar("A", bound=Act)
 
 def compile_layer(
     rows: Sequence[Sequence[Act]], samples: Sequence[int], heads: int, means: Mapping[str, Tensor], device: torch.device
-) -> LayerPlan:
-    """One plan from each row's acts in one layer. `means`: calibrated head means [heads, dim] by hash."""
-    plan = LayerPlan()
+) -> LayerEdits:
+    """What each row's acts make of one layer. `means`: calibrated head means [heads, dim] by hash."""
+    edits = LayerEdits()
 
     def of(kind: type[A]) -> list[A | None]:
-        found = [[act for act in row if isinstance(act, kind)] for row in rows]
-        return [some[0] if some else None for some in found]
+        return [next((act for act in row if isinstance(act, kind)), None) for row in rows]
 
     silences = [[act for act in row if isinstance(act, acts.SilenceHeads)] for row in rows]
     if any(silences):
-        plan.silenced = torch.tensor(
+        edits.silenced = torch.tensor(
             [[any(h in act.heads for act in row) for h in range(heads)] for row in silences], device=device
         )
-        plan.means = _means(silences, means, device)
+        edits.means = _means(silences, means, device)
     keeps = of(acts.KeepBest)
     if any(keeps):
-        plan.keep = Keep(
+        names = tuple(sorted({act.by for act in keeps if act}))
+        edits.keep = Keep(
             k=_column([heads if act is None else act.k for act in keeps], device),
-            by=_column([SCORES.index(act.by) if act else 0 for act in keeps], device),
+            by=_column([names.index(act.by) if act else 0 for act in keeps], device),
             seed=_column([act.seed if act else 0 for act in keeps], device),
             sample=_column([_signed(s & (1 << 64) - 1) for s in samples], device),
-            kinds=frozenset(act.by for act in keeps if act),
+            names=names,
         )
     limits = of(acts.LimitKeys)
     if any(limits):
-        plan.limit = (
+        edits.limit = (
             _column([act.tokens if act else EVERYTHING for act in limits], device),
             _column([act.sinks if act else 0 for act in limits], device),
         )
     exposures = of(acts.ExposeColumns)
     if any(exposures):
-        plan.expose = _expose(exposures, device)
+        edits.expose = _expose(exposures, device)
     if any(of(acts.DropAttention)):
-        plan.dropped = torch.tensor([act is not None for act in of(acts.DropAttention)], device=device)
-    plan.functions = tuple(
-        (i, act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
+        edits.dropped = torch.tensor([act is not None for act in of(acts.DropAttention)], device=device)
+    edits.functions = tuple(
+        (i, samples[i], act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
     )
-    return plan
+    return edits
 
 
 def _pick(x: Tensor | None, rows: Tensor) -> Tensor | None:
@@ -295,12 +319,11 @@ def _means(
 ) -> Tensor | None:
     if not any(act.means for row in silences for act in row):
         return None
-    some = next(iter(means.values()), None)
+    silent = next((torch.zeros_like(table) for table in means.values()), None)
     values = []
     for row in silences:
         name = next((act.means for act in row if act.means), "")
         if name and name not in means:
             raise NeedleworkError(f"no calibrated means {name!r} are loaded: subject.use(nw.Means.load(path)) brings them")
-        assert some is not None
-        values.append(means[name] if name else torch.zeros_like(some))
-    return torch.stack(values).to(device)
+        values.append(means[name] if name else silent)
+    return torch.stack(values).to(device)  # type: ignore[arg-type]  # some row has means, so `silent` is a tensor

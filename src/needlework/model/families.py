@@ -21,6 +21,15 @@ class Family:
     decode_drift: str = ""  # why decoding differs from a full forward by the model's own doing
     make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)
     deepmind_window: bool = False  # trained with one key more than transformers shows
+    continues: bool = False  # its own code takes several tokens at once after a prefill, as the tests show
+    mended_mixer: str = ""  # class that does so with the code of `patches.py` only
+
+    def continues_prefill(self, fast: bool) -> bool:
+        """Whether several tokens at once may follow a prefill, with stock code or (`fast`) inside `fast_kernels`.
+
+        An unknown family does not: feed it token by token, which is right everywhere.
+        """
+        return self.continues or (fast and bool(self.mended_mixer))
 
 
 def _recurrent_gemma_cache(config: Any) -> Any:
@@ -53,25 +62,31 @@ def _minimax_cache(config: Any) -> Any:
 
 
 _TIME_STEP = "prefill clamps the time step at its minimum, single-token decode does not"
+_SHORT_CONVOLUTIONS = "its short convolutions sit inside attention and feed-forward layers"
+_NOTHING_ELSE = (
+    "bailing_hybrid", "bamba", "falcon_h1", "gemma3", "gemma3_text", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe",
+    "llama", "mamba2", "olmo_hybrid", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
+)  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(_NOTHING_ELSE, Family(continues=True)),
+    **dict.fromkeys(("zamba2", "nemotron_h"), Family(continues=True, decode_drift=_TIME_STEP)),
+    **dict.fromkeys(("glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"), Family(continues=True, dense_masks=True)),
+    **dict.fromkeys(("inkling", "inkling_text"), Family(continues=True, no_mixer=_SHORT_CONVOLUTIONS)),
+    "hrm_text": Family(continues=True, no_mixer="it recurs over depth, not over tokens"),
+    "zaya": Family(continues=True, no_mixer="its convolution sits inside the query, key and value projections"),
+    "minimax": Family(make_cache=_minimax_cache),
+    "falcon_mamba": Family(mended_mixer="FalconMambaMixer"),
+    "jamba": Family(mended_mixer="JambaMambaMixer"),
+    "mamba": Family(mended_mixer="MambaMixer"),
+    "zamba": Family(mended_mixer="ZambaMambaMixer"),
     "recurrent_gemma": Family(
         mixer_class="RecurrentGemmaRecurrentBlock",
         state_names=("conv1d_state", "rg_lru.recurrent_states"),
         make_cache=_recurrent_gemma_cache,
         deepmind_window=True,
+        mended_mixer="RecurrentGemmaRecurrentBlock",
     ),
-    "minimax": Family(make_cache=_minimax_cache),
-    "zamba2": Family(decode_drift=_TIME_STEP),
-    "nemotron_h": Family(decode_drift=_TIME_STEP),
-    "glm5_next": Family(dense_masks=True),
-    "glm5_next_text": Family(dense_masks=True),
-    "qwen4_exp": Family(dense_masks=True),
-    "qwen4_exp_text": Family(dense_masks=True),
-    "zaya": Family(no_mixer="its convolution sits inside the query, key and value projections"),
-    "inkling": Family(no_mixer="its short convolutions sit inside attention and feed-forward layers"),
-    "inkling_text": Family(no_mixer="its short convolutions sit inside attention and feed-forward layers"),
-    "hrm_text": Family(no_mixer="it recurs over depth, not over tokens"),
 }
 
 

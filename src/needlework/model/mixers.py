@@ -23,7 +23,7 @@ _TOKENS_AT_ONCE = 256  # over all rows; a mixer pads each lone token to a whole 
 
 
 @dataclass
-class MixerPlan:
+class MixerEdits:
     """What happens to one recurrent mixer in this phase, row by row; None where no row asks for it."""
 
     cut: Tensor | None = None  # [rows]
@@ -33,17 +33,17 @@ class MixerPlan:
     def idle(self) -> bool:
         return self.cut is None and self.dropped is None
 
-    def select(self, rows: Tensor) -> MixerPlan:
+    def select(self, rows: Tensor) -> MixerEdits:
         marked = [None if x is None else x[rows] for x in (self.cut, self.dropped)]
-        return MixerPlan(*(x if x is not None and bool(x.any()) else None for x in marked))
+        return MixerEdits(*(x if x is not None and bool(x.any()) else None for x in marked))
 
 
-def compile_mixer(rows: Sequence[Sequence[Act]], device: torch.device) -> MixerPlan:
+def compile_mixer(rows: Sequence[Sequence[Act]], device: torch.device) -> MixerEdits:
     def rows_with(kind: type[Act]) -> Tensor | None:
-        found = [any(isinstance(act, kind) for act in row) for row in rows]
-        return torch.tensor(found, device=device) if any(found) else None
+        marked = [any(isinstance(act, kind) for act in row) for row in rows]
+        return torch.tensor(marked, device=device) if any(marked) else None
 
-    return MixerPlan(rows_with(acts.CutMemory), rows_with(acts.DropRecurrent))
+    return MixerEdits(rows_with(acts.CutMemory), rows_with(acts.DropRecurrent))
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Mixer:
 def hooked(
     mixers: Sequence[Mixer], attention: dict[nn.Module, int], clear: Callable[[Mixer, Tensor], None]
 ) -> Iterator[None]:
-    """Let the current forward's plans act on mixers and attention blocks; every hook is gone on exit."""
+    """Let the current forward's edits act on mixers and attention blocks; every hook is gone on exit."""
     with ExitStack() as stack:
         for mixer in mixers:
             handle = mixer.module.register_forward_hook(_mixer_hook(mixer, clear), with_kwargs=True)
@@ -73,17 +73,17 @@ def hooked(
 def _mixer_hook(mixer: Mixer, clear: Callable[[Mixer, Tensor], None]) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         forward = get_current()
-        plan = forward.mixers.get(mixer.layer) if forward is not None else None
-        if forward is None or plan is None:
+        edits = forward.mixers.get(mixer.layer) if forward is not None else None
+        if forward is None or edits is None:
             return None
         tokens = forward.positions.shape[1]
-        if plan.cut is not None:
-            output = _with_rows(output, plan.cut, _each_token_alone(mixer, args, kwargs, forward, plan.cut))
-            clear(mixer, plan.cut)
-            forward.tally.add(mixer.layer, forward.phase, "states_cut", forward.slots, plan.cut.long() * tokens)
-        if plan.dropped is not None:
-            output = _without_rows(output, plan.dropped)
-            forward.tally.add(mixer.layer, forward.phase, "blocks_dropped", forward.slots, plan.dropped.long() * tokens)
+        if edits.cut is not None:
+            output = _with_rows(output, edits.cut, _each_token_alone(mixer, args, kwargs, forward, edits.cut))
+            clear(mixer, edits.cut)
+            forward.tally.add(mixer.layer, forward.phase, "states_cut", forward.slots, edits.cut.long() * tokens)
+        if edits.dropped is not None:
+            output = _without_rows(output, edits.dropped)
+            forward.tally.add(mixer.layer, forward.phase, "blocks_dropped", forward.slots, edits.dropped.long() * tokens)
         return output
 
     return hook
@@ -92,12 +92,12 @@ def _mixer_hook(mixer: Mixer, clear: Callable[[Mixer, Tensor], None]) -> Callabl
 def _block_hook(layer: int) -> Callable[..., Any]:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         forward = get_current()
-        plan = forward.plans.get(layer) if forward is not None else None
-        if forward is None or plan is None or plan.dropped is None:
+        edits = forward.edits.get(layer) if forward is not None else None
+        if forward is None or edits is None or edits.dropped is None:
             return None
-        amount = plan.dropped.long() * forward.positions.shape[1]
+        amount = edits.dropped.long() * forward.positions.shape[1]
         forward.tally.add(layer, forward.phase, "blocks_dropped", forward.slots, amount)
-        return _without_rows(output, plan.dropped)
+        return _without_rows(output, edits.dropped)
 
     return hook
 
@@ -135,8 +135,8 @@ def _each_token_alone(
             return type(value)(lone(item, part) for item in value)
         if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens or value.shape[0] not in (1, rows):
             return value
-        some = value.expand(rows, *value.shape[1:])[chosen, part]
-        return some.reshape(some.shape[0] * some.shape[1], 1, *some.shape[2:])
+        of_part = value.expand(rows, *value.shape[1:])[chosen, part]
+        return of_part.reshape(of_part.shape[0] * of_part.shape[1], 1, *of_part.shape[2:])
 
     pieces = []
     at_once = max(1, _TOKENS_AT_ONCE // len(chosen))

@@ -18,31 +18,7 @@ from torch.nn import functional
 
 from needlework.kernels import causal_conv, gated_rglru, selective_scan
 from needlework.kernels.libraries import library_function
-
-MAMBA1_MIXERS = {
-    "jamba": "JambaMambaMixer",
-    "zamba": "ZambaMambaMixer",
-    "mamba": "MambaMixer",
-    "falcon_mamba": "FalconMambaMixer",
-}
-MENDED = {"recurrent_gemma", *MAMBA1_MIXERS}
-
-# Families whose own code continues a prefill with several tokens at once, as the tests show. MiniMax does not.
-_STOCK_CONTINUES = {
-    "bailing_hybrid", "bamba", "falcon_h1", "gemma3", "gemma3_text", "glm5_next", "glm5_next_text",
-    "granitemoehybrid", "hrm_text", "inkling", "inkling_text", "kimi_linear", "lfm2", "lfm2_moe", "llama", "mamba2",
-    "nemotron_h", "olmo_hybrid", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text",
-    "qwen3_next", "qwen4_exp", "qwen4_exp_text", "zamba2", "zaya",
-}  # fmt: skip
-
-
-def continues_prefill(model_type: str, fast: bool) -> bool:
-    """Whether several tokens at once may follow a prefill, with stock code or (`fast`) inside `fast_kernels`.
-
-    An unknown family does not: feed it token by token, which is right everywhere.
-    """
-    return model_type in _STOCK_CONTINUES or (fast and model_type in MENDED)
-
+from needlework.model.families import family
 
 # --- RecurrentGemma ---------------------------------------------------------------------------------------------------
 
@@ -175,13 +151,12 @@ def _scan_for(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _replacements(model_type: str) -> list[tuple[Any, str, Any]]:
     """(owner, name, replacement) for every piece of code that is replaced in this family."""
-    if model_type not in MENDED:
+    if not (mended := family(model_type).mended_mixer):
         return []
     modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+    mixer = getattr(modeling, mended)
     if model_type == "recurrent_gemma":
-        block, unit = modeling.RecurrentGemmaRecurrentBlock, modeling.RecurrentGemmaRglru
-        return [(block, "forward", _recurrent_block), (unit, "forward", _rglru)]
-    mixer = getattr(modeling, MAMBA1_MIXERS[model_type])
+        return [(mixer, "forward", _recurrent_block), (modeling.RecurrentGemmaRglru, "forward", _rglru)]
     return [
         (mixer, "forward", _continuing(mixer.forward)),
         (modeling, "causal_conv1d_fn", _conv_for(modeling.causal_conv1d_fn)),

@@ -157,11 +157,11 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
     calls = list({call.module: call for call in log.calls}.values())  # a module may be called several times
     index_of = _layer_indices([paths[call.module] for call in calls])
     if not family.no_mixer:
-        found = {m: int(index) for m, index in log.mixers.items()}
+        cache_layers = log.mixers
         if family.mixer_class:
-            found = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
+            cache_layers = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
         mixers = tuple(
-            Mixer(_number(paths[m]), m, cache_layer, family.state_names) for m, cache_layer in found.items()
+            Mixer(_number(paths[m]), m, cache_layer, family.state_names) for m, cache_layer in cache_layers.items()
         )
     layers = _layers(model, paths, calls, index_of, mixers, memory)
     anatomy = Anatomy(
@@ -198,13 +198,13 @@ def _parameter_names(cls: type) -> frozenset[str]:
 
 
 def _stateful(model: Any, family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[int, nn.Module, str]]:
-    found = {}
+    states = {}
     for module, path in paths.items():
         if family.mixer_class and type(module).__name__ == family.mixer_class:
             for name in family.state_names:
                 inner, _, leaf = name.rpartition(".")
-                found[f"{path}.{name}"] = (_number(path), module.get_submodule(inner), leaf)
-    return found
+                states[f"{path}.{name}"] = (_number(path), module.get_submodule(inner), leaf)
+    return states
 
 
 def _number(path: str) -> int:
