@@ -34,6 +34,7 @@ docs: $(BROWSER) demo
 
 check: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs
+	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -36,10 +36,20 @@ def checkpoint(folder: Path) -> Path:
 
     torch.manual_seed(0)
     config = RecurrentGemmaConfig(
-        num_hidden_layers=6, vocab_size=tokenizer.size(), hidden_size=128, intermediate_size=768, num_attention_heads=16,
-        num_key_value_heads=1, lru_width=128, head_dim=32, attention_window_size=512, conv1d_width=4, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        num_hidden_layers=6,
+        vocab_size=tokenizer.size(),
+        hidden_size=128,
+        intermediate_size=768,
+        num_attention_heads=16,
+        num_key_value_heads=1,
+        lru_width=128,
+        head_dim=32,
+        attention_window_size=512,
+        conv1d_width=4,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     model = RecurrentGemmaForCausalLM(config)
     for p in model.parameters():
         if p.dim() == 2:
@@ -133,8 +143,14 @@ def main() -> int:
         found = [agree(a, b) for a, b in zip(mine, its, strict=True)]
         ratio = (middle - start) / (end - middle)
         missed |= ratio < GOAL
-        table.add_row(case, f"{middle - start:.1f}", f"{end - middle:.1f}", f"{ratio:.1f}", f"{max(f[0] for f in found):.1e}",
-                      f"{sum(f[1] for f in found)} of {sum(f[2] for f in found)}")  # fmt: skip
+        table.add_row(
+            case,
+            f"{middle - start:.1f}",
+            f"{end - middle:.1f}",
+            f"{ratio:.1f}",
+            f"{max(f[0] for f in found):.1e}",
+            f"{sum(f[1] for f in found)} of {sum(f[2] for f in found)}",
+        )
     Console(width=140).print(table)
     print(f"goal of {GOAL:g}x missed" if missed else f"goal of {GOAL:g}x reached")
     return missed

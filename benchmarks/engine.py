@@ -33,11 +33,21 @@ def griffin(heads: int = 16, width: int = 128, layers: int = 6, vocabulary: int 
     head_dim = width // heads if width >= 1024 else 32
     return RecurrentGemmaForCausalLM(
         RecurrentGemmaConfig(
-            num_hidden_layers=layers, vocab_size=vocabulary, hidden_size=width, intermediate_size=6 * width,
-            num_attention_heads=heads, num_key_value_heads=1, lru_width=width, head_dim=head_dim,
-            attention_window_size=window, conv1d_width=4, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            num_hidden_layers=layers,
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=6 * width,
+            num_attention_heads=heads,
+            num_key_value_heads=1,
+            lru_width=width,
+            head_dim=head_dim,
+            attention_window_size=window,
+            conv1d_width=4,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 def jamba() -> Any:
@@ -46,11 +56,24 @@ def jamba() -> Any:
     torch.manual_seed(0)
     return JambaForCausalLM(
         JambaConfig(
-            vocab_size=600, hidden_size=96, intermediate_size=288, num_hidden_layers=6, num_attention_heads=12,
-            num_key_value_heads=3, attn_layer_period=3, attn_layer_offset=2, num_experts=1, num_experts_per_tok=1,
-            mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, initializer_range=0.1, pad_token_id=0, eos_token_id=2,
+            vocab_size=600,
+            hidden_size=96,
+            intermediate_size=288,
+            num_hidden_layers=6,
+            num_attention_heads=12,
+            num_key_value_heads=3,
+            attn_layer_period=3,
+            attn_layer_offset=2,
+            num_experts=1,
+            num_experts_per_tok=1,
+            mamba_d_state=8,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            initializer_range=0.1,
+            pad_token_id=0,
+            eos_token_id=2,
         )
-    ).eval()  # fmt: skip
+    ).eval()
 
 
 def model_of(name: str, fallback: Callable[[], Any]) -> tuple[Any, str]:
@@ -158,9 +181,7 @@ def leave_one_out() -> tuple[float, float]:
     model, name = model_of("tiny-jamba", jamba)
     anatomy = nw.wrap(model).anatomy
     prompts = grid([256], [i / 7 for i in range(8)], model.config.vocab_size)
-    requests = [
-        Request(p, nw.AblateHeads(heads=[head], phase="decode"), STEPS) for p in prompts for head in anatomy.heads
-    ]
+    requests = [Request(p, nw.AblateHeads(heads=[head], phase="decode"), STEPS) for p in prompts for head in anatomy.heads]
 
     def slow(m: Any, r: Request) -> list[int]:
         layer, head = r.intervention.heads[0]  # type: ignore[attr-defined]

@@ -30,9 +30,15 @@ LONG = 8192
 ROUNDS = 7
 FAMILIES = {"llama": "Llama", "jamba": "Jamba", "recurrent_gemma": "RecurrentGemma"}
 SIZES: dict[str, Any] = {
-    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 8, "num_key_value_heads": 2,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 
 
 def build(family: str, layers: int = 6) -> Any:

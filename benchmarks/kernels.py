@@ -73,9 +73,7 @@ def rglru() -> bool:
     sides = {"loop": lambda: stock(None, x, decay, reset, state), "kernel": lambda: rglru_scan(x, decay, state)}
     times = best_of_each(sides, 15)
     limit = 3 * x.nbytes / bandwidth()
-    note = (
-        f"{1e3 * times['loop']:.0f} ms -> {1e3 * times['kernel']:.1f} ms; copying as many bytes: {1e3 * limit:.1f} ms"
-    )
+    note = f"{1e3 * times['loop']:.0f} ms -> {1e3 * times['kernel']:.1f} ms; copying as many bytes: {1e3 * limit:.1f} ms"
     return verdict("RG-LRU scan", times["loop"] / times["kernel"], RGLRU, note)
 
 
@@ -161,10 +159,18 @@ def tiny_griffin() -> Any:
 
     return RecurrentGemmaForCausalLM(
         RecurrentGemmaConfig(
-            num_hidden_layers=6, vocab_size=600, hidden_size=128, intermediate_size=768, num_attention_heads=8,
-            num_key_value_heads=1, lru_width=128, head_dim=32, attention_window_size=2048, pad_token_id=0,
+            num_hidden_layers=6,
+            vocab_size=600,
+            hidden_size=128,
+            intermediate_size=768,
+            num_attention_heads=8,
+            num_key_value_heads=1,
+            lru_width=128,
+            head_dim=32,
+            attention_window_size=2048,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 def tiny_jamba() -> Any:
@@ -172,11 +178,23 @@ def tiny_jamba() -> Any:
 
     return JambaForCausalLM(
         JambaConfig(
-            vocab_size=600, hidden_size=96, intermediate_size=288, num_hidden_layers=6, num_attention_heads=12,
-            num_key_value_heads=3, attn_layer_period=3, attn_layer_offset=2, num_experts=1, num_experts_per_tok=1,
-            mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, initializer_range=0.1, pad_token_id=0,
+            vocab_size=600,
+            hidden_size=96,
+            intermediate_size=288,
+            num_hidden_layers=6,
+            num_attention_heads=12,
+            num_key_value_heads=3,
+            attn_layer_period=3,
+            attn_layer_offset=2,
+            num_experts=1,
+            num_experts_per_tok=1,
+            mamba_d_state=8,
+            mamba_d_conv=4,
+            mamba_expand=2,
+            initializer_range=0.1,
+            pad_token_id=0,
         )
-    )  # fmt: skip
+    )
 
 
 def step(model: Any, ids: Tensor) -> float:
@@ -240,9 +258,7 @@ def main(names: list[str]) -> int:
         return 0
     if unknown := set(names) - set(BENCHES):
         raise SystemExit(f"unknown: {', '.join(sorted(unknown))}; choose from {', '.join(BENCHES)}")
-    print(
-        f"{torch.get_num_threads()} threads; {bandwidth() / 1e9:.1f} GB/s copy; load before: {os.getloadavg()[0]:.1f}"
-    )
+    print(f"{torch.get_num_threads()} threads; {bandwidth() / 1e9:.1f} GB/s copy; load before: {os.getloadavg()[0]:.1f}")
     reached = {name: BENCHES[name]() for name in names or BENCHES}
     return 0 if all(reached.values()) else 1
 

@@ -69,9 +69,13 @@ def _reset(model: Any) -> Any:
 
 @torch.inference_mode()
 def generate(
-    model: Any, prompt: tuple[int, ...], steps: int, k: int | None = None, off: dict[int, list[int]] | None = None,
+    model: Any,
+    prompt: tuple[int, ...],
+    steps: int,
+    k: int | None = None,
+    off: dict[int, list[int]] | None = None,
     both_phases: bool = False,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """Greedy tokens after one prompt, with heads thinned out in generation, or in prefill too."""
     model.set_attn_implementation(NAME)
     cache, n = _reset(model), len(prompt)

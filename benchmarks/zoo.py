@@ -129,8 +129,7 @@ def card(name: str, samples: int) -> list[str]:
         for task, figure in some.items()
     }
     told = {
-        key: {"card": said["value"], "now": now.value, "n": now.n, "goal": wanted.get(key)}
-        for key, (said, now) in pairs.items()
+        key: {"card": said["value"], "now": now.value, "n": now.n, "goal": wanted.get(key)} for key, (said, now) in pairs.items()
     }
     print(json.dumps({"model": name, "figures": told}), flush=True)
     missed = [f"{name} {key}" for key, goal in wanted.items() if measured[key].value < goal]

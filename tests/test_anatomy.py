@@ -78,9 +78,20 @@ def test_flops_count_keys_up_to_the_window() -> None:
     assert anatomy.flops_per_token("recurrent", 4) == 2 * anatomy.recurrent_parameters
 
 
-@pytest.mark.parametrize("share, heads, kept", [
-    (0.0, 16, 0), (0.0, 0, 0), (0.001, 16, 1), (0.03, 16, 1), (0.5, 5, 3), (0.5, 3, 2), (0.15, 10, 2), (0.16, 10, 2), (1.0, 7, 7),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "share, heads, kept",
+    [
+        (0.0, 16, 0),
+        (0.0, 0, 0),
+        (0.001, 16, 1),
+        (0.03, 16, 1),
+        (0.5, 5, 3),
+        (0.5, 3, 2),
+        (0.15, 10, 2),
+        (0.16, 10, 2),
+        (1.0, 7, 7),
+    ],
+)
 def test_a_share_of_heads_is_rounded_half_up_and_none_only_if_it_is_0(share: float, heads: int, kept: int) -> None:
     assert heads_of_share(share, heads) == kept == KeepHeads(fraction=share).count(heads)
 

@@ -34,9 +34,13 @@ HOW_MANY = st.one_of(
     st.fixed_dictionaries({"k": st.integers(0, 64)}), st.fixed_dictionaries({"fraction": st.floats(0, 1, allow_nan=False)})
 )
 KEEP = st.builds(
-    lambda many, **rest: nw.KeepHeads(**many, **rest), HOW_MANY, seed=st.integers(0, 2**40),
-    by=st.sampled_from(["entropy", "l2", "norm", "random"]) | RANKINGS, draw=st.sampled_from(["token", "trial"]), **COMMON,
-)  # fmt: skip
+    lambda many, **rest: nw.KeepHeads(**many, **rest),
+    HOW_MANY,
+    seed=st.integers(0, 2**40),
+    by=st.sampled_from(["entropy", "l2", "norm", "random"]) | RANKINGS,
+    draw=st.sampled_from(["token", "trial"]),
+    **COMMON,
+)
 KEEP_MODEL = st.builds(lambda many, by: nw.KeepHeads(**many, by=by, scope="model"), HOW_MANY, RANKINGS)
 MEANS = st.builds(lambda heads: nw.AblateHeads(heads=heads, value="mean", means="0123abcd"), HEADS)
 PARTS: list[st.SearchStrategy[nw.Part]] = [
@@ -47,14 +51,18 @@ PARTS: list[st.SearchStrategy[nw.Part]] = [
     _values(nw.OnlyHeads, heads=HEADS, **COMMON),
     _values(nw.AblateAttention, site=st.sampled_from(["heads", "block"]), **COMMON),
     _values(
-        nw.ExposeTokens, mode=st.sampled_from(["keep", "omit", "only", "null", "balanced"]), span=NAMES | POSITIONS,
-        renormalize=st.booleans(), compat=st.sampled_from(["right", "paper"]), **COMMON,
+        nw.ExposeTokens,
+        mode=st.sampled_from(["keep", "omit", "only", "null", "balanced"]),
+        span=NAMES | POSITIONS,
+        renormalize=st.booleans(),
+        compat=st.sampled_from(["right", "paper"]),
+        **COMMON,
     ),
     _values(nw.LimitContext, tokens=st.integers(1, 10**6), sinks=st.integers(0, 100), **COMMON),
     _values(nw.AblateRecurrent, site=st.sampled_from(["memory", "block"]), **COMMON),
     _values(nw.ResetState, at=st.integers(1, 10**6) | NAMES, **COMMON),
     _values(nw.SwapMemory, half=st.sampled_from(["kv", "recurrent"]), from_=NAMES | POSITIONS),
-]  # fmt: skip
+]
 
 
 @given(st.one_of(*PARTS))
@@ -112,38 +120,41 @@ def test_golden_texts() -> None:
     assert nw.parse("expose_tokens('omit')") == nw.ExposeTokens(mode="omit")
 
 
-@pytest.mark.parametrize("text, says", [
-    ("keep_head(k=2)", "did you mean 'keep_heads'"),
-    ("keep_heads(kk=2)", "has no 'kk'"),
-    ("keep_heads(k=2", "cannot read"),
-    ("keep_heads(k=2) - none", "expected name"),
-    ("keep_heads(k=open('x'))", "no plain value"),
-    ("keep_heads(1, 0.5, 'l2', 'layer', 0, 'token', 7)", "7 values without names; it has k, fraction, by, scope, seed, draw"),
-    ("ablate_recurrent('memory', 'decode')", "2 values without names; it has site"),
-    ("keep_heads(2, k=2)", "is given 'k' twice"),
-    ("swap_memory('kv', 'a', from='b')", "is given 'from' twice"),
-    ("keep_heads(k=1, by=ranking('x'))", "layer.head"),
-    ("__import__('os').system('true')", "expected name"),
-    ("limit_context(tokens=0)", "greater than or equal to 1"),
-    ("keep_heads(k=1, by='magic')", "no head score 'magic'; known: entropy, l2, norm, random"),
-    ("keep_heads(k=1, by='entropie')", "did you mean 'entropy'?"),
-    ("keep_heads(k=1, phase='always')", "phase"),
-    ("keep_heads()", "either k or fraction"),
-    ("keep_heads(k=1, fraction=0.5)", "either k or fraction"),
-    ("keep_heads(k=1, scope='model')", "scope='model' needs a Ranking"),
-    ("ablate_heads(heads=[[0, 0]], value='mean')", "means=HASH"),
-    ("keep_heads(k=1) + keep_heads(k=2)", "merge them"),
-    ("limit_context(8, tokens=16)", "is given 'tokens' twice"),
-    ("limit_context(tokens=8, tokens=16)", "is given 'tokens' twice"),
-    ("swap_memory('kv', from='a', from_='b')", "is given 'from' twice"),
-    ("keep_heads(k=1, layers=[])", "leave layers out to act on all"),
-    ("ablate_attention(layers=[])", "leave layers out to act on all"),
-    ("expose_tokens('omit', layers=[])", "leave layers out to act on all"),
-    ("limit_context(8, layers=[])", "leave layers out to act on all"),
-    ("ablate_recurrent(layers=[])", "leave layers out to act on all"),
-    ("reset_state(3, layers=[])", "leave layers out to act on all"),
-    ("only_heads([[2, 0]], layers=[])", "leave layers out to act on all"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("keep_head(k=2)", "did you mean 'keep_heads'"),
+        ("keep_heads(kk=2)", "has no 'kk'"),
+        ("keep_heads(k=2", "cannot read"),
+        ("keep_heads(k=2) - none", "expected name"),
+        ("keep_heads(k=open('x'))", "no plain value"),
+        ("keep_heads(1, 0.5, 'l2', 'layer', 0, 'token', 7)", "7 values without names; it has k, fraction, by, scope, seed, draw"),
+        ("ablate_recurrent('memory', 'decode')", "2 values without names; it has site"),
+        ("keep_heads(2, k=2)", "is given 'k' twice"),
+        ("swap_memory('kv', 'a', from='b')", "is given 'from' twice"),
+        ("keep_heads(k=1, by=ranking('x'))", "layer.head"),
+        ("__import__('os').system('true')", "expected name"),
+        ("limit_context(tokens=0)", "greater than or equal to 1"),
+        ("keep_heads(k=1, by='magic')", "no head score 'magic'; known: entropy, l2, norm, random"),
+        ("keep_heads(k=1, by='entropie')", "did you mean 'entropy'?"),
+        ("keep_heads(k=1, phase='always')", "phase"),
+        ("keep_heads()", "either k or fraction"),
+        ("keep_heads(k=1, fraction=0.5)", "either k or fraction"),
+        ("keep_heads(k=1, scope='model')", "scope='model' needs a Ranking"),
+        ("ablate_heads(heads=[[0, 0]], value='mean')", "means=HASH"),
+        ("keep_heads(k=1) + keep_heads(k=2)", "merge them"),
+        ("limit_context(8, tokens=16)", "is given 'tokens' twice"),
+        ("limit_context(tokens=8, tokens=16)", "is given 'tokens' twice"),
+        ("swap_memory('kv', from='a', from_='b')", "is given 'from' twice"),
+        ("keep_heads(k=1, layers=[])", "leave layers out to act on all"),
+        ("ablate_attention(layers=[])", "leave layers out to act on all"),
+        ("expose_tokens('omit', layers=[])", "leave layers out to act on all"),
+        ("limit_context(8, layers=[])", "leave layers out to act on all"),
+        ("ablate_recurrent(layers=[])", "leave layers out to act on all"),
+        ("reset_state(3, layers=[])", "leave layers out to act on all"),
+        ("only_heads([[2, 0]], layers=[])", "leave layers out to act on all"),
+    ],
+)
 def test_bad_texts_say_what_is_wrong(text: str, says: str) -> None:
     with pytest.raises(NeedleworkError) as error:
         nw.parse(text)
@@ -210,8 +221,9 @@ def test_a_function_is_told_where_it_acts(name: str, monkeypatch: pytest.MonkeyP
     together = subject.generate(prompts, Bend(), max_new_tokens=3)
     assert places == {
         (nw.sample_key(prompt), layer, "prefill" if position < len(prompt) - 1 else "decode", position)
-        for prompt in prompts for position in range(len(prompt) + 2)
-    }  # fmt: skip
+        for prompt in prompts
+        for position in range(len(prompt) + 2)
+    }
     for prompt, answer in zip(prompts, together, strict=True):
         alone = subject.generate([prompt], Bend(), max_new_tokens=3)[0]
         assert (answer.tokens, answer.receipt) == (alone.tokens, alone.receipt)

@@ -40,9 +40,7 @@ def test_one_head_is_one_slice_of_theoutput_projection(name: str) -> None:
     layer = subject.anatomy.attention_layers[-1]
     assert layer.attention is not None
     width = layer.attention.value_dim
-    projection = cases.output_projection(
-        subject.model.get_submodule(layer.attention.path), width * layer.attention.query_heads
-    )
+    projection = cases.output_projection(subject.model.get_submodule(layer.attention.path), width * layer.attention.query_heads)
     for head in (0, 3):
 
         def zero(module: nn.Module, args: tuple[Any, ...], head: int = head) -> tuple[Any, ...]:

@@ -33,9 +33,19 @@ def test_scores_are_the_hash_of_their_place(seed: int, sample: int, layer: int, 
         assert found[0, q].tolist() == [(x - 2**64 if x >= 2**63 else x) >> 40 for x in numbers]
 
 
-@pytest.mark.parametrize("fraction, heads, kept", [
-    (0.15, 32, 5), (0.15, 16, 2), (0.15, 10, 2), (0.01, 8, 1), (0.0, 8, 0), (1.0, 8, 8), (0.5, 5, 3), (0.25, 4, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fraction, heads, kept",
+    [
+        (0.15, 32, 5),
+        (0.15, 16, 2),
+        (0.15, 10, 2),
+        (0.01, 8, 1),
+        (0.0, 8, 0),
+        (1.0, 8, 8),
+        (0.5, 5, 3),
+        (0.25, 4, 1),
+    ],
+)
 def test_a_fraction_of_heads(fraction: float, heads: int, kept: int) -> None:
     assert nw.KeepHeads(fraction=fraction).count(heads) == kept
 

@@ -114,9 +114,7 @@ def test_a_cut_memory_is_one_on_both_routes(name: str) -> None:
 def test_a_memory_cut_in_one_phase_is_whole_in_the_other(name: str) -> None:
     """Cut in prefill, decoding starts from nothing; cut in decode, the prompt has been read as ever."""
     subject, n = cases.subject(name), 8
-    prefill, decode = (
-        subject.logits(IDS, nw.AblateRecurrent(phase=phase), prompt_tokens=n) for phase in ("prefill", "decode")
-    )
+    prefill, decode = (subject.logits(IDS, nw.AblateRecurrent(phase=phase), prompt_tokens=n) for phase in ("prefill", "decode"))
     assert cases.apart(prefill[:, n - 1 :], subject.logits(IDS[:, n - 1 :])) < 1e-4
     assert cases.apart(decode[:, : n - 1], subject.logits(IDS)[:, : n - 1]) < 1e-4
     assert cases.apart(decode[:, n - 1 :], _one_by_one(subject)[:, n - 1 :]) < 1e-4

@@ -32,9 +32,7 @@ def _fingerprint(model: PreTrainedModel) -> dict[str, Any]:
         "training": {path: m.training for path, m in model.named_modules()},
         "code": {name: value for name, value in code.items() if callable(value)},
         "states": {
-            path: getattr(m, name, None)
-            for path, m in model.named_modules()
-            for name in ("conv1d_state", "recurrent_states")
+            path: getattr(m, name, None) for path, m in model.named_modules() for name in ("conv1d_state", "recurrent_states")
         },
         "weights": sum(float(p.detach().double().sum()) for p in model.parameters()),
         "grad": [p.requires_grad for p in model.parameters()],

@@ -144,11 +144,14 @@ def test_deepmind_window_is_one_key_more(tmp_path: Path) -> None:
 # --- without weights --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, layers, attention, heads, kv_heads, window", [
-    ("recurrentgemma-2b", 26, 8, 10, 1, 2048),
-    ("recurrentgemma-9b", 38, 12, 16, 1, 2048),
-    ("jamba-mini-1.6", 32, 4, 32, 8, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, layers, attention, heads, kv_heads, window",
+    [
+        ("recurrentgemma-2b", 26, 8, 10, 1, 2048),
+        ("recurrentgemma-9b", 38, 12, 16, 1, 2048),
+        ("jamba-mini-1.6", 32, 4, 32, 8, None),
+    ],
+)
 def test_presets_have_the_anatomy_of_the_paper(
     name: str, layers: int, attention: int, heads: int, kv_heads: int, window: int | None
 ) -> None:

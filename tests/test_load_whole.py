@@ -130,5 +130,3 @@ def test_a_report_of_transformers_is_not_shown_beside_the_error(
         assert "LOAD REPORT" not in capfd.readouterr().err
     finally:
         transformers.logging.set_verbosity(before)
-
-

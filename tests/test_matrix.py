@@ -24,9 +24,12 @@ _CELLS = [
 def _answers(subject: nw.Subject, some: list[nw.Intervention]) -> list[Answer]:
     count = len(some)
     return subject.generate(
-        [cases.PROMPT] * count, interventions=some, max_new_tokens=STEPS, spans=[cases.SPANS] * count,
+        [cases.PROMPT] * count,
+        interventions=some,
+        max_new_tokens=STEPS,
+        spans=[cases.SPANS] * count,
         twins=[{"twin": cases.TWIN}] * count,
-    )  # fmt: skip
+    )
 
 
 @functools.cache

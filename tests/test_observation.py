@@ -64,8 +64,11 @@ def test_chosen_heads_and_positions_of_many_prompts(name: str, monkeypatch: pyte
     tokens = {nw.sample_key(p): (*p, *a.tokens[:-1]) for p, a in zip(prompts, answers, strict=True)}
     expected = [
         (nw.sample_key(p), *head, "decode" if at >= len(p) - 1 else "prefill", at)
-        for p in prompts for head in heads for at in positions if at < len(p) + 5
-    ]  # fmt: skip
+        for p in prompts
+        for head in heads
+        for at in positions
+        if at < len(p) + 5
+    ]
     assert _places(seen.patterns) == sorted(expected)
     _assert_stock(name, seen.patterns, tokens)
 
@@ -116,13 +119,19 @@ def test_watching_changes_no_answer() -> None:
     assert all(float(x.weights.sum()) == pytest.approx(1, abs=1e-5) for x in seen.patterns), "seen before columns are rewritten"
 
 
-@pytest.mark.parametrize("options, says", [
-    ({"heads": [(0, 4)], "patterns": True}, r"LlamaForCausalLM has no heads \[\(0, 4\)\]; attention layers are \[0, 1, 2, 3\]"),
-    ({"heads": [(9, 0)], "patterns": True}, "has no heads"),
-    ({"positions": [-1], "patterns": True}, "must count from 0"),
-    ({"heads": [(0, 0)]}, "they go with patterns=True"),
-    ({"positions": [3], "patterns": print}, "they go with patterns=True"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        (
+            {"heads": [(0, 4)], "patterns": True},
+            r"LlamaForCausalLM has no heads \[\(0, 4\)\]; attention layers are \[0, 1, 2, 3\]",
+        ),
+        ({"heads": [(9, 0)], "patterns": True}, "has no heads"),
+        ({"positions": [-1], "patterns": True}, "must count from 0"),
+        ({"heads": [(0, 0)]}, "they go with patterns=True"),
+        ({"positions": [3], "patterns": print}, "they go with patterns=True"),
+    ],
+)
 def test_what_cannot_be_watched_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(nw.NeedleworkError, match=says), nw.observe(cases.subject("llama"), **options):
         pass

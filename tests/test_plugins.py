@@ -136,9 +136,7 @@ def test_a_file_that_registers_nothing_is_warned_about(plugin: Path) -> None:
         ("import needlework as nw", "raise SystemExit(3)", 6, "SystemExit"),
     ],
 )
-def test_a_fault_is_told_with_its_line_and_exits_with_2(
-    plugin: Path, before: str, after: str, line: int, words: str
-) -> None:
+def test_a_fault_is_told_with_its_line_and_exits_with_2(plugin: Path, before: str, after: str, line: int, words: str) -> None:
     assert before in PLUGIN
     plugin.write_text(PLUGIN.replace(before, after, 1))
     shown = runner.invoke(app, ["run", "02", "--out", "never", "--plugin", str(plugin)])

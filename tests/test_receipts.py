@@ -27,17 +27,20 @@ def test_every_act_says_what_it_counts() -> None:
     assert [cls.__name__ for cls in kinds if not vars(cls).get("count")] == []
 
 
-@pytest.mark.parametrize("act, silent", [
-    (WIDE, True),
-    (NARROW, False),
-    (nw.LimitContext(tokens=1, sinks=50), True),
-    (WIDE + nw.KeepHeads(k=1), True),
-    (nw.LimitContext(tokens=12), False),  # the prompt fits; its answer does not
-    (nw.LimitContext(tokens=12, phase="prefill"), True),
-    (nw.LimitContext(tokens=4, phase="prefill") + nw.LimitContext(tokens=100, phase="decode"), True),
-    (nw.LimitContext(tokens=4, phase="prefill") + nw.LimitContext(tokens=5, phase="decode"), False),
-    (nw.KeepHeads(k=1), False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "act, silent",
+    [
+        (WIDE, True),
+        (NARROW, False),
+        (nw.LimitContext(tokens=1, sinks=50), True),
+        (WIDE + nw.KeepHeads(k=1), True),
+        (nw.LimitContext(tokens=12), False),  # the prompt fits; its answer does not
+        (nw.LimitContext(tokens=12, phase="prefill"), True),
+        (nw.LimitContext(tokens=4, phase="prefill") + nw.LimitContext(tokens=100, phase="decode"), True),
+        (nw.LimitContext(tokens=4, phase="prefill") + nw.LimitContext(tokens=5, phase="decode"), False),
+        (nw.KeepHeads(k=1), False),
+    ],
+)
 def test_a_limit_that_hides_no_key_is_noted_and_no_failure(act: nw.Intervention, silent: bool) -> None:
     answer = cases.subject("llama").generate([cases.PROMPT], act, max_new_tokens=4)[0]
     assert answer.error == ""

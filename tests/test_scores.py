@@ -80,8 +80,9 @@ def test_a_score_has_a_name_in_texts_and_grids() -> None:
     assert known_scores() == ("entropy", "l2", "norm", "sure", "peaked", "loud", "random")
     assert str(nw.parse("keep_heads(1, by='sure')")) == "keep_heads(k=1, by='sure')"
     assert [str(act) for act in expand("keep_heads({1, 2}, by='loud')", {})] == [
-        "keep_heads(k=1, by='loud')", "keep_heads(k=2, by='loud')",
-    ]  # fmt: skip
+        "keep_heads(k=1, by='loud')",
+        "keep_heads(k=2, by='loud')",
+    ]
 
 
 @pytest.mark.parametrize("name", ["random", "ranking", "entropy", "l2", "norm", "<lambda>"])

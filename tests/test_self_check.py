@@ -32,9 +32,13 @@ def test_attention_with_parts_we_do_not_have_is_refused() -> None:
     subject = nw.wrap(tiny.build("llama"))
     module = subject.model.model.layers[0].self_attn
     forward = attention.Forward(
-        "prefill", torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), attention.Tally(1), {module: 0},
+        "prefill",
+        torch.zeros(1, 1, dtype=torch.int64),
+        torch.zeros(1, dtype=torch.int64),
+        attention.Tally(1),
+        {module: 0},
         observer=object(),  # type: ignore[arg-type]
-    )  # fmt: skip
+    )
     x = torch.zeros(1, 4, 1, 8)
     with attention.current(forward), pytest.raises(TrialError, match="s_aux"):
         attention._attention(module, x, x, x, torch.ones(1, 1, 1, 1, dtype=torch.bool), scaling=1.0, s_aux=x)

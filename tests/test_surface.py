@@ -16,11 +16,41 @@ from needlework.requests import Request
 from test_subject import Letters
 
 PUBLIC = [
-    "AblateAttention", "AblateHeads", "AblateRecurrent", "Anatomy", "Answer", "ChangeOutputs", "ExposeTokens", "Head",
-    "Intervention", "KeepHeads", "LimitContext", "Means", "NONE", "NeedleworkError", "OnlyHeads", "Part", "Ranking",
-    "Request", "ResetState", "Store", "Subject", "SwapMemory", "TrialError", "__version__", "calibrate", "head_score", "load",
-    "observe", "parse", "register", "report", "sample_key", "tasks", "wrap",
-]  # fmt: skip
+    "AblateAttention",
+    "AblateHeads",
+    "AblateRecurrent",
+    "Anatomy",
+    "Answer",
+    "ChangeOutputs",
+    "ExposeTokens",
+    "Head",
+    "Intervention",
+    "KeepHeads",
+    "LimitContext",
+    "Means",
+    "NONE",
+    "NeedleworkError",
+    "OnlyHeads",
+    "Part",
+    "Ranking",
+    "Request",
+    "ResetState",
+    "Store",
+    "Subject",
+    "SwapMemory",
+    "TrialError",
+    "__version__",
+    "calibrate",
+    "head_score",
+    "load",
+    "observe",
+    "parse",
+    "register",
+    "report",
+    "sample_key",
+    "tasks",
+    "wrap",
+]
 FREE_OF_TORCH = "Answer ChangeOutputs KeepHeads Request Store head_score report sample_key tasks"
 
 
@@ -38,8 +68,10 @@ def test_these_names_are_public_and_no_others() -> None:
 def test_importing_brings_no_torch(code: str) -> None:
     shown = subprocess.run(
         [sys.executable, "-c", f"import sys, needlework as nw; {code}; print({{'torch', 'transformers'}} & set(sys.modules))"],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert shown.stdout == "set()\n"
 
 
@@ -80,7 +112,7 @@ def test_values_need_no_names() -> None:
         (nw.AblateRecurrent("block"), nw.AblateRecurrent(site="block"), "ablate_recurrent('block')"),
         (nw.ResetState(3), nw.ResetState(at=3), "reset_state(3)"),
         (nw.LimitContext(8, 1), nw.LimitContext(tokens=8, sinks=1), "limit_context(8, 1)"),
-    ):  # fmt: skip
+    ):
         assert value == named == nw.parse(text)
         assert str(value) == str(named)
     with pytest.raises(nw.NeedleworkError, match="2 values without names; it has site"):
@@ -91,9 +123,15 @@ def test_values_need_no_names() -> None:
         nw.Intervention(5)
 
 
-@pytest.mark.parametrize("dtype, expected", [
-    ("float32", torch.float32), (torch.bfloat16, torch.bfloat16), ("float16", torch.float16), ("auto", torch.bfloat16),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "dtype, expected",
+    [
+        ("float32", torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        ("float16", torch.float16),
+        ("auto", torch.bfloat16),
+    ],
+)
 def test_dtypes_are_taken_as_torchs_by_name_and_from_the_checkpoint(dtype: Any, expected: torch.dtype, tmp_path: Path) -> None:
     cases.build("llama").to(torch.bfloat16).save_pretrained(tmp_path)
     assert nw.load(tmp_path, dtype=dtype).model.dtype == expected

@@ -92,14 +92,17 @@ def _answers(subject: nw.Subject) -> list[Answer]:
     return [subject.generate([prompt], max_new_tokens=6)[0] for prompt in PROMPTS]
 
 
-@pytest.mark.parametrize("ask", [
-    lambda subject: subject.generate([cases.PROMPT], max_new_tokens=2),
-    lambda subject: subject.choices([cases.PROMPT], [[(5, 6)]]),
-    lambda subject: subject.logits([cases.PROMPT]),
-    lambda subject: nw.calibrate(subject, [cases.PROMPT]),
-    lambda subject: nw.wrap(cases.build("llama")),
-    lambda subject: cases.subject("jamba").logits([cases.PROMPT]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda subject: subject.generate([cases.PROMPT], max_new_tokens=2),
+        lambda subject: subject.choices([cases.PROMPT], [[(5, 6)]]),
+        lambda subject: subject.logits([cases.PROMPT]),
+        lambda subject: nw.calibrate(subject, [cases.PROMPT]),
+        lambda subject: nw.wrap(cases.build("llama")),
+        lambda subject: cases.subject("jamba").logits([cases.PROMPT]),
+    ],
+)
 def test_nobody_is_asked_while_answering(ask: Callable[[nw.Subject], Any]) -> None:
     subject = cases.subject("llama")
     cases.subject("jamba")

@@ -139,7 +139,8 @@ class Anatomy:
         fields |= {name: getattr(self, name) for name in totals}
         fields["heads"] = len(self.heads)
         fields["flops_per_token_at_2048"] = {
-            side: self.flops_per_token(side, 2048) for side in ("attention", "recurrent")  # type: ignore[arg-type]
+            side: self.flops_per_token(side, 2048)
+            for side in ("attention", "recurrent")  # type: ignore[arg-type]
         }
         return fields
 
@@ -154,8 +155,7 @@ class Anatomy:
             + f", window {self.window or 'none'} (rule: {self.window_rule}), {self.attention_parameters:,} parameters,"
             f" {self.kv_bytes_per_token:,} KV bytes per token",
             f"  recurrent: {len(self.recurrent_layers)} layers, {self.recurrent_parameters:,} parameters,"
-            f" {self.state_bytes:,} state bytes per sequence"
-            + (f" ({self.no_mixer_reason})" if self.no_mixer_reason else ""),
+            f" {self.state_bytes:,} state bytes per sequence" + (f" ({self.no_mixer_reason})" if self.no_mixer_reason else ""),
             f"  in all {self.parameters:,} parameters, vocabulary {self.vocabulary:,}",
         ]
         return "\n".join(lines)

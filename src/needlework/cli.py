@@ -64,7 +64,7 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
 
 
 def read_bytes(text: str | None) -> int | None:
-    """"8GiB" -> bytes."""
+    """ "8GiB" -> bytes."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)

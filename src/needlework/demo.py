@@ -61,10 +61,20 @@ def random_demo(console: Console) -> int:
     console.print("No trained model is at hand. This is a tiny model with random weights: it shows the tool, not a finding.")
     torch.manual_seed(0)
     config = JambaConfig(
-        vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=2, attn_layer_period=3, attn_layer_offset=2, num_experts=1, num_experts_per_tok=1,
-        mamba_d_state=8, initializer_range=0.2, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_layer_period=3,
+        attn_layer_offset=2,
+        num_experts=1,
+        num_experts_per_tok=1,
+        mamba_d_state=8,
+        initializer_range=0.2,
+        pad_token_id=0,
+    )
     subject = nw.wrap(JambaForCausalLM(config))
     console.print(table(subject.anatomy))
     texts = ["none", "keep_heads(k=1, phase='decode')", "ablate_attention()", "ablate_recurrent()"]

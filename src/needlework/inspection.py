@@ -25,9 +25,13 @@ class Sheet(Table):
     def __init__(self, columns: Sequence[str], title: str = "", words: Sequence[str] = ()) -> None:
         """Columns of numbers stand to the right, those in `words` to the left."""
         super().__init__(
-            title=Text(title) if title else None, title_justify="left",
-            box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0),
-        )  # fmt: skip
+            title=Text(title) if title else None,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
         for name in columns:
             self.add_column(name, justify="left" if name in words else "right")
 
@@ -85,17 +89,27 @@ def table(anatomy: Anatomy, name: str = "") -> Group:
         memory += [f"{r.state_bytes:,}"] if r else []
         sizes = [_count(part.parameters) for part in (a, r) if part]
         rows.add_row(
-            str(layer.index), layer.kind, f"{a.query_heads} / {a.kv_heads}" if a else "", dims,
-            (str(a.window) if a.window else "all") if a else "", output, " + ".join(memory), " + ".join(sizes),
-        )  # fmt: skip
+            str(layer.index),
+            layer.kind,
+            f"{a.query_heads} / {a.kv_heads}" if a else "",
+            dims,
+            (str(a.window) if a.window else "all") if a else "",
+            output,
+            " + ".join(memory),
+            " + ".join(sizes),
+        )
     columns = ("side", "layers", "heads", "parameters", "share", "memory, bytes", "FLOPs/token*")
     totals = Sheet(columns, "\ntotals", words=("side",))
     sides: tuple[tuple[Any, int, str, int, str], ...] = (
-        ("attention", len(anatomy.attention_layers), str(len(anatomy.heads)), anatomy.attention_parameters,
-         f"{_count(anatomy.kv_bytes_per_token)}/token"),
-        ("recurrent", len(anatomy.recurrent_layers), "", anatomy.recurrent_parameters,
-         f"{_count(anatomy.state_bytes)}"),
-    )  # fmt: skip
+        (
+            "attention",
+            len(anatomy.attention_layers),
+            str(len(anatomy.heads)),
+            anatomy.attention_parameters,
+            f"{_count(anatomy.kv_bytes_per_token)}/token",
+        ),
+        ("recurrent", len(anatomy.recurrent_layers), "", anatomy.recurrent_parameters, f"{_count(anatomy.state_bytes)}"),
+    )
     for side, layers, heads, parameters, size in sides:
         share = f"{100 * parameters / anatomy.parameters:.1f} %"
         totals.add_row(side, str(layers), heads, _count(parameters), share, size, _count(anatomy.flops_per_token(side, 2048)))

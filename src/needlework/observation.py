@@ -134,7 +134,6 @@ class Watch:
                 rows.append(HeadRow(layer, head, when, count, mass / count, entropy / count, share, self._copied))
         return rows
 
-
     def keep(self, block: PatternBlock, heads: Collection[Head], positions: Collection[int] | None) -> None:
         """Add the patterns of these heads at these positions (None: at all)."""
         chosen = [head.index for head in heads if head.layer == block.layer]

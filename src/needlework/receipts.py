@@ -21,9 +21,7 @@ class Receipt:
 
     def total(self, what: str, phase: str | None = None, layer: int | None = None) -> int:
         return sum(
-            count.get(what, 0)
-            for (at, when), count in self.counts.items()
-            if phase in (None, when) and layer in (None, at)
+            count.get(what, 0) for (at, when), count in self.counts.items() if phase in (None, when) and layer in (None, at)
         )
 
     def __add__(self, other: Receipt) -> Receipt:

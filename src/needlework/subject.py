@@ -72,10 +72,13 @@ class Subject:
                 boundary=boundary,
             )
             for prompt, act, span, twin_of in zip(
-                prompts, each, _one_each(spans, len(prompts), {}, "spans"), _one_each(twins, len(prompts), {}, "twins"),
+                prompts,
+                each,
+                _one_each(spans, len(prompts), {}, "spans"),
+                _one_each(twins, len(prompts), {}, "twins"),
                 strict=True,
             )
-        ]  # fmt: skip
+        ]
         return self.answer(requests)
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
@@ -207,7 +210,14 @@ def load(
     if name == "auto":
         name = _own_dtype(place, revision, trust_remote_code)
     body, tokenizer = load_body(
-        place, device, name, device_map, revision, trust_remote_code, window, kernels  # type: ignore[arg-type]
+        place,
+        device,
+        name,
+        device_map,
+        revision,
+        trust_remote_code,
+        window,
+        kernels,  # type: ignore[arg-type]
     )
     return Subject(body, tokenizer, memory_bytes)
 

@@ -193,8 +193,10 @@ def _dissociation(e: Evidence) -> tuple[Word, str, Estimate]:
     word: Word = "supported" if found.low > 0 else "not supported" if found.high < 0 else "inconclusive"
     told = f"{e.dissociation} The interaction is {found.text('')}."
     if word == "supported":
-        told += " Both effects point their own way." if e.interaction.crossed else (
-            " It is one-sided: not both effects point their own way, so this is no crossed dissociation."
+        told += (
+            " Both effects point their own way."
+            if e.interaction.crossed
+            else (" It is one-sided: not both effects point their own way, so this is no crossed dissociation.")
         )
     return word, told, found
 
@@ -213,28 +215,70 @@ def _not_run(e: Evidence, possible: bool, parts: str) -> tuple[Word, str, Estima
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("segregation", "Attention does the retrieving", "Without attention heads retrieval is lost.",
-         "upper bound of retrieval at k = 0 at most 5 %, and forced choice within 5 points of chance",
-         "attention-ablation", True, _segregation),
-    Rule("few_heads", "Few heads suffice", "About 15 % of the heads keep retrieval near perfect.",
-         "lower bound of the paired retained share at 15 % of the heads at least 95 %; knowledge is given beside it",
-         "head-sparsification", True, _few),
-    Rule("no_rescue", "Prompting does not rescue it", "Reading twice, or the question first, does not bring retrieval back.",
-         "the rule of segregation under both layouts; inconclusive if reading twice helps no model that saw such documents",
-         "prompting", True, _no_rescue),
-    Rule("exposure", "The needle must be in sight", "Attention must see the needle while answering.",
-         "needle omitted in decode: upper bound at most 5 %; omitted in prefill only: retained share is given beside it",
-         "token-exposure", True, _exposure),
-    Rule("context", "Enough context", "Retrieval needs enough context during prefill, even with the needle in sight.",
-         "some limit reaches 95 %, and at the smallest limit tried the upper bound is below 95 %",
-         "context-limits", True, _context),
-    Rule("double_dissociation", "Two systems", "Attention serves retrieval, the recurrent side serves knowledge.",
-         "interaction of (attention off, recurrent off) x (retrieval, knowledge): the interval lies above 0",
-         "double-dissociation", True, _dissociation),
-    Rule("memory", "The KV cache holds the needle", "Answers follow the KV half of the memory.",
-         "lower bound of the share that follows the KV half at least 50 %",
-         "memory-swap", True, _memory),
-)  # fmt: skip
+    Rule(
+        "segregation",
+        "Attention does the retrieving",
+        "Without attention heads retrieval is lost.",
+        "upper bound of retrieval at k = 0 at most 5 %, and forced choice within 5 points of chance",
+        "attention-ablation",
+        True,
+        _segregation,
+    ),
+    Rule(
+        "few_heads",
+        "Few heads suffice",
+        "About 15 % of the heads keep retrieval near perfect.",
+        "lower bound of the paired retained share at 15 % of the heads at least 95 %; knowledge is given beside it",
+        "head-sparsification",
+        True,
+        _few,
+    ),
+    Rule(
+        "no_rescue",
+        "Prompting does not rescue it",
+        "Reading twice, or the question first, does not bring retrieval back.",
+        "the rule of segregation under both layouts; inconclusive if reading twice helps no model that saw such documents",
+        "prompting",
+        True,
+        _no_rescue,
+    ),
+    Rule(
+        "exposure",
+        "The needle must be in sight",
+        "Attention must see the needle while answering.",
+        "needle omitted in decode: upper bound at most 5 %; omitted in prefill only: retained share is given beside it",
+        "token-exposure",
+        True,
+        _exposure,
+    ),
+    Rule(
+        "context",
+        "Enough context",
+        "Retrieval needs enough context during prefill, even with the needle in sight.",
+        "some limit reaches 95 %, and at the smallest limit tried the upper bound is below 95 %",
+        "context-limits",
+        True,
+        _context,
+    ),
+    Rule(
+        "double_dissociation",
+        "Two systems",
+        "Attention serves retrieval, the recurrent side serves knowledge.",
+        "interaction of (attention off, recurrent off) x (retrieval, knowledge): the interval lies above 0",
+        "double-dissociation",
+        True,
+        _dissociation,
+    ),
+    Rule(
+        "memory",
+        "The KV cache holds the needle",
+        "Answers follow the KV half of the memory.",
+        "lower bound of the share that follows the KV half at least 50 %",
+        "memory-swap",
+        True,
+        _memory,
+    ),
+)
 
 
 def _asides(evidence: Evidence, claim: str) -> list[str]:

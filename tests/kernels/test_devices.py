@@ -27,9 +27,7 @@ def test_log_depth_rglru_equals_the_reference(seed: int, batch: int, length: int
 
 @settings(max_examples=25, deadline=None)
 @given(SEEDS, BATCHES, LENGTHS, st.sampled_from([1, 8]), st.booleans())
-def test_log_depth_selective_scan_equals_the_reference(
-    seed: int, batch: int, length: int, inner: int, with_reset: bool
-) -> None:
+def test_log_depth_selective_scan_equals_the_reference(seed: int, batch: int, length: int, inner: int, with_reset: bool) -> None:
     torch.manual_seed(seed)
     tensors = selective_inputs(batch, length, inner)
     reset = resets(batch, length) if with_reset else None
@@ -87,14 +85,10 @@ def test_accelerated_scan_is_given_what_it_asks_for(monkeypatch: pytest.MonkeyPa
     assert library.calls == 1
 
 
-def mamba_scan(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, return_last_state: bool
-) -> tuple[Tensor, Tensor]:
+def mamba_scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, return_last_state: bool) -> tuple[Tensor, Tensor]:
     """What mamba-ssm computes: channels before time, from zero."""
     assert return_last_state
-    y, last = reference.selective_scan(
-        *(t.transpose(1, 2) for t in (u, delta)), A, *(t.transpose(1, 2) for t in (B, C))
-    )
+    y, last = reference.selective_scan(*(t.transpose(1, 2) for t in (u, delta)), A, *(t.transpose(1, 2) for t in (B, C)))
     return y.transpose(1, 2), last
 
 

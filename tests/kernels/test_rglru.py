@@ -12,9 +12,7 @@ from needlework.kernels import reference, rglru_scan
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    SEEDS, BATCHES, LENGTHS, WIDTHS, st.booleans(), st.booleans(), st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)])
-)
+@given(SEEDS, BATCHES, LENGTHS, WIDTHS, st.booleans(), st.booleans(), st.sampled_from([(1.0, 1.0), (1.0, 0.0), (0.0, 1.0)]))
 def test_equals_the_reference_with_all_gradients(
     seed: int, batch: int, length: int, width: int, with_state: bool, with_reset: bool, weights: tuple[float, float]
 ) -> None:

@@ -109,9 +109,7 @@ def test_no_layout_is_copied(layout: str) -> None:
 
 
 def test_the_backward_pass_keeps_a_small_part_of_the_states() -> None:
-    tensors = {
-        name: tensor.requires_grad_() for name, tensor in selective_inputs(1, 512, 64, n=16, state=False).items()
-    }
+    tensors = {name: tensor.requires_grad_() for name, tensor in selective_inputs(1, 512, 64, n=16, state=False).items()}
     kept: dict[int, int] = {}
 
     def note(tensor: Tensor) -> Tensor:

@@ -60,7 +60,6 @@ def test_the_same_questions_score_the_same_through_tasks_knowledge(griffin: Path
     import needlework as nw
     from needlework.tasks import make_task
 
-
     subject, found, compared = nw.load(griffin), rows(done[1]), 0
     for kind in ("letter", "cloze_choice"):
         task = make_task({"kind": kind, "subjects": ("animals",)})
@@ -143,9 +142,7 @@ def test_rows_with_other_prompts_are_kept_but_not_counted(griffin: Path, tmp_pat
     store.close()
 
 
-def test_what_is_wrong_is_said_before_the_model_is_loaded(
-    griffin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_wrong_is_said_before_the_model_is_loaded(griffin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import needlework.subject
 
     monkeypatch.setattr(needlework.subject, "load", lambda *a, **k: pytest.fail("the model was loaded"))

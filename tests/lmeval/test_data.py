@@ -27,8 +27,9 @@ def write_csv(folder: Path) -> None:
 def write_parquet(folder: Path) -> None:
     import pandas
 
-    table = pandas.DataFrame({"question": [r[0] for r in ROWS], "subject": "anatomy", "choices": [r[1] for r in ROWS],
-                              "answer": [r[2] for r in ROWS]})  # fmt: skip
+    table = pandas.DataFrame(
+        {"question": [r[0] for r in ROWS], "subject": "anatomy", "choices": [r[1] for r in ROWS], "answer": [r[2] for r in ROWS]}
+    )
     (folder / "anatomy").mkdir(parents=True)
     for split in ("dev", "validation", "test"):
         half = len(table) // 2

@@ -13,8 +13,12 @@ from needlework.lmeval.mini import docs
 
 pytestmark = pytest.mark.slow  # lm-eval alone takes 14 s to import
 LETTER, CLOZE = docs("letter")["test"][:8], docs("cloze")["test"][:8]
-ODD = [("", "the king"), ("the king ", "of arbovia is"), ("<bos> the king", " sees"),
-       ("question :", " the king sees the apple near the river . the queen")]  # fmt: skip
+ODD = [
+    ("", "the king"),
+    ("the king ", "of arbovia is"),
+    ("<bos> the king", " sees"),
+    ("question :", " the king sees the apple near the river . the queen"),
+]
 PAIRS = [(d["prompt"], f" {choice}") for d in LETTER + CLOZE for choice in d["choices"]] + ODD
 
 
@@ -90,8 +94,12 @@ def test_what_cannot_be_done_is_refused_before_weights_are_read(griffin: Path, m
     from needlework.lmeval.model import NeedleworkLM
 
     monkeypatch.setattr(needlework.subject, "load", lambda *a, **k: pytest.fail("the model was loaded"))
-    for text, why in [("keep_heads(k=1, phase='decode')", "decode only"), ("keep_hats(k=1)", "keep_heads"),
-                      ("keep_heads(k=99)", "99"), ("swap_memory(half='kv')", "memory")]:  # fmt: skip
+    for text, why in [
+        ("keep_heads(k=1, phase='decode')", "decode only"),
+        ("keep_hats(k=1)", "keep_heads"),
+        ("keep_heads(k=99)", "99"),
+        ("swap_memory(half='kv')", "memory"),
+    ]:
         with pytest.raises(NeedleworkError, match=why):
             NeedleworkLM(str(griffin), text)
     with pytest.raises(NeedleworkError, match="peft"):
@@ -110,9 +118,11 @@ def test_the_arguments_of_a_string_split_outside_brackets_and_quotes_only() -> N
     text = "pretrained=a/b,intervention=keep_heads(k=5, by='entropy') + ablate_recurrent(layers=[0, 1]),"
     text += "max_length=7,truncation=True"
     assert split_arguments(text) == {
-        "pretrained": "a/b", "intervention": "keep_heads(k=5, by='entropy') + ablate_recurrent(layers=[0, 1])",
-        "max_length": 7, "truncation": True,
-    }  # fmt: skip
+        "pretrained": "a/b",
+        "intervention": "keep_heads(k=5, by='entropy') + ablate_recurrent(layers=[0, 1])",
+        "max_length": 7,
+        "truncation": True,
+    }
     with pytest.raises(NeedleworkError, match="name=value"):
         split_arguments("pretrained")
 

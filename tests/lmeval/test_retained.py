@@ -11,19 +11,38 @@ from needlework.store import Row
 
 def trial(form: str, fact: int, act: str, correct: bool) -> Row:
     return Row(
-        id=f"{form}{fact}{act}", experiment="ability", model="m", task=form, sample=f"{form}/{fact}", cluster=str(fact), seed=0,
-        intervention=act, mode="choices", prompt="", prompt_tokens=1, target="", output="", finish="scored", error="", seconds=0,
-        facts={"form": form, "chance": 0.25}, scores={"correct": float(correct)}, prompt_id=f"{form}{fact}",
-    )  # fmt: skip
+        id=f"{form}{fact}{act}",
+        experiment="ability",
+        model="m",
+        task=form,
+        sample=f"{form}/{fact}",
+        cluster=str(fact),
+        seed=0,
+        intervention=act,
+        mode="choices",
+        prompt="",
+        prompt_tokens=1,
+        target="",
+        output="",
+        finish="scored",
+        error="",
+        seconds=0,
+        facts={"form": form, "chance": 0.25},
+        scores={"correct": float(correct)},
+        prompt_id=f"{form}{fact}",
+    )
 
 
 ROWS = [
     trial(form, fact, act, right)
     for fact in range(100)
     for form, act, right in [
-        ("letter", "none", fact < 85), ("letter", "cut", fact < 40), ("cloze", "none", fact < 85), ("cloze", "cut", fact < 70),
+        ("letter", "none", fact < 85),
+        ("letter", "cut", fact < 40),
+        ("cloze", "none", fact < 85),
+        ("cloze", "cut", fact < 70),
     ]
-]  # fmt: skip
+]
 
 
 def test_retained_raw_and_above_chance() -> None:

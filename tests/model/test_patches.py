@@ -321,9 +321,7 @@ def test_other_families_run_as_they_are() -> None:
 # --- which families continue a prefill --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ARCHITECTURES])
 @torch.no_grad()
 def test_the_table_says_what_stock_code_does(name: str) -> None:
     """Where the table says yes, chunks equal one shot; where it says no, they do not, so no speed is given away."""

@@ -141,13 +141,24 @@ class Pair:
 def _renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """DeepMind's names and layouts as transformers' own."""
     names = {
-        "embedder.input_embedding": "embed_tokens.weight", "blocks": "layers", "scale": "weight",
-        "recurrent_block": "temporal_block", "attention_block": "temporal_block",
-        "proj_q": "q_proj", "proj_k": "k_proj", "proj_v": "v_proj", "proj_final": "o_proj", "ffw_down": "down_proj",
-        "conv_1d.w": "conv_1d.weight", "conv_1d.b": "conv_1d.bias", "a_param": "recurrent_param",
-        "input_gate.w": "input_gate_weight", "input_gate.b": "input_gate_bias",
-        "a_gate.w": "recurrent_gate_weight", "a_gate.b": "recurrent_gate_bias",
-    }  # fmt: skip
+        "embedder.input_embedding": "embed_tokens.weight",
+        "blocks": "layers",
+        "scale": "weight",
+        "recurrent_block": "temporal_block",
+        "attention_block": "temporal_block",
+        "proj_q": "q_proj",
+        "proj_k": "k_proj",
+        "proj_v": "v_proj",
+        "proj_final": "o_proj",
+        "ffw_down": "down_proj",
+        "conv_1d.w": "conv_1d.weight",
+        "conv_1d.b": "conv_1d.bias",
+        "a_param": "recurrent_param",
+        "input_gate.w": "input_gate_weight",
+        "input_gate.b": "input_gate_bias",
+        "a_gate.w": "recurrent_gate_weight",
+        "a_gate.b": "recurrent_gate_bias",
+    }
     new = {}
     for old, tensor in weights.items():
         name = f"model.{old}"
@@ -174,12 +185,18 @@ def pair(witness: Callable[[str], None], tmp_path_factory: pytest.TempPathFactor
     torch.manual_seed(20)
     griffin = deepmind.griffin.Griffin(
         deepmind.common.GriffinConfig(
-            vocab_size=VOCABULARY, width=WIDTH, mlp_expanded_width=96, num_heads=HEADS,
+            vocab_size=VOCABULARY,
+            width=WIDTH,
+            mlp_expanded_width=96,
+            num_heads=HEADS,
             block_types=(kind.RECURRENT, kind.RECURRENT, kind.ATTENTION) * (LAYERS // 3),
-            embeddings_scale_by_sqrt_dim=True, attention_window_size=WINDOW, logits_soft_cap=30.0, lru_width=WIDTH,
+            embeddings_scale_by_sqrt_dim=True,
+            attention_window_size=WINDOW,
+            logits_soft_cap=30.0,
+            lru_width=WIDTH,
         ),
         gradient_checkpointing=False,
-    ).eval()  # fmt: skip
+    ).eval()
     with torch.no_grad():  # their initialisation leaves norms and biases at zero, and a swapped pair would not show
         for name, weight in griffin.named_parameters():
             if name.endswith((".scale", ".b", ".bias")):
@@ -187,10 +204,19 @@ def pair(witness: Callable[[str], None], tmp_path_factory: pytest.TempPathFactor
             if "proj_q" in name or "proj_final" in name:
                 weight.mul_(3.0)  # heads that differ from each other, and whose loss shows in the logits
     config = RecurrentGemmaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=192, num_attention_heads=HEADS, num_key_value_heads=1,
-        num_hidden_layers=LAYERS, attention_window_size=WINDOW, lru_width=WIDTH, logits_soft_cap=30.0,
-        pad_token_id=0, bos_token_id=2, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=192,
+        num_attention_heads=HEADS,
+        num_key_value_heads=1,
+        num_hidden_layers=LAYERS,
+        attention_window_size=WINDOW,
+        lru_width=WIDTH,
+        logits_soft_cap=30.0,
+        pad_token_id=0,
+        bos_token_id=2,
+        eos_token_id=None,
+    )
     model = RecurrentGemmaForCausalLM(config)
     state = _renamed(dict(griffin.state_dict()))
     state["lm_head.weight"] = state["model.embed_tokens.weight"]

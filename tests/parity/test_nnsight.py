@@ -14,9 +14,16 @@ import needlework as nw
 
 HEADS, HEAD_DIM, TOKENS, PROMPT = 4, 8, 17, 12
 SIZES = {
-    "vocab_size": 101, "hidden_size": HEADS * HEAD_DIM, "intermediate_size": 48, "num_attention_heads": HEADS,
-    "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 101,
+    "hidden_size": HEADS * HEAD_DIM,
+    "intermediate_size": 48,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 ATTENTION = {"llama": [0, 1, 2], "jamba": [1, 3]}  # layers that have heads
 
 
@@ -25,9 +32,17 @@ def _model(name: str) -> Any:
     if name == "llama":
         return LlamaForCausalLM(LlamaConfig(**SIZES, num_hidden_layers=3)).eval()
     config = JambaConfig(
-        **SIZES, num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1,
-        num_experts=2, mamba_d_state=4, mamba_dt_rank=4, use_mamba_kernels=False,
-    )  # fmt: skip
+        **SIZES,
+        num_hidden_layers=4,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=2,
+        mamba_d_state=4,
+        mamba_dt_rank=4,
+        use_mamba_kernels=False,
+    )
     return JambaForCausalLM(config).eval()
 
 
@@ -89,9 +104,7 @@ def test_the_witness_sees_the_same_heads(pair: tuple[Witness, nw.Subject], name:
 
 
 @pytest.mark.parametrize("phase", ["prefill", "both"])
-def test_each_single_head(
-    pair: tuple[Witness, nw.Subject], ids: Tensor, name: str, phase: Literal["prefill", "both"]
-) -> None:
+def test_each_single_head(pair: tuple[Witness, nw.Subject], ids: Tensor, name: str, phase: Literal["prefill", "both"]) -> None:
     theirs, ours = pair
     plain = ours.logits(ids)
     for layer, head in _heads(name):

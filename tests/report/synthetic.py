@@ -27,10 +27,14 @@ WINDOW = {"tiny-griffin": 160, "tiny-jamba": None, "tiny-mamba": None}
 def anatomy(model: str) -> dict[str, Any]:
     part = {"query_heads": HEADS[model], "kv_heads": 1, "window": WINDOW[model]}
     layers = [
-        {"index": i, "kind": "attention" if c == "A" else "recurrent", "attention": part if c == "A" else None,
-         "recurrent": {"mixer": "Mixer"} if c == "R" else None}
+        {
+            "index": i,
+            "kind": "attention" if c == "A" else "recurrent",
+            "attention": part if c == "A" else None,
+            "recurrent": {"mixer": "Mixer"} if c == "R" else None,
+        }
         for i, c in enumerate(LAYERS[model])
-    ]  # fmt: skip
+    ]
     return {"architecture": model.title(), "layers": layers, "window": WINDOW[model], "parameters": 1_200_000}
 
 
@@ -64,10 +68,18 @@ def needles(model: str, per_cell: int, layout: str = "plain", mode: str = "gener
                 window = WINDOW[model]
                 distance = len(whole) - spans[-1][0]
                 facts = {
-                    "length_tokens": length, "context_tokens": length, "depth_percent": depth, "layout": layout,
-                    "in_window": window is None or distance <= window, "relation": "code", "chance": 0.25,
-                    "form": "question-0", "needle_distance_tokens": distance, "twin_target": "crimson two", "world": "toy",
-                }  # fmt: skip
+                    "length_tokens": length,
+                    "context_tokens": length,
+                    "depth_percent": depth,
+                    "layout": layout,
+                    "in_window": window is None or distance <= window,
+                    "relation": "code",
+                    "chance": 0.25,
+                    "form": "question-0",
+                    "needle_distance_tokens": distance,
+                    "twin_target": "crimson two",
+                    "world": "toy",
+                }
                 task = "niah" if mode == "generate" else "niah_choice"
                 task = task if layout == "plain" else f"{task}_{layout}"
                 name = f"niah/length={length}/depth={depth}/{i}"
@@ -163,12 +175,29 @@ def trial(model: str, experiment: str, sample: Sample, text: str) -> Row:
         wrong = "crimson two"
     output = (sample.target if right else wrong) + " ." if sample.mode == "generate" else ""
     return Row(
-        id=digest, experiment=experiment, model=model, task=sample.task, sample=sample.id, cluster=sample.id, seed=0,
-        intervention=text, mode=sample.mode, prompt=sample.prompt, prompt_tokens=len(sample.prompt.split()),
-        target=sample.target, output=output, finish="stop" if output else "scored", error="", seconds=0.01,
-        spans=sample.spans, facts=sample.facts, scores=scores, kind=kind_of(sample.task), ability=ability_of(sample.task),
+        id=digest,
+        experiment=experiment,
+        model=model,
+        task=sample.task,
+        sample=sample.id,
+        cluster=sample.id,
+        seed=0,
+        intervention=text,
+        mode=sample.mode,
+        prompt=sample.prompt,
+        prompt_tokens=len(sample.prompt.split()),
+        target=sample.target,
+        output=output,
+        finish="stop" if output else "scored",
+        error="",
+        seconds=0.01,
+        spans=sample.spans,
+        facts=sample.facts,
+        scores=scores,
+        kind=kind_of(sample.task),
+        ability=ability_of(sample.task),
         boundary="decode" if sample.mode == "generate" else "",
-    )  # fmt: skip
+    )
 
 
 def kind_of(task: str) -> str:
@@ -234,9 +263,11 @@ def multiply(directory: Path, trials: int) -> int:
     store.db.execute("PRAGMA synchronous=OFF")
     names = [f.name for f in fields(Row)]
     changed = {
-        "id": "id || '-' || ?1", "sample": "sample || '/' || ?1", "cluster": "cluster || '/' || ?1",
+        "id": "id || '-' || ?1",
+        "sample": "sample || '/' || ?1",
+        "cluster": "cluster || '/' || ?1",
         "facts": "replace(facts, '{', '{\"copy\": ' || ?1 || ', ')",
-    }  # fmt: skip
+    }
     select = ", ".join(changed.get(name, name) for name in names)
     there = int(store.db.execute("SELECT count(*) FROM trials").fetchone()[0])
     last = int(store.db.execute("SELECT max(rowid) FROM trials").fetchone()[0])

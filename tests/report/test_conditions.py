@@ -17,9 +17,16 @@ from needlework.report.conditions import Condition, normal, place, rebuilt
 from test_interventions import PARTS
 
 FREE = {  # of each placed kind: the fields that may be anything
-    "heads": "phase k fraction by seed draw", "attention_block": "phase k", "recurrent": "phase site", "both_off": "phase site",
-    "expose": "prefill decode", "limit": "prefill decode sinks", "swap": "half", "none": "", "other": "",
-}  # fmt: skip
+    "heads": "phase k fraction by seed draw",
+    "attention_block": "phase k",
+    "recurrent": "phase site",
+    "both_off": "phase site",
+    "expose": "prefill decode",
+    "limit": "prefill decode sinks",
+    "swap": "half",
+    "none": "",
+    "other": "",
+}
 
 
 def check(intervention: nw.Intervention) -> Condition:
@@ -79,13 +86,17 @@ def test_two_interventions_in_one_place_do_the_same() -> None:
 @pytest.mark.parametrize(
     "one,other",
     [
-        ("expose_tokens(mode='omit')",
-         "expose_tokens(mode='omit', phase='decode') + expose_tokens(mode='omit', phase='prefill')"),
-        ("expose_tokens(mode='omit', phase='decode')",
-         "expose_tokens(mode='omit', phase='decode') + expose_tokens(mode='keep', phase='prefill')"),
+        (
+            "expose_tokens(mode='omit')",
+            "expose_tokens(mode='omit', phase='decode') + expose_tokens(mode='omit', phase='prefill')",
+        ),
+        (
+            "expose_tokens(mode='omit', phase='decode')",
+            "expose_tokens(mode='omit', phase='decode') + expose_tokens(mode='keep', phase='prefill')",
+        ),
         ("limit_context(tokens=8)", "limit_context(tokens=8, phase='decode') + limit_context(tokens=8, phase='prefill')"),
     ],
-)  # fmt: skip
+)
 def test_spellings_of_one_thing_share_a_place(one: str, other: str) -> None:
     assert replace(place(one), text="") == replace(place(other), text="")
     assert place(one).kind != "other"

@@ -50,10 +50,15 @@ def test_accuracies_equal_plain_counting(frame: Frame, trials: list[Row]) -> Non
             assert bench.accuracy(bench.retrieval(text)) == counted(trials, model, text, **wanted)
             assert bench.accuracy(bench.knowledge(text, "letter")) == counted(trials, model, text, form="letter")
     outside = Bench(frame, "tiny-griffin").retrieval("none", in_window=False)
-    assert 0 < len(outside) == sum(
-        (t.model, t.intervention, t.task, t.facts["in_window"]) == ("tiny-griffin", "none", "niah", False)
-        for t in trials if t.task == "niah"
-    )  # fmt: skip
+    assert (
+        0
+        < len(outside)
+        == sum(
+            (t.model, t.intervention, t.task, t.facts["in_window"]) == ("tiny-griffin", "none", "niah", False)
+            for t in trials
+            if t.task == "niah"
+        )
+    )
 
 
 def test_retained_share_pairs_the_same_samples(frame: Frame, trials: list[Row]) -> None:
@@ -236,9 +241,10 @@ def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: lis
     base = next(t for t in trials if (t.model, t.task, t.intervention) == ("tiny-jamba", "niah", "none"))
     right, wrong = {"correct": 1.0}, {"correct": 0.0}
     rows = [
-        replace(base, id="1", prompt_id="a", scores=right), replace(base, id="2", prompt_id="b", scores=wrong),
+        replace(base, id="1", prompt_id="a", scores=right),
+        replace(base, id="2", prompt_id="b", scores=wrong),
         replace(base, id="3", prompt_id="a", scores=right, intervention="keep_heads(k=1)"),
-    ]  # fmt: skip
+    ]
     store = Store(tmp_path, create=True)
     store.add(rows)
     store.close()

@@ -32,15 +32,37 @@ def row(i: int, right: bool, text: str = "none", **fields: Any) -> Row:
     """The i-th needle, found or not; unlike trials have unlike ids, as in a real store."""
     facts = {"layout": "plain", "in_window": True, "length_tokens": 64, "depth_percent": 50, "twin_target": "jade four"}
     facts |= {"world": "toy", "chance": 0.25} | fields.pop("facts", {})
-    chosen = {"experiment": "one", "task": "niah", "kind": "niah", "ability": "retrieval", "mode": "generate",
-              "boundary": "decode", **fields}  # fmt: skip
+    chosen = {
+        "experiment": "one",
+        "task": "niah",
+        "kind": "niah",
+        "ability": "retrieval",
+        "mode": "generate",
+        "boundary": "decode",
+        **fields,
+    }
     what = [text, chosen["boundary"], chosen["mode"], chosen.get("prompt_id", i), i]
     return Row(
-        **{"id": json.dumps(what), "model": MODEL, "sample": f"niah/{i}", "cluster": f"niah/{i}", "seed": 0,
-           "intervention": text, "prompt": "a needle", "prompt_tokens": 2, "target": "amber nine",
-           "output": "amber nine ." if right else "jade four .", "finish": "stop", "error": "", "seconds": 0.0,
-           "facts": facts, "scores": {"correct": float(right)}, "prompt_id": f"prompt {i}", **chosen}
-    )  # fmt: skip
+        **{
+            "id": json.dumps(what),
+            "model": MODEL,
+            "sample": f"niah/{i}",
+            "cluster": f"niah/{i}",
+            "seed": 0,
+            "intervention": text,
+            "prompt": "a needle",
+            "prompt_tokens": 2,
+            "target": "amber nine",
+            "output": "amber nine ." if right else "jade four .",
+            "finish": "stop",
+            "error": "",
+            "seconds": 0.0,
+            "facts": facts,
+            "scores": {"correct": float(right)},
+            "prompt_id": f"prompt {i}",
+            **chosen,
+        }
+    )
 
 
 def rows(right: int, n: int, text: str = "none", **fields: Any) -> Iterator[Row]:
@@ -81,8 +103,10 @@ def test_a_pick_says_every_field_of_a_group() -> None:
 def test_needle_tasks_of_any_name_are_judged_together(tmp_path: Path) -> None:
     trials = [
         row(i, True, text, task=name, prompt_id=f"{name} {i}")
-        for name in ("niah", "far", "letter-needles") for i in range(5) for text in ("none", OFF)
-    ]  # fmt: skip
+        for name in ("niah", "far", "letter-needles")
+        for i in range(5)
+        for text in ("none", OFF)
+    ]
     found = verdict(load([store(tmp_path, trials)]), "segregation")
     assert (found.estimate.n, found.estimate.value) == (15, 1.0)
     assert "(Tasks: niah, far, letter-needles.)" in found.sentence
@@ -95,8 +119,9 @@ def test_a_task_of_no_known_ability_is_shown_apart_and_judged_by_no_rule(tmp_pat
     assert {v.word for v in verdicts(frame)} == {"not testable"}
     assert not any("needles" in v.sentence for v in verdicts(frame))
     assert [line[1:] for line in others(frame)[1]] == [
-        ["niah-like", "none", "90 % [59.6, 98.2], n = 10"], ["niah-like", OFF, "20 % [5.7, 51], n = 10"],
-    ]  # fmt: skip
+        ["niah-like", "none", "90 % [59.6, 98.2], n = 10"],
+        ["niah-like", OFF, "20 % [5.7, 51], n = 10"],
+    ]
     assert scores(frame)[1] == []
     assert "<h3>Other tasks</h3>" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
 

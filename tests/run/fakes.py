@@ -23,9 +23,7 @@ HEADS = 4
 
 
 def anatomy(attention: int = 1, recurrent: int = 1, heads: int = HEADS) -> Anatomy:
-    layers = [
-        Layer(i, AttentionPart(f"a{i}", heads, heads, 8, 8, None, False, False, 100, 64), None) for i in range(attention)
-    ]
+    layers = [Layer(i, AttentionPart(f"a{i}", heads, heads, 8, 8, None, False, False, 100, 64), None) for i in range(attention)]
     layers += [Layer(attention + i, None, RecurrentPart(f"r{i}", "Mixer", 100, 64)) for i in range(recurrent)]
     return Anatomy("fake", "FakeForCausalLM", tuple(layers), 1000, 1000, 512, "transformers")
 
@@ -56,10 +54,18 @@ class FakeTask(Task):
             prompt = tuple((seed * 31 + i * 7 + j) % 1000 for j in range(self.length + i % 2))
             twin = (*prompt[:1], 999, *prompt[2:])
             yield Item(
-                id=f"fake/{i}", cluster=f"fake/{i // 2}", prompt=prompt, prompt_text=tokenizer.decode(prompt),
-                target=str(prompt[1]), spans={"needle": ((1, 4),)}, options=((1,), (2, 3)), answer=0,
-                twins={"twin": twin}, twin_target="999", facts={"context_tokens": len(prompt)},
-            )  # fmt: skip
+                id=f"fake/{i}",
+                cluster=f"fake/{i // 2}",
+                prompt=prompt,
+                prompt_text=tokenizer.decode(prompt),
+                target=str(prompt[1]),
+                spans={"needle": ((1, 4),)},
+                options=((1,), (2, 3)),
+                answer=0,
+                twins={"twin": twin},
+                twin_target="999",
+                facts={"context_tokens": len(prompt)},
+            )
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         if self.scorer == "broken":

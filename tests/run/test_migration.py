@@ -130,8 +130,12 @@ def test_rows_that_no_plan_can_ask_for_are_told_apart_at_once(old: Path) -> None
     db.close()
     rows = new_rows(Store(old)).values()
     assert {(t.task, t.asked) for t in rows} == {
-        ("gone", 0), ("cloze_choice", 0), ("niah", 0), ("letter-needles", 1), ("niah_choice", 1)
-    }  # fmt: skip
+        ("gone", 0),
+        ("cloze_choice", 0),
+        ("niah", 0),
+        ("letter-needles", 1),
+        ("niah_choice", 1),
+    }
     theirs = [t for t in rows if t.experiment == "ability"]
     assert {(t.kind, t.ability, tuple(t.greedy)) for t in theirs} == {("lm-eval", "knowledge", (True, False))}
 

@@ -215,9 +215,7 @@ def test_model_replaces_all_models_of_the_plan(tmp_path: Path) -> None:
         ("mine=lr=1", "mine", "lr=1"),
     ],
 )
-def test_a_model_may_be_given_a_name(
-    given: str, name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_may_be_given_a_name(given: str, name: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lr=1").mkdir()
     (model,) = the_plan(tmp_path, GOOD, models=[given]).models.values()
@@ -245,8 +243,11 @@ def test_a_limit_spreads_over_all_samples(tmp_path: Path) -> None:
     text = GOOD.replace("samples: 3", "samples: 10").replace("limit: 2", "limit: 4")
     work = expand(the_plan(tmp_path, text), fakes.FakeModels().look(Model("x:1", "alpha", "alpha")))
     assert [t.item.id for t in work.trials if t.experiment == "first" and not t.intervention.parts] == [
-        "fake/0", "fake/2", "fake/5", "fake/7",
-    ]  # fmt: skip
+        "fake/0",
+        "fake/2",
+        "fake/5",
+        "fake/7",
+    ]
 
 
 def test_what_a_model_has_no_parts_for_is_left_out_and_said(tmp_path: Path) -> None:
@@ -256,8 +257,9 @@ def test_what_a_model_has_no_parts_for_is_left_out_and_said(tmp_path: Path) -> N
     work = expand(the_plan(tmp_path, text), look(Model("x:1", "alpha", "alpha")))
     assert {str(trial.intervention) for trial in work.trials} == {"none", "ablate_recurrent()"}
     assert [note.split(", so ")[1] for note in work.skipped] == [
-        "ablate_attention() is left out", "swap_memory(half='kv') is left out",
-    ]  # fmt: skip
+        "ablate_attention() is left out",
+        "swap_memory(half='kv') is left out",
+    ]
     text = GOOD.replace("      - none\n      - keep_heads(k=0..2)", "      - ablate_attention()")
     with pytest.raises(PlanError, match="leave this model out"):
         expand(the_plan(tmp_path, text), look(Model("x:1", "alpha", "alpha")))
@@ -282,15 +284,23 @@ def test_equal_questions_of_one_task_count_once(tmp_path: Path) -> None:
         (
             "{none, limit_context(tokens={8, 9}, phase='prefill')} + {none, ablate_recurrent()}",
             {},
-            ["none", "ablate_recurrent()", "limit_context(phase='prefill', tokens=8)",
-             "ablate_recurrent() + limit_context(phase='prefill', tokens=8)", "limit_context(phase='prefill', tokens=9)",
-             "ablate_recurrent() + limit_context(phase='prefill', tokens=9)"],
+            [
+                "none",
+                "ablate_recurrent()",
+                "limit_context(phase='prefill', tokens=8)",
+                "ablate_recurrent() + limit_context(phase='prefill', tokens=8)",
+                "limit_context(phase='prefill', tokens=9)",
+                "ablate_recurrent() + limit_context(phase='prefill', tokens=9)",
+            ],
         ),
-        ("expose_tokens({'omit', 'only'}, span='a {b}..c')", {}, [
-            "expose_tokens(mode='omit', span='a {b}..c')", "expose_tokens(mode='only', span='a {b}..c')"]),
+        (
+            "expose_tokens({'omit', 'only'}, span='a {b}..c')",
+            {},
+            ["expose_tokens(mode='omit', span='a {b}..c')", "expose_tokens(mode='only', span='a {b}..c')"],
+        ),
         ("ablate_heads(heads=[[0, 1..2]])", {}, ["ablate_heads(heads=[[0, 1]])", "ablate_heads(heads=[[0, 2]])"]),
     ],
-)  # fmt: skip
+)
 def test_texts_with_ranges(text: str, sizes: dict[str, int], expected: list[str]) -> None:
     found = [str(act) for act in expand_text(text, sizes)]
     assert [str(parse(one)) for one in expected] == found

@@ -255,9 +255,7 @@ def test_a_file_that_is_no_store_is_refused(plan_file: Path, tmp_path: Path) -> 
         go(plan_file, tmp_path / "file")
 
 
-def test_what_breaks_one_trial_fails_that_trial_alone(
-    plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_breaks_one_trial_fails_that_trial_alone(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "CHUNK_TRIALS", 64)  # several prompts in one call
     clean = go(plan_file, tmp_path / "clean", fakes.FakeModels(fakes.FakeActor(batchwise=False)))
     victim = clean.actor.asked[5]

@@ -26,8 +26,10 @@ def texts(tmp_path: Path) -> Path:
 def test_files_come_in_the_order_of_their_names(texts: Path) -> None:
     found = haystack.read(f"{texts}/*.txt")
     assert "".join(found).split("\n\n") == [
-        "", 'Alpha one is 3.5 long. He said "yes." Then\nhe left', "Beta one. Beta two! Beta three?"
-    ]  # fmt: skip
+        "",
+        'Alpha one is 3.5 long. He said "yes." Then\nhe left',
+        "Beta one. Beta two! Beta three?",
+    ]
     assert [s.strip() for s in found[:3]] == ["Alpha one is 3.5 long.", 'He said "yes."', "Then\nhe left"]
 
 
@@ -53,9 +55,7 @@ def test_sentences_joined_again_are_the_text(text: str) -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(
-    tokens=st.integers(0, 600), depth=st.floats(0, 100), seed=st.integers(0, 9), kind=st.sampled_from(["byte", "unigram"])
-)
+@given(tokens=st.integers(0, 600), depth=st.floats(0, 100), seed=st.integers(0, 9), kind=st.sampled_from(["byte", "unigram"]))
 def test_a_needle_goes_in_after_the_nearest_sentence_end(tokens: int, depth: float, seed: int, kind: str) -> None:
     tokenizer = make(kind)
     hay = haystack.gather(tokenizer, english.sentences(Stream("hay", seed)), tokens)

@@ -35,9 +35,8 @@ def test_prompts_of_base_and_chat_models() -> None:
     context, rest = item.prompt_text.split("\n\nQUESTION: ")
     assert context.startswith(f"CONTEXT: {SENTENCE} ")
     assert rest == (
-        "What is the best thing to do in San Francisco?\n\n"
-        "ANSWER: Here is the most relevant sentence in the context: "
-    )  # fmt: skip
+        "What is the best thing to do in San Francisco?\n\nANSWER: Here is the most relevant sentence in the context: "
+    )
     (item,) = items(make("byte", chat=True), lengths=[300], depths=[0])
     assert item.prompt_text.startswith("<s>[user] CONTEXT: ")
     assert item.prompt_text.endswith("\n\nOutput the most relevant sentence in the context, word by word! [end][bot]")
@@ -159,9 +158,7 @@ def test_what_does_not_fit_is_refused(toy: Any) -> None:
 
 def test_the_companion_asks_the_same(toy: Any) -> None:
     for tokenizer, spec in ((toy, {"lengths": [80], "distractors": 2}), (make("byte"), {**SMALL, "distractors": 2})):
-        spoken, chosen = (
-            list(make_task({"kind": k, **spec}).items(tokenizer, 3, 64, None)) for k in ("niah", "niah_choice")
-        )
+        spoken, chosen = (list(make_task({"kind": k, **spec}).items(tokenizer, 3, 64, None)) for k in ("niah", "niah_choice"))
         assert spoken == chosen
     task = make_task({"kind": "niah_choice", **SMALL, "distractors": 2})
     item = chosen[0]
@@ -169,11 +166,7 @@ def test_the_companion_asks_the_same(toy: Any) -> None:
     for option in item.options:
         assert make("byte").decode(list(option)).startswith("The best thing to do in San Francisco is ")
     with pytest.raises(NeedleworkError, match="nothing to choose from"):
-        list(
-            make_task({"kind": "niah_choice", "needle": "It is so.", "absent": 0, **SMALL}).items(
-                make("byte"), 0, None, None
-            )
-        )
+        list(make_task({"kind": "niah_choice", "needle": "It is so.", "absent": 0, **SMALL}).items(make("byte"), 0, None, None))
 
 
 @pytest.mark.parametrize("against, chance", [("all", 1 / 6), ("context", 1 / 3), ("absent", 1 / 4)])

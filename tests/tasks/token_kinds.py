@@ -80,9 +80,7 @@ def make(kind: str, bos: bool = True, chat: bool = False, eos: bool = False) -> 
 
 
 def shown(tokenizer: Any, item: Any, name: str) -> list[str]:
-    return [
-        tokenizer.decode(list(item.prompt[a:b]), clean_up_tokenization_spaces=False).strip() for a, b in item.spans[name]
-    ]
+    return [tokenizer.decode(list(item.prompt[a:b]), clean_up_tokenization_spaces=False).strip() for a, b in item.spans[name]]
 
 
 def scored(totals: Sequence[float], greedy: Sequence[bool] = ()) -> Answer:

@@ -227,7 +227,5 @@ def test_spans_move_by_one_for_bos() -> None:
 
 def test_the_world_needs_neither_torch_nor_transformers() -> None:
     code = "import sys, needlework.training.recipes, needlework.toy.world; print(*(m in sys.modules for m in sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "torch", "transformers"], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code, "torch", "transformers"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]

@@ -113,7 +113,6 @@ def answered(subject: Any, task: Any, items: list[Any]) -> list[bool]:
     """Whether each item's target is what the model says, by the task's own score."""
     from needlework.requests import Request
 
-
     if task.mode == "choices":
         scored = subject.choices([item.prompt for item in items], [item.options for item in items])
         return [bool(task.score(item, answer)["top1"]) for item, answer in zip(items, scored, strict=True)]

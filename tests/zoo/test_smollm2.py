@@ -109,8 +109,6 @@ def test_the_real_one_is_converted_and_speaks_english(tmp_path: Path, monkeypatc
     subject = nw.load(smollm2.NAME)
     assert [file.name for file in tmp_path.iterdir()] == [smollm2.NAME], "nothing half-made is left"
     assert [layer.kind for layer in subject.anatomy.layers] == ["attention"] * 30
-    answers = subject.generate(
-        ["The capital of France is"] * 2, interventions=[nw.NONE, nw.AblateAttention()], max_new_tokens=4
-    )
+    answers = subject.generate(["The capital of France is"] * 2, interventions=[nw.NONE, nw.AblateAttention()], max_new_tokens=4)
     assert "Paris" in answers[0].text
     assert "Paris" not in answers[1].text

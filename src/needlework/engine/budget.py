@@ -38,10 +38,14 @@ class Costs:
         anatomy, own = body.anatomy, int(next(body.model.parameters()).element_size())
         size = value_bytes or own
         return Costs(
-            anatomy.parameters * size, anatomy.kv_bytes_per_token * size // own, anatomy.state_bytes * size // own,
-            sum(part.query_heads for _, part in anatomy.attention_parts()), anatomy.vocabulary,
-            _ACTIVATIONS * int(body.model.config.get_text_config(decoder=True).hidden_size) * size, body.shareable,
-        )  # fmt: skip
+            anatomy.parameters * size,
+            anatomy.kv_bytes_per_token * size // own,
+            anatomy.state_bytes * size // own,
+            sum(part.query_heads for _, part in anatomy.attention_parts()),
+            anatomy.vocabulary,
+            _ACTIVATIONS * int(body.model.config.get_text_config(decoder=True).hidden_size) * size,
+            body.shareable,
+        )
 
     def prompt(self, tokens: int) -> int:
         """Peak while a prompt is read, its memory included."""
@@ -113,8 +117,7 @@ class Budget:
             row, prompt = self.costs.row(item), self.costs.prompt(item.prefill_tokens)
             cost = row + len(mine - keys) * prompt
             other = batch and (
-                batch[0][1].prefill_tokens != item.prefill_tokens
-                or batch[0][1].request.decodes_last != item.request.decodes_last
+                batch[0][1].prefill_tokens != item.prefill_tokens or batch[0][1].request.decodes_last != item.request.decodes_last
             )
             if batch and (other or used + cost > self.limit or len(batch) >= most):
                 yield batch

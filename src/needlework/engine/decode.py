@@ -48,7 +48,12 @@ class Track:
         error = self.error or self.prepared.failure(receipt)
         finish = "failed" if error else self.finish
         return Answer(
-            tuple(self.tokens), tuple(self.logprobs), tuple(self.margins), receipt, finish, error  # type: ignore[arg-type]
+            tuple(self.tokens),
+            tuple(self.logprobs),
+            tuple(self.margins),
+            receipt,
+            finish,
+            error,  # type: ignore[arg-type]
         )
 
 
@@ -73,9 +78,9 @@ class Decoder:
 
     def step(self) -> list[Track]:
         """Feed one token to every row; the trials that are finished now."""
-        logits = self.body.feed(
-            self.tokens[:, None], self.memory, "decode", self.rows, self.tally, self.positions[:, None]
-        )[:, 0]  # [rows, vocabulary]
+        logits = self.body.feed(self.tokens[:, None], self.memory, "decode", self.rows, self.tally, self.positions[:, None])[
+            :, 0
+        ]  # [rows, vocabulary]
         self.positions = self.positions + 1
         alive = self.alive()
         self.tokens, going = choose(logits, alive)

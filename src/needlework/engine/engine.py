@@ -87,9 +87,7 @@ class Engine:
             if decoder is not None and not len(decoder):
                 decoder = None
 
-    def _admit(
-        self, batch: Batch, decoder: Decoder | None, pending: deque[Batch]
-    ) -> tuple[Decoder | None, list[Track]]:
+    def _admit(self, batch: Batch, decoder: Decoder | None, pending: deque[Batch]) -> tuple[Decoder | None, list[Track]]:
         """Read a batch and let it decode along; if it does not fit, put its halves back."""
         try:
             new, finished = self._start(batch)
@@ -104,9 +102,7 @@ class Engine:
 
     def _halve(self, batch: Batch, pending: deque[Batch], error: Exception) -> None:
         if len(batch) == 1:
-            raise MemoryError(
-                f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory"
-            ) from error
+            raise MemoryError(f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory") from error
         fewer = self._most = (len(batch) + 1) // 2  # also for what joins later: it would run out again
         logger.warning("out of memory with %d rows: going on with %d", len(batch), fewer)
         pending.extendleft(reversed(list(self.budget.batches(batch, fewer))))

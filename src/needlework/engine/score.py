@@ -58,9 +58,7 @@ def score(body: Body, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> 
     return answers
 
 
-def _one_length(
-    body: Body, read: Read, rows: Mapping[int, _Option], tally: Tally
-) -> dict[int, tuple[tuple[float, ...], bool]]:
+def _one_length(body: Body, read: Read, rows: Mapping[int, _Option], tally: Tally) -> dict[int, tuple[tuple[float, ...], bool]]:
     """Log-likelihoods of every token of these options, and whether each is the model's first choice; by row."""
     place = torch.tensor([row.place for row in rows.values()], device=body.device)
     tokens = torch.tensor([row.tokens for row in rows.values()], device=body.device)

@@ -22,8 +22,11 @@ _BATCH = 10_000
 def export(directory: Path | str, to: str, out: Path | str | None = None) -> list[Path]:
     """Write all tables of a run into `out` (by default DIR/export); the files that were written."""
     writers: dict[str, Callable[[Store, Path], list[Path]]] = {
-        "csv": _csv, "parquet": _parquet, "json": _json, "lm-eval": lm_eval_export.write,
-    }  # fmt: skip
+        "csv": _csv,
+        "parquet": _parquet,
+        "json": _json,
+        "lm-eval": lm_eval_export.write,
+    }
     if to not in writers:
         raise NeedleworkError(f"cannot export to {to!r}: {did_you_mean(to, writers)}")
     store = Store(directory)

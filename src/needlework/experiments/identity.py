@@ -11,9 +11,16 @@ from pathlib import Path
 from needlework.model.files import read_config, weight_files
 
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+)
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of config.json: changes no answer
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from needlework.engine.budget import Costs
     from needlework.subject import Subject
 
+
 @dataclass(frozen=True)
 class ModelInfo:
     """One model of a run. `weights` and `tokenizer_hash` say which; everything a trial's id needs is here."""

@@ -100,9 +100,7 @@ class Plan:
     adds: bool = False  # to what a directory holds; else rows that it does not ask for are not counted any more
 
 
-def load(
-    path: str | Path, *, fast: bool = False, models: Sequence[str] = (), make_task: MakeTask | None = None
-) -> Plan:
+def load(path: str | Path, *, fast: bool = False, models: Sequence[str] = (), make_task: MakeTask | None = None) -> Plan:
     """Read and check a plan. `models` replaces the plan's own; `fast` takes its reduced grid."""
     found = read(path)
     if not isinstance(found.data, dict):

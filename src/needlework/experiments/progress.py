@@ -82,4 +82,3 @@ def hid_nothing(store: Store, where: str) -> list[str]:
         f"{act} hid nothing in any of its {trials} trials of {experiment} ({model}); choose fewer tokens"
         for experiment, model, act, trials in conditions
     ]
-

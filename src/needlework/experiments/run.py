@@ -207,7 +207,5 @@ class _ModelRun:
         heads = model.watch([request for trial in recording.trials for request in trial.requests()], RECORDED_SPAN)
         where = (recording.experiment, self.model, recording.task)
         samples = len(recording.trials)
-        self.store.observe(
-            [Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in heads]
-        )
+        self.store.observe([Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in heads])
         self.store.note_recording(where, recording.content())

@@ -65,9 +65,7 @@ def model_option(text: str) -> ModelFile:
     return ModelFile(source=source, name=name)
 
 
-Models = Annotated[
-    list[Annotated[ModelFile, BeforeValidator(_model)]], BeforeValidator(_listed), Field(min_length=1)
-]
+Models = Annotated[list[Annotated[ModelFile, BeforeValidator(_model)]], BeforeValidator(_listed), Field(min_length=1)]
 Tasks = Annotated[list[Any], BeforeValidator(_listed), Field(min_length=1)]  # checked by the tasks themselves
 
 

@@ -109,7 +109,8 @@ class Part(Intervention):
             reason = anatomy.no_mixer_reason if self.side == "recurrent" else ""
             raise NeedleworkError(
                 f"{self}: {anatomy.architecture} has no separate {self.side} layers"
-                + (f" ({reason})" if reason else "") + "; choose an intervention on the side it has"
+                + (f" ({reason})" if reason else "")
+                + "; choose an intervention on the side it has"
             )
         wrong = sorted({*self.where(anatomy), *(self.layers or ())} - own)
         if wrong:

@@ -70,9 +70,19 @@ def _silu_grad(before: Any, grad: Any) -> None:
 
 @compiled(TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", TOKENS, _DENSE, _DENSE, _DENSE, _DENSE)
 def _backward(
-    first: int, stop: int, x: Any, context: Any, weight: Any, bias: Any, silu: bool,
-    grad_out: Any, grad_x: Any, grad_context: Any, grad_weight: Any, grad_bias: Any,
-) -> None:  # fmt: skip
+    first: int,
+    stop: int,
+    x: Any,
+    context: Any,
+    weight: Any,
+    bias: Any,
+    silu: bool,
+    grad_out: Any,
+    grad_x: Any,
+    grad_context: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+) -> None:
     taps = weight.shape[0]
     at = first
     while at < stop:
@@ -109,9 +119,7 @@ def forward(x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, silu: bool
     run_blocks(_forward, column_blocks(out), tokens_of(dense_channels(x)), *dense, silu, out.numpy())
 
 
-def backward(
-    x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, silu: bool, grad_out: Tensor, *grads: Tensor
-) -> None:
+def backward(x: Tensor, context: Tensor, weight: Tensor, bias: Tensor, silu: bool, grad_out: Tensor, *grads: Tensor) -> None:
     """Fill the gradients of x, context, weight and bias; the last two come per batch row."""
     dense = arrays(context, weight, bias)
     run_blocks(

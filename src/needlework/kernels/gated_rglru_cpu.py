@@ -48,9 +48,17 @@ def _scan(x: Any, gates: Any, decay: Any, scale: Any, tokens: int, h: Any) -> No
 
 @compiled(TOKENS, TOKENS, TOKENS, VECTOR, MASK, MATRIX, VECTOR, "int64")
 def _forward(
-    first: int, stop: int, x: Any, gate_in: Any, gate_keep: Any, rate: Any, reset: Any, state: Any,
-    out: Any, length: int,
-) -> None:  # fmt: skip
+    first: int,
+    stop: int,
+    x: Any,
+    gate_in: Any,
+    gate_keep: Any,
+    rate: Any,
+    reset: Any,
+    state: Any,
+    out: Any,
+    length: int,
+) -> None:
     width = rate.size
     blocks = (width + LANES - 1) // LANES
     rates, h = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
@@ -97,9 +105,7 @@ def _input_grads(x: Any, gates: Any, scale: Any, g: Any, tokens: int, grad_x: An
 
 
 @helper  # type: ignore[untyped-decorator]
-def _keep_grads(
-    gates: Any, rate: Any, decay: Any, scale: Any, g_scale: Any, g_decay: Any, tokens: int, g_rate: Any
-) -> None:
+def _keep_grads(gates: Any, rate: Any, decay: Any, scale: Any, g_scale: Any, g_decay: Any, tokens: int, g_rate: Any) -> None:
     """Gradient of the recurrence gate in place of it, and of the rate; g_decay is that of the decay."""
     for t in range(tokens):
         for j in range(LANES):  # g_decay becomes the gradient of log(decay)
@@ -124,10 +130,24 @@ def _times(factor: Any, tokens: int, values: Any) -> None:
     *(VECTOR, VECTOR, VECTOR, MATRIX, MATRIX),
 )
 def _backward(
-    first: int, stop: int, x: Any, gate_in: Any, gate_keep: Any, rate: Any, reset: Any, state: Any, states: Any,
-    grad_out: Any, grad_final: Any, length: int,
-    grad_x: Any, grad_in: Any, grad_keep: Any, grad_rate: Any, grad_state: Any,
-) -> None:  # fmt: skip
+    first: int,
+    stop: int,
+    x: Any,
+    gate_in: Any,
+    gate_keep: Any,
+    rate: Any,
+    reset: Any,
+    state: Any,
+    states: Any,
+    grad_out: Any,
+    grad_final: Any,
+    length: int,
+    grad_x: Any,
+    grad_in: Any,
+    grad_keep: Any,
+    grad_rate: Any,
+    grad_state: Any,
+) -> None:
     width = rate.size
     blocks = (width + LANES - 1) // LANES
     rates, carried, g_rate = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
@@ -168,9 +188,7 @@ def _backward(
             grad_rate[row, low + j], grad_state[row, low + j] = g_rate[j], carried[j]
 
 
-def forward(
-    x: Tensor, gate_in: Tensor, gate_keep: Tensor, rate: Tensor, reset: Tensor, state: Tensor, out: Tensor
-) -> None:
+def forward(x: Tensor, gate_in: Tensor, gate_keep: Tensor, rate: Tensor, reset: Tensor, state: Tensor, out: Tensor) -> None:
     """Fill out [batch, time, width]."""
     run_blocks(
         _forward,
@@ -182,9 +200,17 @@ def forward(
 
 
 def backward(
-    x: Tensor, gate_in: Tensor, gate_keep: Tensor, rate: Tensor, reset: Tensor, state: Tensor, out: Tensor,
-    grad_out: Tensor, grad_final: Tensor, *grads: Tensor,
-) -> None:  # fmt: skip
+    x: Tensor,
+    gate_in: Tensor,
+    gate_keep: Tensor,
+    rate: Tensor,
+    reset: Tensor,
+    state: Tensor,
+    out: Tensor,
+    grad_out: Tensor,
+    grad_final: Tensor,
+    *grads: Tensor,
+) -> None:
     """Fill the gradients of x, gate_in, gate_keep, rate (per batch row) and state."""
     run_blocks(
         _backward,

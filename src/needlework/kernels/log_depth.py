@@ -58,9 +58,7 @@ def rglru_scan(x: Tensor, decay: Tensor, state: Tensor, reset: Tensor | None) ->
     return hidden.to(x.dtype), hidden[:, -1]
 
 
-def _piece(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _piece(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
     batch, length, inner = x.shape
     decay = torch.exp(dt[..., None] * A).reshape(batch, length, -1)
     drive = ((dt * x)[..., None] * B[:, :, None]).reshape(batch, length, -1)

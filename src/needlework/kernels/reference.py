@@ -7,9 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def rglru_scan(
-    x: Tensor, decay: Tensor, state: Tensor | None = None, reset: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def rglru_scan(x: Tensor, decay: Tensor, state: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """h_t = decay_t * h_{t-1} + x_t in fp32. See `needlework.kernels.rglru.rglru_scan` for the contract."""
     hidden = torch.zeros(x.shape[0], x.shape[2], device=x.device) if state is None else state.float()
     rows = []

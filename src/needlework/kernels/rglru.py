@@ -37,9 +37,7 @@ class _CpuScan(torch.autograd.Function):
         return grad_x, grad_decay, grad_state, None
 
 
-def rglru_scan(
-    x: Tensor, decay: Tensor, state: Tensor | None = None, reset: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def rglru_scan(x: Tensor, decay: Tensor, state: Tensor | None = None, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """h_t = decay_t * h_{t-1} + x_t, accumulated in fp32; returns (all h in x's dtype, the last h in fp32).
 
     x, decay: [batch, time, width]. state: [batch, width], the h before the first token (zeros when None).

@@ -96,9 +96,17 @@ def selective_scan(
 
 
 def _check(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, reset: Tensor | None,
-    dt_bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
-) -> None:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    reset: Tensor | None,
+    dt_bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,
+) -> None:
     batch, length, inner = x.shape
     n_state = A.shape[-1]
     check_shape("dt", dt, batch, length, inner)
@@ -117,9 +125,17 @@ def _check(
 
 
 def _on_device(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, reset: Tensor | None,
-    dt_bias: Tensor | None, skip: Tensor | None, z: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None,
+    reset: Tensor | None,
+    dt_bias: Tensor | None,
+    skip: Tensor | None,
+    z: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     dt = dt if dt_bias is None else functional.softplus(dt.float() + dt_bias.float())
     y, final = libraries.selective_scan(x.float(), dt, A, B, C, state, reset)
     y = y if skip is None else y + x.float() * skip.float()

@@ -52,9 +52,22 @@ def _gate(gates: Any, tokens: int, result: Any) -> None:
 
 @compiled(TOKENS, TOKENS, MATRIX, DENSE, DENSE, MASK, DENSE, VECTOR, VECTOR, TOKENS, VECTOR, DENSE, SAVED)
 def _forward(
-    first: int, stop: int, x: Any, dt: Any, A: Any, B: Any, C: Any, reset: Any, state: Any, bias: Any, skip: Any,
-    z: Any, out: Any, final: Any, saved: Any,
-) -> None:  # fmt: skip
+    first: int,
+    stop: int,
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    reset: Any,
+    state: Any,
+    bias: Any,
+    skip: Any,
+    z: Any,
+    out: Any,
+    final: Any,
+    saved: Any,
+) -> None:
     inner, n_state, length = A.shape[0], A.shape[1], B.shape[1]
     blocks = (inner + LANES - 1) // LANES
     rate, h = np.zeros((n_state, LANES), np.float32), np.zeros((n_state, LANES), np.float32)
@@ -95,9 +108,20 @@ def _forward(
 
 
 def forward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, reset: Tensor, state: Tensor, bias: Tensor, skip: Tensor,
-    z: Tensor, out: Tensor, final: Tensor, saved: Tensor,
-) -> None:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    reset: Tensor,
+    state: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    z: Tensor,
+    out: Tensor,
+    final: Tensor,
+    saved: Tensor,
+) -> None:
     """Fill out, final and saved. Empty bias: dt is ready. Empty skip, z: neither. Empty saved: keep nothing."""
     dense = arrays(A, B, C, reset, state, bias, skip)
     results = arrays(out.view(-1), final, saved)

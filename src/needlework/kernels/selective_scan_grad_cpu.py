@@ -25,9 +25,19 @@ def _dot(left: Any, t: int, right: Any, s: int, n: int) -> Any:
 
 @helper  # type: ignore[untyped-decorator]
 def _recompute(
-    steps: Any, drive: Any, rate: Any, B: Any, C: Any, row: int, start: int, t: int, cut: bool,
-    decays: Any, states: Any, result: Any,
-) -> None:  # fmt: skip
+    steps: Any,
+    drive: Any,
+    rate: Any,
+    B: Any,
+    C: Any,
+    row: int,
+    start: int,
+    t: int,
+    cut: bool,
+    decays: Any,
+    states: Any,
+    result: Any,
+) -> None:
     """decays[t], states[t + 1] and the output of token t."""
     for n in range(rate.shape[0]):
         b, c = B[row, start + t, n], C[row, start + t, n]
@@ -55,9 +65,26 @@ def _ungate(gates: Any, result: Any, tokens: int, g_y: Any) -> None:
 
 @helper  # type: ignore[untyped-decorator]
 def _reverse(
-    steps: Any, drive: Any, rate: Any, B: Any, C: Any, row: int, start: int, t: int, decays: Any, states: Any, g_y: Any,
-    g: Any, g_rate: Any, g_drive: Any, g_steps: Any, through: Any, group: int, grad_B: Any, grad_C: Any,
-) -> None:  # fmt: skip
+    steps: Any,
+    drive: Any,
+    rate: Any,
+    B: Any,
+    C: Any,
+    row: int,
+    start: int,
+    t: int,
+    decays: Any,
+    states: Any,
+    g_y: Any,
+    g: Any,
+    g_rate: Any,
+    g_drive: Any,
+    g_steps: Any,
+    through: Any,
+    group: int,
+    grad_B: Any,
+    grad_C: Any,
+) -> None:
     """Carry `g`, the gradient of the state after token t, to the state before it; collect all others on the way."""
     for j in range(LANES):
         g_drive[t, j] = ZERO
@@ -102,11 +129,30 @@ def _deactivate(raw: Any, bias: Any, tokens: int, g_steps: Any, g_bias: Any) -> 
     *(VECTOR, VECTOR, VECTOR, DENSE, _PARTIAL, _PARTIAL, DENSE, MATRIX, MATRIX),
 )
 def _backward(
-    first: int, stop: int, x: Any, dt: Any, A: Any, B: Any, C: Any, reset: Any, saved: Any, bias: Any, skip: Any,
-    z: Any, grad_out: Any, grad_final: Any,
-    grad_x: Any, grad_dt: Any, grad_z: Any, grad_A: Any, grad_B: Any, grad_C: Any, grad_state: Any,
-    grad_bias: Any, grad_skip: Any,
-) -> None:  # fmt: skip
+    first: int,
+    stop: int,
+    x: Any,
+    dt: Any,
+    A: Any,
+    B: Any,
+    C: Any,
+    reset: Any,
+    saved: Any,
+    bias: Any,
+    skip: Any,
+    z: Any,
+    grad_out: Any,
+    grad_final: Any,
+    grad_x: Any,
+    grad_dt: Any,
+    grad_z: Any,
+    grad_A: Any,
+    grad_B: Any,
+    grad_C: Any,
+    grad_state: Any,
+    grad_bias: Any,
+    grad_skip: Any,
+) -> None:
     inner, n_state, length = A.shape[0], A.shape[1], B.shape[1]
     blocks = (inner + LANES - 1) // LANES
     rate, g_rate = np.zeros((n_state, LANES), np.float32), np.zeros((n_state, LANES), np.float32)
@@ -154,9 +200,26 @@ def _backward(
                 store(gates, grad_z, dense, inner, lanes, tokens)
             for t in range(tokens - 1, -1, -1):
                 _reverse(
-                    steps, drive, rate, B, C, row, start, t, decays, states, g_y,
-                    g, g_rate, g_drive, g_steps, through, group, grad_B, grad_C,
-                )  # fmt: skip
+                    steps,
+                    drive,
+                    rate,
+                    B,
+                    C,
+                    row,
+                    start,
+                    t,
+                    decays,
+                    states,
+                    g_y,
+                    g,
+                    g_rate,
+                    g_drive,
+                    g_steps,
+                    through,
+                    group,
+                    grad_B,
+                    grad_C,
+                )
             _leave(inputs, steps, skips, tokens, g_y, g_drive, g_steps, g_skip)
             if bias.size > 0:
                 _deactivate(raw, biases, tokens, g_steps, g_bias)
@@ -170,9 +233,20 @@ def _backward(
 
 
 def backward(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, reset: Tensor, saved: Tensor, bias: Tensor, skip: Tensor,
-    z: Tensor, grad_out: Tensor, grad_final: Tensor, *grads: Tensor,
-) -> None:  # fmt: skip
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    reset: Tensor,
+    saved: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    z: Tensor,
+    grad_out: Tensor,
+    grad_final: Tensor,
+    *grads: Tensor,
+) -> None:
     """Fill the gradients of x, dt, z, A, B, C, state, bias and skip (the last two also where there is none).
 
     Those of A, bias and skip come per batch row and those of B and C per block of channels: the caller adds them up,

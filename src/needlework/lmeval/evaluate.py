@@ -107,18 +107,25 @@ def _check(questions: Sequence[Question]) -> None:
             )
 
 
-def _plan(
-    info: ModelInfo, tasks: Sequence[str], acts: Sequence[str], questions: Sequence[Question], lm: NeedleworkLM
-) -> Plan:
+def _plan(info: ModelInfo, tasks: Sequence[str], acts: Sequence[str], questions: Sequence[Question], lm: NeedleworkLM) -> Plan:
     """A plan like any other, whose tasks are lm-eval's. It adds to what the directory holds."""
     by_task: dict[str, list[Question]] = {}
     for question in questions:
         by_task.setdefault(question.task.task_name, []).append(question)
     named = [NamedTask("eval", name, Documents.of(group, lm, info.eos)) for name, group in by_task.items()]
     experiment = Experiment(
-        "eval", EXPERIMENT, "General ability: " + ", ".join(tasks), (info.name,), tuple(named),
-        tuple(Grid("eval", text) for text in acts), (0,), "decode", None, None, False,
-    )  # fmt: skip
+        "eval",
+        EXPERIMENT,
+        "General ability: " + ", ".join(tasks),
+        (info.name,),
+        tuple(named),
+        tuple(Grid("eval", text) for text in acts),
+        (0,),
+        "decode",
+        None,
+        None,
+        False,
+    )
     about = "General ability through lm-eval"
     return Plan(Path("eval"), "eval", about, "", {info.name: info.model}, (experiment,), adds=True)
 

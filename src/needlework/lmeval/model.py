@@ -70,8 +70,11 @@ class NeedleworkLM(HFLM):
         source = Path(str(resolve(pretrained)))
         folder, gguf = (source.parent, source.name) if source.is_file() else (source, None)
         self._loading: dict[str, Any] = {
-            "device": _device(device), "window": window, "kernels": kernels, "memory_bytes": memory_bytes,
-        }  # fmt: skip
+            "device": _device(device),
+            "window": window,
+            "kernels": kernels,
+            "memory_bytes": memory_bytes,
+        }
         self._source = source
         self._subject: Subject | None = None
         options = {"revision": "main", **options, "device": self._loading["device"], "dtype": dtype, "gguf_file": gguf}
@@ -91,8 +94,11 @@ class NeedleworkLM(HFLM):
         if dtype == "auto":
             stored = str(getattr(self._config.get_text_config(decoder=True), "dtype", None)).removeprefix("torch.")
             dtype = stored if stored in DTYPES else "float32"
-        self._loading |= {"dtype": dtype, "revision": None if self._source.exists() else options.get("revision"),
-                          "trust_remote_code": bool(options.get("trust_remote_code"))}  # fmt: skip
+        self._loading |= {
+            "dtype": dtype,
+            "revision": None if self._source.exists() else options.get("revision"),
+            "trust_remote_code": bool(options.get("trust_remote_code")),
+        }
         plan = blueprint(self._source, self._loading["window"])
         self.intervention.check(plan.anatomy)
         self._model = plan.model

@@ -25,9 +25,16 @@ if TYPE_CHECKING:
 FEWSHOT_SEED = 1234  # lm-eval's own
 _MODES: dict[str, Mode] = {"loglikelihood": "choices", "loglikelihood_rolling": "perplexity", "generate_until": "generate"}
 _JUDGEMENTS = {  # GLUE by what is judged
-    "cola": "acceptability", "sst2": "acceptability", "rte": "entailment", "mnli": "entailment", "mnli_mismatch": "entailment",
-    "qnli": "entailment", "wnli": "entailment", "mrpc": "paraphrase", "qqp": "paraphrase",
-}  # fmt: skip
+    "cola": "acceptability",
+    "sst2": "acceptability",
+    "rte": "entailment",
+    "mnli": "entailment",
+    "mnli_mismatch": "entailment",
+    "qnli": "entailment",
+    "wnli": "entailment",
+    "mrpc": "paraphrase",
+    "qqp": "paraphrase",
+}
 
 
 @dataclass(frozen=True)

@@ -219,9 +219,7 @@ def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys) -> i
     return min(queries, max(FEWEST_QUERIES, budget // (4 * rows * heads * seen)))
 
 
-def _one_block(
-    forward: Forward, layer: int, block: Block, query: Tensor, keys: Keys, kwargs: dict[str, Any]
-) -> Tensor:
+def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, keys: Keys, kwargs: dict[str, Any]) -> Tensor:
     edits, scaling = forward.edits.get(layer), kwargs.get("scaling")
     if edits is not None and edits.limit is not None:
         block.visible = edits.limit_keys(forward, layer, block)
@@ -261,9 +259,7 @@ def _keys(forward: Forward, key: Tensor, value: Tensor) -> Keys:
     return OwnKeys(key, value) if prefix is None else SharedPrefix(prefix, key, value)
 
 
-def _visible(
-    forward: Forward, mask: Tensor | None, rows: int, queries: slice, keys: int, device: torch.device
-) -> Tensor | None:
+def _visible(forward: Forward, mask: Tensor | None, rows: int, queries: slice, keys: int, device: torch.device) -> Tensor | None:
     if mask is None:
         raise TrialError("the model passed no mask to attention: it would not be causal")
     known = forward.masks.get(mask.untyped_storage().data_ptr())
@@ -291,9 +287,7 @@ def _partly_hidden(visible: Tensor) -> list[slice]:
     return [slice(int(columns[a]), int(columns[b - 1]) + 1) for a, b in pairwise(ends)]
 
 
-def _visible_by_position(
-    forward: Forward, layer: int, keys: SharedPrefix, positions: Tensor, queries: slice
-) -> Tensor | None:
+def _visible_by_position(forward: Forward, layer: int, keys: SharedPrefix, positions: Tensor, queries: slice) -> Tensor | None:
     """Shared keys have no place in the model's own mask: rows may be of different lengths. Causality and window decide."""
     window = forward.windows[layer]
     one = forward.positions.shape[1] == 1

@@ -201,9 +201,19 @@ class Body:
             raise RuntimeError("feed a body inside `with body.session():`")
         shared = memory.shared
         forward = Forward(
-            phase, positions, rows.slots, tally, self.attention, rows.attention, rows.mixers, self.observer,
-            shared, self._windows, self.kernels == "fast", self.family.dense_masks,
-        )  # fmt: skip
+            phase,
+            positions,
+            rows.slots,
+            tally,
+            self.attention,
+            rows.attention,
+            rows.mixers,
+            self.observer,
+            shared,
+            self._windows,
+            self.kernels == "fast",
+            self.family.dense_masks,
+        )
         if not self._trusted and forward.own_maths:
             self._check_own_maths()
         self._memory = memory

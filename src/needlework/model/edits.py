@@ -110,9 +110,7 @@ class LayerEdits:
         """Those that need outputs [r q h d]. [r q h]"""
         scores = self.keep.scores("outputs") if self.keep is not None else []
         by_head = out.transpose(1, 2)
-        return {
-            score.name: _shaped(score.function(by_head), by_head.shape[:3], score.name).transpose(1, 2) for score in scores
-        }
+        return {score.name: _shaped(score.function(by_head), by_head.shape[:3], score.name).transpose(1, 2) for score in scores}
 
     def expose_columns(self, forward: Forward, layer: int, block: Block, p: Tensor) -> Tensor:
         assert self.expose is not None
@@ -189,9 +187,7 @@ class LayerEdits:
             off = silenced if off is None else off | silenced
         return off
 
-    def _score(
-        self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor]
-    ) -> Tensor:
+    def _score(self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor]) -> Tensor:
         """One score for each row, query and head: the one that the row asks for. [rows, queries, heads]"""
         assert self.keep is not None
         by_name = {**scores}
@@ -314,9 +310,7 @@ def _expose(exposures: Sequence[acts.ExposeColumns | None], device: torch.device
     )
 
 
-def _means(
-    silences: Sequence[Sequence[acts.SilenceHeads]], means: Mapping[str, Tensor], device: torch.device
-) -> Tensor | None:
+def _means(silences: Sequence[Sequence[acts.SilenceHeads]], means: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
     if not any(act.means for row in silences for act in row):
         return None
     silent = next((torch.zeros_like(table) for table in means.values()), None)

@@ -64,9 +64,25 @@ def _minimax_cache(config: Any) -> Any:
 _TIME_STEP = "prefill clamps the time step at its minimum, single-token decode does not"
 _SHORT_CONVOLUTIONS = "its short convolutions sit inside attention and feed-forward layers"
 _NOTHING_ELSE = (
-    "bailing_hybrid", "bamba", "falcon_h1", "gemma3", "gemma3_text", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe",
-    "llama", "mamba2", "olmo_hybrid", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-)  # fmt: skip
+    "bailing_hybrid",
+    "bamba",
+    "falcon_h1",
+    "gemma3",
+    "gemma3_text",
+    "granitemoehybrid",
+    "kimi_linear",
+    "lfm2",
+    "lfm2_moe",
+    "llama",
+    "mamba2",
+    "olmo_hybrid",
+    "qwen3",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_5_moe_text",
+    "qwen3_5_text",
+    "qwen3_next",
+)
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_NOTHING_ELSE, Family(continues=True)),

@@ -74,9 +74,7 @@ class Prefix:
     straight: bool  # rows lie as in `order` already: nothing needs to be moved
 
     @classmethod
-    def of(
-        cls, key: Tensor, value: Tensor, positions: Tensor, prompt: Tensor, start: Tensor, complete: bool = True
-    ) -> Prefix:
+    def of(cls, key: Tensor, value: Tensor, positions: Tensor, prompt: Tensor, start: Tensor, complete: bool = True) -> Prefix:
         readers: list[list[int]] = [[] for _ in range(key.shape[0])]
         where = []
         for row, p in enumerate(prompt.tolist()):

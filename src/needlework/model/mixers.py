@@ -57,9 +57,7 @@ class Mixer:
 
 
 @contextmanager
-def hooked(
-    mixers: Sequence[Mixer], attention: dict[nn.Module, int], clear: Callable[[Mixer, Tensor], None]
-) -> Iterator[None]:
+def hooked(mixers: Sequence[Mixer], attention: dict[nn.Module, int], clear: Callable[[Mixer, Tensor], None]) -> Iterator[None]:
     """Let the current forward's edits act on mixers and attention blocks; every hook is gone on exit."""
     with ExitStack() as stack:
         for mixer in mixers:
@@ -121,9 +119,7 @@ def _without_rows(output: Any, rows: Tensor) -> Any:
     return (new, *output[1:]) if isinstance(output, tuple) else new
 
 
-def _each_token_alone(
-    mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, cut: Tensor
-) -> Tensor:
+def _each_token_alone(mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, cut: Tensor) -> Tensor:
     """What the mixer says to each token of the marked rows when it is shown that token and nothing else."""
     rows, tokens = forward.positions.shape
     chosen = cut.nonzero()[:, 0]

@@ -125,10 +125,18 @@ def _scan_for(stock: Callable[..., Any]) -> Callable[..., Any]:
     """`mamba_selective_scan` of the modeling code (channels before time), going on from the layer's state."""
 
     def mamba_selective_scan(
-        hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None = None,
-        z: Tensor | None = None, delta_bias: Tensor | None = None, delta_softplus: bool = False,
-        return_last_state: bool = False, **kwargs: Any,
-    ) -> Any:  # fmt: skip
+        hidden_states: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         states = _initial_states.get()
         made_for_device = hidden_states.device.type != "cpu" and library_function("mamba_ssm", "selective_scan_fn")
         if states is None and made_for_device:

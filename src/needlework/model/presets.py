@@ -9,31 +9,58 @@ def _recurrent_gemma_2b() -> Any:
     from transformers import RecurrentGemmaConfig
 
     return RecurrentGemmaConfig(
-        num_hidden_layers=26, vocab_size=256_000, hidden_size=2560, intermediate_size=15_360, num_attention_heads=10,
-        num_key_value_heads=1, lru_width=2560, attention_window_size=2048, conv1d_width=4,
+        num_hidden_layers=26,
+        vocab_size=256_000,
+        hidden_size=2560,
+        intermediate_size=15_360,
+        num_attention_heads=10,
+        num_key_value_heads=1,
+        lru_width=2560,
+        attention_window_size=2048,
+        conv1d_width=4,
         block_types=("recurrent", "recurrent", "attention"),
-    )  # fmt: skip
+    )
 
 
 def _recurrent_gemma_9b() -> Any:
     from transformers import RecurrentGemmaConfig
 
     return RecurrentGemmaConfig(
-        num_hidden_layers=38, vocab_size=256_000, hidden_size=4096, intermediate_size=24_576, num_attention_heads=16,
-        num_key_value_heads=1, lru_width=4096, attention_window_size=2048, conv1d_width=4,
+        num_hidden_layers=38,
+        vocab_size=256_000,
+        hidden_size=4096,
+        intermediate_size=24_576,
+        num_attention_heads=16,
+        num_key_value_heads=1,
+        lru_width=4096,
+        attention_window_size=2048,
+        conv1d_width=4,
         block_types=("recurrent", "recurrent", "attention"),
-    )  # fmt: skip
+    )
 
 
 def _jamba_mini() -> Any:
     from transformers import JambaConfig
 
     return JambaConfig(
-        vocab_size=65_536, hidden_size=4096, intermediate_size=14_336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, attn_layer_period=8, attn_layer_offset=4, expert_layer_period=2, expert_layer_offset=1,
-        num_experts=16, num_experts_per_tok=2, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=256,
+        vocab_size=65_536,
+        hidden_size=4096,
+        intermediate_size=14_336,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        attn_layer_period=8,
+        attn_layer_offset=4,
+        expert_layer_period=2,
+        expert_layer_offset=1,
+        num_experts=16,
+        num_experts_per_tok=2,
+        mamba_d_state=16,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=256,
         max_position_embeddings=262_144,
-    )  # fmt: skip
+    )
 
 
 PRESETS = {

@@ -160,9 +160,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
         cache_layers = log.mixers
         if family.mixer_class:
             cache_layers = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
-        mixers = tuple(
-            Mixer(_number(paths[m]), m, cache_layer, family.state_names) for m, cache_layer in cache_layers.items()
-        )
+        mixers = tuple(Mixer(_number(paths[m]), m, cache_layer, family.state_names) for m, cache_layer in cache_layers.items())
     layers = _layers(model, paths, calls, index_of, mixers, memory)
     anatomy = Anatomy(
         model_type=config.model_type,
@@ -233,9 +231,17 @@ def _layers(
         path = paths[call.module]
         kv_bytes = call.kv_heads * (call.key_dim + call.value_dim) * call.output.element_size()
         attention[index_of[path]] = AttentionPart(
-            path, call.heads, call.kv_heads, call.key_dim, call.value_dim, call.window, call.gate, call.bias,
-            _parameters(call.module), kv_bytes,
-        )  # fmt: skip
+            path,
+            call.heads,
+            call.kv_heads,
+            call.key_dim,
+            call.value_dim,
+            call.window,
+            call.gate,
+            call.bias,
+            _parameters(call.module),
+            kv_bytes,
+        )
     for mixer in mixers:
         slots = [slot.tensor for slot in memory.slots() if slot.half == "recurrent" and slot.layer == mixer.cache_layer]
         state = sum(x.numel() * x.element_size() for x in slots)

@@ -108,10 +108,22 @@ class Bench:
         kind = self.needle_kinds[mode]
         ways = self.frame.distinct("against", model=self.model, kind=kind, mode=mode, text=text, layout=layout)
         return Pick(
-            model=self.model, ability="retrieval", kind=kind, task=ALL, setting=ALL, mode=mode,
-            against=next((way for way in AGAINST if way in ways), ""), text=text, boundary=boundary, layout=layout, form="",
-            in_window=in_window, context_tokens=ALL, depth_percent=ALL, chance=ALL,
-        )  # fmt: skip
+            model=self.model,
+            ability="retrieval",
+            kind=kind,
+            task=ALL,
+            setting=ALL,
+            mode=mode,
+            against=next((way for way in AGAINST if way in ways), ""),
+            text=text,
+            boundary=boundary,
+            layout=layout,
+            form="",
+            in_window=in_window,
+            context_tokens=ALL,
+            depth_percent=ALL,
+            chance=ALL,
+        )
 
     def retrieval(self, text: str, mode: str = "generate", layout: str = "plain", in_window: bool = True) -> Ints:
         return self.frame.rows(self.needles(text, mode, layout, in_window))
@@ -143,11 +155,25 @@ class Bench:
         if which >= len(kinds):
             return np.zeros(0, dtype=np.int64)
         kind, mode = kinds[which]
-        return self.frame.rows(Pick(
-            model=self.model, ability="knowledge", kind=kind, task=ALL, setting=ALL, mode=mode,
-            against="all" if mode == "choices" else "", text=text, boundary=self.boundary if mode == "generate" else "",
-            layout="plain", form=form, in_window=ALL, context_tokens=ALL, depth_percent=ALL, chance=ALL,
-        ))  # fmt: skip
+        return self.frame.rows(
+            Pick(
+                model=self.model,
+                ability="knowledge",
+                kind=kind,
+                task=ALL,
+                setting=ALL,
+                mode=mode,
+                against="all" if mode == "choices" else "",
+                text=text,
+                boundary=self.boundary if mode == "generate" else "",
+                layout="plain",
+                form=form,
+                in_window=ALL,
+                context_tokens=ALL,
+                depth_percent=ALL,
+                chance=ALL,
+            )
+        )
 
     def forms(self) -> list[str]:
         known = self.frame.distinct("form", model=self.model, ability="knowledge")

@@ -16,12 +16,23 @@ COLORS = ("#8b8f97", "#1f5f8b", "#c8702a", "#6a8f3c", "#7a4f9a", "#b8336a", "#0f
 HEAT = ("#f4efe3", "#6fb3b0", "#143d66")
 EDGE = "#b3541e"
 STYLE = {
-    "font.size": 8, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.linewidth": 0.6,
-    "axes.titleweight": "bold", "axes.titlelocation": "left", "legend.fontsize": 6.5, "legend.framealpha": 0.75,
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.linewidth": 0.6,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "legend.fontsize": 6.5,
+    "legend.framealpha": 0.75,
     "legend.edgecolor": "none",
-    "xtick.major.width": 0.6, "ytick.major.width": 0.6, "svg.fonttype": "none", "svg.hashsalt": "needlework",
-    "figure.facecolor": "white", "savefig.facecolor": "white",
-}  # fmt: skip
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "needlework",
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+}
 
 
 def save(figures: Sequence[Figure], folder: Path) -> list[Path]:
@@ -85,11 +96,25 @@ def _lines(panel: Lines, ax: Any) -> None:
     for series in panel.series:
         x = [point.x * (100 if panel.share_x else 1) for point in series.points]
         color, style = COLORS[series.color], "--" if series.dashed else "-"
-        ax.fill_between(x, *([getattr(p.y, end) * scale for p in series.points] for end in ("low", "high")),
-                        color=color, alpha=0.14, linewidth=0)  # fmt: skip
+        ax.fill_between(
+            x,
+            *([getattr(p.y, end) * scale for p in series.points] for end in ("low", "high")),
+            color=color,
+            alpha=0.14,
+            linewidth=0,
+        )
         y = [point.y.value * scale for point in series.points]
-        ax.plot(x, y, style, color=color, linewidth=1.3, marker="o", markersize=3, label=series.label,
-                markerfacecolor="white" if series.dashed else color)  # fmt: skip
+        ax.plot(
+            x,
+            y,
+            style,
+            color=color,
+            linewidth=1.3,
+            marker="o",
+            markersize=3,
+            label=series.label,
+            markerfacecolor="white" if series.dashed else color,
+        )
     if panel.percent:
         ax.set_ylim(-3, max(104.0, min(130.0, ax.get_ylim()[1])))
     else:

@@ -44,9 +44,17 @@ def _conditions(bench: Bench, way: str, phase: str) -> list[Condition]:
 
 
 def _series(
-    bench: Bench, browser: Browser, what: str, label: str, color: int, way: str, phase: str, rows: Rows, measure: Measure,
+    bench: Bench,
+    browser: Browser,
+    what: str,
+    label: str,
+    color: int,
+    way: str,
+    phase: str,
+    rows: Rows,
+    measure: Measure,
     dashed: bool = False,
-) -> Series:  # fmt: skip
+) -> Series:
     points, measured = [], False
     for share, draws in _by_share(bench, _conditions(bench, way, phase)).items():
         # of two texts that do the same (k=2, fraction=0.125) the one with more trials stands for both
@@ -67,9 +75,11 @@ def _best_way(bench: Bench) -> str:
 def _retrieval(bench: Bench, browser: Browser) -> Lines:
     way = _best_way(bench)
     plans = [
-        (f"by {way}, every position", 1, way, "both", False), (f"by {way}, decode only", 2, way, "decode", True),
-        (f"by {way}, prefill only", 3, way, "prefill", True), ("random heads, every position", 0, "random", "both", False),
-    ]  # fmt: skip
+        (f"by {way}, every position", 1, way, "both", False),
+        (f"by {way}, decode only", 2, way, "decode", True),
+        (f"by {way}, prefill only", 3, way, "prefill", True),
+        ("random heads, every position", 0, "random", "both", False),
+    ]
     series = [
         _series(bench, browser, "retrieval", label, color, by, phase, bench.retrieval, bench.accuracy, dashed)
         for label, color, by, phase, dashed in plans
@@ -81,6 +91,7 @@ def _knowledge(bench: Bench, browser: Browser) -> Lines:
     way = _best_way(bench)
     series = []
     for form, color in (("cloze", 4), ("letter", 5)):
+
         def rows(text: str, form: str = form) -> Ints:
             return bench.knowledge(text, form)
 
@@ -123,9 +134,22 @@ def _perplexities(bench: Bench, browser: Browser) -> list[Lines]:
     made = []
     for kind, task, setting in own:
         pick = Pick(
-            model=bench.model, ability=ALL, kind=kind, task=task, setting=setting, mode="perplexity", against="", text=ALL,
-            boundary="", layout=ALL, form=ALL, in_window=ALL, context_tokens=ALL, depth_percent=ALL, chance=ALL,
-        )  # fmt: skip
+            model=bench.model,
+            ability=ALL,
+            kind=kind,
+            task=task,
+            setting=setting,
+            mode="perplexity",
+            against="",
+            text=ALL,
+            boundary="",
+            layout=ALL,
+            form=ALL,
+            in_window=ALL,
+            context_tokens=ALL,
+            depth_percent=ALL,
+            chance=ALL,
+        )
         words = [task] * (len({name for _, name, _ in own}) > 1) + [unlike[setting]] * bool(unlike[setting])
         made.append(_perplexity(bench, browser, pick, ", ".join(["Perplexity", *words])))
     return made
@@ -144,21 +168,29 @@ def _perplexity(bench: Bench, browser: Browser, pick: Pick, title: str) -> Lines
             nll = frame.values(part, trials) * tokens
             known = ~(np.isnan(nll) | np.isnan(tokens))
             return stats.perplexity(nll[known], tokens[known], frame.cluster[trials][known])
+
         return of
 
-    plans = [("all tokens", 1, way, "nll"), ("recall tokens", 6, way, "nll_recall"), ("other tokens", 4, way, "nll_rest"),
-             ("all tokens, random heads", 0, "random", "nll")]  # fmt: skip
+    plans = [
+        ("all tokens", 1, way, "nll"),
+        ("recall tokens", 6, way, "nll_recall"),
+        ("other tokens", 4, way, "nll_rest"),
+        ("all tokens, random heads", 0, "random", "nll"),
+    ]
     series = [
-        _series(bench, browser, "perplexity", label, color, by, "both", rows, measure(part))
-        for label, color, by, part in plans
+        _series(bench, browser, "perplexity", label, color, by, "both", rows, measure(part)) for label, color, by, part in plans
     ]
     return _lines(bench, title, "perplexity (log scale)", series, percent=False)
 
 
 def _lines(
-    bench: Bench, title: str, y_label: str, series: Sequence[Series], level: tuple[float, str] | None = None,
+    bench: Bench,
+    title: str,
+    y_label: str,
+    series: Sequence[Series],
+    level: tuple[float, str] | None = None,
     percent: bool = True,
-) -> Lines:  # fmt: skip
+) -> Lines:
     shown = [one for one in series if one.points]
     return Lines(bench.model, bench.titled(title), KEPT, y_label, shown, percent=percent, level=level, mark=(0.15, "15 %"))
 

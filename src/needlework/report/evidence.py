@@ -52,8 +52,13 @@ def collect(bench: Bench, reading_twice_helps: str) -> Evidence:
         silenced=bench.silenced("plain"),
         few=_retained_if_any(bench, some.text if some else None),
         few_label=f"{bench.share(some)} per layer, by {some.way}" if some else "",
-        few_knowledge=[Kept(form, p.raw, p.corrected) for form in ("cloze", "letter") if some
-                       for p in [bench.retained_knowledge(some.text, form)] if len(p.after)],
+        few_knowledge=[
+            Kept(form, p.raw, p.corrected)
+            for form in ("cloze", "letter")
+            if some
+            for p in [bench.retained_knowledge(some.text, form)]
+            if len(p.after)
+        ],
         layouts={name: silenced for name, silenced in layouts.items() if silenced.exact.n},
         reading_twice_helps=reading_twice_helps,
         omit_decode=bench.accuracy(bench.retrieval(exposed.get(("keep", "omit"), "-"))),
@@ -66,7 +71,7 @@ def collect(bench: Bench, reading_twice_helps: str) -> Evidence:
         follows_kv_outside=bench.follows_kv(in_window=False),
         has_attention=not layers or any(layer.get("attention") for layer in layers),
         has_recurrence=not layers or any(layer.get("recurrent") for layer in layers),
-    )  # fmt: skip
+    )
 
 
 def _texts(*conditions: Condition | None) -> list[str]:

@@ -149,9 +149,7 @@ def _findings(frame: Frame, found: Sequence[Verdict]) -> str:
 
 
 def _claim(rule: Rule, found: Sequence[Verdict]) -> str:
-    items = "".join(
-        f"<li>{_chip(v.word)}<div><b>{escape(v.model)}</b><p>{_tidy(v.sentence)}</p></div></li>" for v in found
-    )
+    items = "".join(f"<li>{_chip(v.word)}<div><b>{escape(v.model)}</b><p>{_tidy(v.sentence)}</p></div></li>" for v in found)
     return (
         f'<article class="claim" id="claim-{rule.claim}"><div><h3>{escape(rule.title)}</h3>'
         f'<p class="says">{escape(rule.says)}</p></div><ul>{items}</ul></article>'
@@ -230,9 +228,7 @@ def _panel(panel: Panel, width: int) -> str:
     legend = ""
     if isinstance(panel, Lines):
         dash = ' class="dashed"'
-        items = "".join(
-            f'<li class="s{s.color}"><i{dash * s.dashed}></i>{escape(s.label)}</li>' for s in panel.series
-        )
+        items = "".join(f'<li class="s{s.color}"><i{dash * s.dashed}></i>{escape(s.label)}</li>' for s in panel.series)
         legend = f'<p class="y">{escape(panel.y_label)}</p><ul class="legend">{items}</ul>'
     return f'<figure class="panel"><h4>{escape(panel.title)}</h4>{legend}{draw(panel, width)}</figure>'
 

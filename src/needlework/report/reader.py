@@ -21,9 +21,15 @@ from needlework.store import SEMANTICS_VERSION, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
 
 FORMS = {
-    "cloze": "cloze", "question": "cloze", "statement": "cloze", "letter": "letter", "lookup": "lookup",
-    "acceptability": "judgement", "entailment": "judgement", "paraphrase": "judgement",
-}  # fmt: skip
+    "cloze": "cloze",
+    "question": "cloze",
+    "statement": "cloze",
+    "letter": "letter",
+    "lookup": "lookup",
+    "acceptability": "judgement",
+    "entailment": "judgement",
+    "paraphrase": "judgement",
+}
 # Options of a task that only say how many samples there are, or that are a field of their group.
 COUNTED = ("samples", "per_subject", "rounds", "lengths", "depths", "layout", "against", "twins")
 FOREIGN = "lm-eval"  # the kind of tasks whose scores are lm-eval's own, not ours
@@ -85,20 +91,35 @@ class _Reader:
         self.group_of = lru_cache(maxsize=400_000)(self._group)
 
     def _group(
-        self, label: str, ability: str, kind: str, task: str, options: _Options, mode: str, text: str, boundary: str,
+        self,
+        label: str,
+        ability: str,
+        kind: str,
+        task: str,
+        options: _Options,
+        mode: str,
+        text: str,
+        boundary: str,
         facts_text: str,
-    ) -> int:  # fmt: skip
+    ) -> int:
         facts = self.facts(facts_text)
         group = Group(
-            model=label, ability=ability, kind=kind, task=task, setting=options.setting, mode=mode,
-            against=options.against if mode == "choices" else "", text=text, boundary=boundary,
+            model=label,
+            ability=ability,
+            kind=kind,
+            task=task,
+            setting=options.setting,
+            mode=mode,
+            against=options.against if mode == "choices" else "",
+            text=text,
+            boundary=boundary,
             layout=str(facts.get("layout") or "plain"),
             form=FORMS.get(str(facts.get("form")), "") if ability == "knowledge" else "",
             in_window=facts.get("in_window") is not False,
             context_tokens=_number(facts.get("length_tokens", facts.get("context_tokens"))),
             depth_percent=_number(facts.get("depth_percent")),
             chance=_chance(facts, options.against) if mode == "choices" else 0.0,  # nobody guesses a generated answer
-        )  # fmt: skip
+        )
         return self.groups.setdefault(group, len(self.groups))
 
     def _whose(self, output: str, facts: dict[str, Any]) -> dict[str, float]:
@@ -110,9 +131,28 @@ class _Reader:
     def read(self, store: Store, source: int, label_of: dict[str, str]) -> None:
         c, counts, options, plain = self.columns, self.counts, _options(store), _Options()
         for (
-            row, id_, experiment, model, task, kind, ability, boundary, prompt, sample, cluster, seed, text, mode, finish,
-            facts, scores, scoring, asked, idle, said,
-        ) in store.db.execute(_QUERY):  # fmt: skip
+            row,
+            id_,
+            experiment,
+            model,
+            task,
+            kind,
+            ability,
+            boundary,
+            prompt,
+            sample,
+            cluster,
+            seed,
+            text,
+            mode,
+            finish,
+            facts,
+            scores,
+            scoring,
+            asked,
+            idle,
+            said,
+        ) in store.db.execute(_QUERY):
             counts.rows += 1
             counts.not_asked += not asked
             counts.failed += bool(asked) and finish == "failed"
@@ -189,9 +229,14 @@ def _versions(stores: Sequence[Store]) -> list[str]:
 
 
 def _frame(
-    reader: _Reader, models: dict[str, dict[str, Any]], watched: list[Watched], directories: list[Path], plans: list[str],
-    warnings: list[str], notes: list[str],
-) -> Frame:  # fmt: skip
+    reader: _Reader,
+    models: dict[str, dict[str, Any]],
+    watched: list[Watched],
+    directories: list[Path],
+    plans: list[str],
+    warnings: list[str],
+    notes: list[str],
+) -> Frame:
     columns = reader.columns
     keys = np.asarray(columns.key, dtype=np.int64)
     _, first = np.unique(keys, return_index=True)
@@ -204,9 +249,18 @@ def _frame(
     names = ("group", "trial", "sample", "cluster", "source", "row")
     picked = {name: np.asarray(getattr(columns, name), dtype=np.int64)[first] for name in names}
     return Frame(
-        groups=list(reader.groups), scores=scores, models=models, observations=watched, directories=directories,
-        plans=plans, trials=reader.counts.rows, failed=reader.counts.failed, warnings=warnings, notes=notes, **picked,
-    )  # fmt: skip
+        groups=list(reader.groups),
+        scores=scores,
+        models=models,
+        observations=watched,
+        directories=directories,
+        plans=plans,
+        trials=reader.counts.rows,
+        failed=reader.counts.failed,
+        warnings=warnings,
+        notes=notes,
+        **picked,
+    )
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ def draw(panel: Panel, width: int = WIDTH) -> str:
 def _svg(height: float, label: str, body: Sequence[str], width: int = WIDTH) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
-        + "".join(body) + "</svg>"
-    )  # fmt: skip
+        + "".join(body)
+        + "</svg>"
+    )
 
 
 def _text(x: float, y: float, text: str, kind: str = "tick", anchor: str = "middle", extra: str = "") -> str:
@@ -70,11 +71,15 @@ def _lines(panel: Lines, width: int) -> str:
         body += [_line(x(value), base, x(value), base + 4, "axis"), _text(x(value), base + 16, label)]
     body.append(_line(left, base, width - right, base, "axis"))
     if panel.mark:
-        body += [_line(x(panel.mark[0]), top, x(panel.mark[0]), base, "guide"),
-                 _text(x(panel.mark[0]) + 3, base - 5, panel.mark[1], "note", "start")]  # fmt: skip
+        body += [
+            _line(x(panel.mark[0]), top, x(panel.mark[0]), base, "guide"),
+            _text(x(panel.mark[0]) + 3, base - 5, panel.mark[1], "note", "start"),
+        ]
     if panel.level:
-        body += [_line(left, y(panel.level[0]), width - right, y(panel.level[0]), "guide"),
-                 _text(left + 2, y(panel.level[0]) - 4, panel.level[1], "note", "start")]  # fmt: skip
+        body += [
+            _line(left, y(panel.level[0]), width - right, y(panel.level[0]), "guide"),
+            _text(left + 2, y(panel.level[0]) - 4, panel.level[1], "note", "start"),
+        ]
     body.append(_text((left + width - right) / 2, height - 8, panel.x_label, "label"))
     first = True
     for i, series in enumerate(sorted(panel.series, key=lambda s: s.color != 0)):  # controls lie below
@@ -172,7 +177,7 @@ def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wi
         kind = "on" if share > 0.62 else "off"
         shown = _text(x + wide / 2, y + tall / 2 + 3.5, whole(cell.y.value), f"value {kind}")
     return (
-        f'<g{_mark(cell.key, label, r == 0 and c == 0, (r, c))}><title>{escape(label)}</title>'
+        f"<g{_mark(cell.key, label, r == 0 and c == 0, (r, c))}><title>{escape(label)}</title>"
         f'<rect {box} class="heat {half}" style="--v:{100 * mixed:.0f}%"/>{shown}</g>'
     )
 

@@ -33,10 +33,16 @@ def models(frame: Frame) -> tuple[list[str], list[list[str]]]:
         anatomy = frame.anatomy(model)
         kinds = "".join(LETTERS.get(layer.get("kind", "other"), "-") for layer in anatomy.get("layers", []))
         parameters = anatomy.get("parameters")
-        rows.append([
-            model, kinds or "–", str(frame.heads(model) or "–"), str(frame.window(model) or "none"),
-            f"{parameters:,}" if parameters else "–", f"{frame.count(model):,}",
-        ])  # fmt: skip
+        rows.append(
+            [
+                model,
+                kinds or "–",
+                str(frame.heads(model) or "–"),
+                str(frame.window(model) or "none"),
+                f"{parameters:,}" if parameters else "–",
+                f"{frame.count(model):,}",
+            ]
+        )
     return header, rows
 
 
@@ -44,10 +50,12 @@ def _conditions(bench: Bench) -> list[tuple[str, str]]:
     few, off, recurrent = bench.few(), bench.silent(), bench.recurrent_off()
     few_decode, off_decode = bench.few("decode"), bench.silent("decode")
     named: list[tuple[str, Condition | None]] = [
-        (bench.share(few) if few else "", few), (f"{bench.share(few_decode)}, decode only" if few_decode else "", few_decode),
-        ("no heads", off), ("no heads, decode only", off_decode),
+        (bench.share(few) if few else "", few),
+        (f"{bench.share(few_decode)}, decode only" if few_decode else "", few_decode),
+        ("no heads", off),
+        ("no heads, decode only", off_decode),
         (f"no recurrent {recurrent.site}" if recurrent else "", recurrent),
-    ]  # fmt: skip
+    ]
     return [("untouched", "none"), *((label, c.text) for label, c in named if c is not None)]
 
 
@@ -56,9 +64,7 @@ def unplaced(bench: Bench) -> list[tuple[str, str]]:
     return [(c.text, c.text) for c in bench.conditions if c.kind in ("other", "attention_block")]
 
 
-def scores(
-    frame: Frame, conditions: Callable[[Bench], list[tuple[str, str]]] = _conditions
-) -> tuple[list[str], list[list[str]]]:
+def scores(frame: Frame, conditions: Callable[[Bench], list[tuple[str, str]]] = _conditions) -> tuple[list[str], list[list[str]]]:
     """Exact, graded and forced choice, in and out of the window apart."""
     header = ["model", "condition", "exact, in window", "exact, out of window", "graded (0-5)", "forced choice", "chance"]
     rows = []
@@ -69,10 +75,17 @@ def scores(
             if len(inside) + len(outside) + len(choices) == 0:
                 continue
             chance = f"{percent(frame.chance(choices))} ({bench.needles(text, 'choices').against})"
-            rows.append([
-                bench.model, bench.titled(label), _told(bench.accuracy(inside)), _told(bench.accuracy(outside)),
-                _graded(frame, inside), _told(bench.accuracy(choices)), chance if len(choices) else "–",
-            ])  # fmt: skip
+            rows.append(
+                [
+                    bench.model,
+                    bench.titled(label),
+                    _told(bench.accuracy(inside)),
+                    _told(bench.accuracy(outside)),
+                    _graded(frame, inside),
+                    _told(bench.accuracy(choices)),
+                    chance if len(choices) else "–",
+                ]
+            )
     return header, rows
 
 
@@ -96,8 +109,13 @@ def knowledge(frame: Frame) -> tuple[list[str], list[list[str]]]:
 
 def contrasts(frame: Frame) -> tuple[list[str], list[list[str]]]:
     """The double dissociation in numbers: differences of retained shares, and their sum."""
-    header = ["model", "retrieval: without recurrence less without attention",
-              "knowledge: without attention less without recurrence", "interaction (the sum)", "crossed"]  # fmt: skip
+    header = [
+        "model",
+        "retrieval: without recurrence less without attention",
+        "knowledge: without attention less without recurrence",
+        "interaction (the sum)",
+        "crossed",
+    ]
     rows = []
     for bench in every_bench(frame):
         found = bench.interaction()
@@ -125,8 +143,12 @@ def summary(directories: Sequence[Path]) -> RenderableType:
 
 
 def _numbers(frame: Frame) -> Table:
-    table = Table(title="Retrieval and knowledge", title_justify="left", caption_justify="left",
-                  caption="in-window needles, exact match; 95 % intervals in brackets, n trials")  # fmt: skip
+    table = Table(
+        title="Retrieval and knowledge",
+        title_justify="left",
+        caption_justify="left",
+        caption="in-window needles, exact match; 95 % intervals in brackets, n trials",
+    )
     table.add_column("model")
     table.add_column("condition")
     for name in ("retrieval", "forced choice", "cloze", "letter"):
@@ -159,8 +181,12 @@ def _other_tasks(frame: Frame) -> list[Table]:
 
 def _claims(frame: Frame, found: Sequence[Verdict]) -> Table:
     failed = f", {frame.failed:,} of them failed" if frame.failed else ""
-    table = Table(title="Claims of the paper", title_justify="left", caption_justify="left",
-                  caption=f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint")  # fmt: skip
+    table = Table(
+        title="Claims of the paper",
+        title_justify="left",
+        caption_justify="left",
+        caption=f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint",
+    )
     table.add_column("claim")
     for model in frame.models:
         table.add_column(Text(model))

@@ -45,10 +45,20 @@ def task_picks(frame: Frame, model: str, **wanted: Any) -> list[tuple[str, Pick]
         told = [one["task"], unlike[one["task"]][one["setting"]]]
         told += [f"{name}: {one[name]}" for name in TOLD if len({other[name] for other in same_name}) > 1 and one[name]]
         told += ["boundary: prefill"] * (one["boundary"] == "prefill" and "boundary: prefill" not in told)
-        picks.append((", ".join(part for part in told if part), Pick(
-            model=model, **one, text=ALL, in_window=ALL, context_tokens=ALL, depth_percent=ALL,
-            chance=ALL,
-        )))  # fmt: skip
+        picks.append(
+            (
+                ", ".join(part for part in told if part),
+                Pick(
+                    model=model,
+                    **one,
+                    text=ALL,
+                    in_window=ALL,
+                    context_tokens=ALL,
+                    depth_percent=ALL,
+                    chance=ALL,
+                ),
+            )
+        )
     return picks
 
 

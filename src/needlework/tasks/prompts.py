@@ -118,9 +118,7 @@ class _Map:
     def joined_at(self, edge: int) -> bool:
         """A token holds words (not only white space) on both sides of this character."""
         near = self.numbers[bisect_right(self.ends, edge) : bisect_left(self.starts, edge)]
-        return any(
-            self.text[self.offsets[i][0] : edge].strip() and self.text[edge : self.offsets[i][1]].strip() for i in near
-        )
+        return any(self.text[self.offsets[i][0] : edge].strip() and self.text[edge : self.offsets[i][1]].strip() for i in near)
 
     def place(self, start: int, end: int) -> tuple[int, int] | None:
         """Token range of a range of characters; nothing if its first or last token holds other words too."""
@@ -133,9 +131,7 @@ class _Map:
         return inside[0], inside[-1] + 1
 
 
-def _in_parts(
-    tokenizer: Tokenizer, text: str, edges: Sequence[int], special: bool
-) -> tuple[list[int], list[tuple[int, int]]]:
+def _in_parts(tokenizer: Tokenizer, text: str, edges: Sequence[int], special: bool) -> tuple[list[int], list[tuple[int, int]]]:
     """Tokenize so that no token crosses these characters. The parts must still make the same text."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
@@ -155,9 +151,7 @@ def _in_parts(
     return ids, offsets
 
 
-def _verified(
-    tokenizer: Tokenizer, ids: Sequence[int], tokens: tuple[int, int] | None, words: str, name: str
-) -> tuple[int, int]:
+def _verified(tokenizer: Tokenizer, ids: Sequence[int], tokens: tuple[int, int] | None, words: str, name: str) -> tuple[int, int]:
     """The range, if decoding it gives the words back."""
     if tokens is None:
         raise NeedleworkError(f"no token range holds the {name} {words!r} alone; choose other words for it")

@@ -65,13 +65,17 @@ class Lists(Retrieval):
         for j, sample in enumerate(samples):
             facts = {"entries": size, "query": j, "layout": "plain"}
             yield toy.toy_item(
-                tokenizer, sample, f"{name}/{j}", cluster=name, absent=self.absent, facts=facts, window=window,
+                tokenizer,
+                sample,
+                f"{name}/{j}",
+                cluster=name,
+                absent=self.absent,
+                facts=facts,
+                window=window,
                 in_context=self.in_context(),
-            )  # fmt: skip
+            )
 
-    def _english_items(
-        self, tokenizer: Tokenizer, stream: Stream, size: int, name: str, window: int | None
-    ) -> Iterator[Item]:
+    def _english_items(self, tokenizer: Tokenizer, stream: Stream, size: int, name: str, window: int | None) -> Iterator[Item]:
         for j, draft in enumerate(self.english_drafts(stream, size)):
             yield self.drafted_item(tokenizer, draft, f"{name}/{j}", name, window)
 

@@ -121,8 +121,7 @@ class Retrieval(Task):
 def swapped(draft: Draft, value: str) -> Draft:
     """The same draft about another value."""
     context = [
-        replace(piece, text=value) if "value" in piece.names and piece.text == draft.value else piece
-        for piece in draft.context
+        replace(piece, text=value) if "value" in piece.names and piece.text == draft.value else piece for piece in draft.context
     ]
     return replace(draft, context=context, target=draft.target.replace(draft.value, value))
 

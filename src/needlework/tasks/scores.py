@@ -63,8 +63,7 @@ def choice(item: Item, answer: Answer, against: str = "all") -> dict[str, float]
     """
     if item.answer is None or len(answer.totals) != len(item.options):
         raise NeedleworkError(
-            f"{item.id} has {len(item.options)} options but {len(answer.totals)} log-likelihoods; "
-            "ask for it in mode choices"
+            f"{item.id} has {len(item.options)} options but {len(answer.totals)} log-likelihoods; ask for it in mode choices"
         )
     logs, right = answer.totals, item.answer
     sets = {"all": range(len(logs)), **option_sets(item)}
@@ -83,9 +82,7 @@ def option_sets(item: Item) -> dict[str, list[int]]:
     """Options that stand in the context, and those that do not, each with the right one."""
     kinds: Sequence[Any] = item.facts.get("option_kinds", ())
     return {
-        name: [i for i, kind in enumerate(kinds) if kind in ("true", name)]
-        for name in ("context", "absent")
-        if name in kinds
+        name: [i for i, kind in enumerate(kinds) if kind in ("true", name)] for name in ("context", "absent") if name in kinds
     }
 
 

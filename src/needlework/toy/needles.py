@@ -32,9 +32,7 @@ class Relation:
 
 
 def _relation(name: str, sentence: str, questions: str, values: Words, length: int) -> Relation:
-    return Relation(
-        name, tuple(sentence.split()), tuple(tuple(q.split()) for q in questions.split("|")), values, length
-    )
+    return Relation(name, tuple(sentence.split()), tuple(tuple(q.split()) for q in questions.split("|")), values, length)
 
 
 RELATIONS: dict[str, Relation] = {

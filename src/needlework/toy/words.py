@@ -59,8 +59,7 @@ GIFTS = _split("bell book bowl candle coat cup drum fan flute hat kite knife mir
 
 # Haystack sentences.
 PEOPLE = _split(
-    "king queen sailor farmer child merchant teacher stranger doctor miller soldier hunter widow painter priest "
-    "shepherd"
+    "king queen sailor farmer child merchant teacher stranger doctor miller soldier hunter widow painter priest shepherd"
 )
 MANNERS = _split("old young tall quiet happy tired clever poor")
 # Verbs come in pairs that mean the same: paraphrases swap one for the other.

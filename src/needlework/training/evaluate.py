@@ -123,17 +123,13 @@ def figures(model: Any, longest: int, n: int, names: Sequence[str] | None = None
     model.eval()
     try:
         return {
-            name: figure(model, name, make, n, seed)
-            for name, make in suite(longest).items()
-            if names is None or name in names
+            name: figure(model, name, make, n, seed) for name, make in suite(longest).items() if names is None or name in names
         }
     finally:
         model.train(was_training)
 
 
-def figures_of(
-    folder: Path, longest: int, n: int, names: Sequence[str] | None = None, seed: int = 0
-) -> dict[str, Figure]:
+def figures_of(folder: Path, longest: int, n: int, names: Sequence[str] | None = None, seed: int = 0) -> dict[str, Figure]:
     """The figures of a model on disk."""
     from transformers import AutoModelForCausalLM
 

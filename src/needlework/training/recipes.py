@@ -154,9 +154,7 @@ class Recipe(_Strict):
         return start, end, cycle.peak
 
     def diet(self, stage: Stage) -> Diet:
-        return Diet(
-            rows=stage.rows, items=self.items, answer_weight=self.answer_weight, relations=tuple(stage.relations)
-        )
+        return Diet(rows=stage.rows, items=self.items, answer_weight=self.answer_weight, relations=tuple(stage.relations))
 
     def changed(self, *, steps: int | None = None, seed: int | None = None) -> Recipe:
         """The same recipe with other steps or seed: another training, so another hash."""

@@ -101,9 +101,7 @@ def _bar() -> Any:
     )
 
 
-def _loop(
-    recipe: Recipe, out: Path, model: Any, optimiser: Any, done: Progress, bar: Any, checkpoint_steps: int
-) -> None:
+def _loop(recipe: Recipe, out: Path, model: Any, optimiser: Any, done: Progress, bar: Any, checkpoint_steps: int) -> None:
     row = bar.add_task(recipe.name, total=recipe.steps, completed=done.step, note="") if bar else None
     began = time.monotonic() - done.seconds
     recent: list[float] = []
