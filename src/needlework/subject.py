@@ -216,8 +216,8 @@ def load(
         device_map,
         revision,
         trust_remote_code,
-        window,
-        kernels,  # type: ignore[arg-type]
+        window,  # type: ignore[arg-type]
+        kernels,
     )
     return Subject(body, tokenizer, memory_bytes)
 

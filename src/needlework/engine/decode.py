@@ -52,8 +52,8 @@ class Track:
             tuple(self.logprobs),
             tuple(self.margins),
             receipt,
-            finish,
-            error,  # type: ignore[arg-type]
+            finish,  # type: ignore[arg-type]
+            error,
         )
 
 
