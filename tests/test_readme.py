@@ -33,6 +33,7 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> No
     assert first > second, "the right value is the likelier one"
 
 
+@pytest.mark.slow
 def test_the_recipe_of_the_docs_trains_from_the_command_line(tmp_path: Path) -> None:
     recipe, out = tmp_path / "my-hybrid.yaml", tmp_path / "out"
     recipe.write_text(block("docs/zoo.md", "yaml"))

@@ -1,0 +1,100 @@
+"""docs/architecture.md is true: its tree is the docstrings, and one trial walks through the files that its walk names."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import needlework
+from needlework.experiments.run import run_plan
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = Path(needlework.__file__).parent
+PLAN = """
+models: [tiny-griffin]
+experiments:
+  one:
+    tasks: [{kind: niah, lengths: [64], depths: [50]}]
+    interventions: [keep_heads(k=2)]
+"""
+
+
+def page() -> Any:
+    spec = importlib.util.spec_from_file_location("tree", ROOT / "docs" / "tree.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tree_is_what_the_files_say_of_themselves() -> None:
+    written = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert page().page() == written, "run `python docs/tree.py`"
+
+
+def test_every_file_says_what_it_holds_in_one_line() -> None:
+    sentences: dict[str, Path] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        text = page().sentence(path)
+        assert 10 < len(text) <= 150, (path, text)
+        assert text not in sentences, (path, sentences.get(text))
+        sentences[text] = path
+
+
+class Trace:
+    """The files of the package whose functions run while it is open. Importing a file is not entering it."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, set[str]] = {}
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        code = frame.f_code
+        path = Path(code.co_filename)
+        if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and path.is_relative_to(PACKAGE):
+            name = str(path.relative_to(PACKAGE))
+            self.files.setdefault("kernels/" if name.startswith("kernels/") else name, set()).add(code.co_qualname)
+
+    def __enter__(self) -> Trace:
+        sys.setprofile(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+def walk() -> list[str]:
+    """The files that the page's walk names, in its order."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split("## The walk of one trial")[1].split("\n## ")[0]
+    return list(dict.fromkeys(re.findall(r"`([\w/]+(?:\.py|/))`", section)))
+
+
+def test_one_trial_enters_the_files_that_the_walk_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(PLAN)
+    assert run_plan(plan, tmp_path / "first", progress=False) == 0  # imports, compiles and probes
+    with Trace() as trace:
+        assert run_plan(plan, tmp_path / "second", progress=False) == 0
+    entered, named = set(trace.files), set(walk())
+    assert entered - named == set(), "entered, but not in the walk"
+    assert named - entered <= {"cli.py", "report/page.py"}, "in the walk, but not entered"
+    with capsys.disabled():
+        functions = sum(map(len, trace.files.values()))
+        print(f"\none trial: {len(entered)} files, {functions} functions")
+
+
+def test_the_walk_is_numbered_in_the_code_too() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split("## The walk of one trial")[1].split("\n## ")[0]
+    steps = re.findall(r"^(\d+)\. \*\*`([\w/]+\.py)`\*\*", section, re.MULTILINE)
+    assert [int(number) for number, _ in steps] == list(range(1, len(steps) + 1))
+    for number, name in steps:
+        assert f"[walk {number}]" in (PACKAGE / name).read_text(encoding="utf-8"), name
