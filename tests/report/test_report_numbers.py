@@ -13,11 +13,11 @@ import synthetic
 
 from needlework import stats
 from needlework.report import curves, maps
-from needlework.report.bench import Bench
 from needlework.report.browser import Browser, needle_characters, pieces, shortened
 from needlework.report.conditions import few, place
 from needlework.report.evidence import collect, helped_by_reading_twice
 from needlework.report.frame import Frame
+from needlework.report.model_trials import ModelTrials
 from needlework.report.page import FIGURES
 from needlework.report.reader import load
 from needlework.store import Row, Store
@@ -44,12 +44,12 @@ def counted(trials: list[Row], model: str, text: str, **wanted: object) -> stats
 
 def test_accuracies_equal_plain_counting(frame: Frame, trials: list[Row]) -> None:
     for model in ("tiny-griffin", "tiny-jamba"):
-        bench = Bench(frame, model)
+        of_model = ModelTrials(frame, model)
         for text in ("none", "keep_heads(k=1)", "ablate_attention()"):
             wanted = {"task": "niah", "layout": "plain", "in_window": True}
-            assert bench.accuracy(bench.retrieval(text)) == counted(trials, model, text, **wanted)
-            assert bench.accuracy(bench.knowledge(text, "letter")) == counted(trials, model, text, form="letter")
-    outside = Bench(frame, "tiny-griffin").retrieval("none", in_window=False)
+            assert of_model.accuracy(of_model.retrieval(text)) == counted(trials, model, text, **wanted)
+            assert of_model.accuracy(of_model.knowledge(text, "letter")) == counted(trials, model, text, form="letter")
+    outside = ModelTrials(frame, "tiny-griffin").retrieval("none", in_window=False)
     assert (
         0
         < len(outside)
@@ -66,13 +66,13 @@ def test_retained_share_pairs_the_same_samples(frame: Frame, trials: list[Row]) 
     base = {t.sample: t.scores["correct"] for t in chosen if t.intervention == "none"}
     after = {t.sample: t.scores["correct"] for t in chosen if t.intervention == "keep_heads(k=1)"}
     expected = sum(after.values()) / sum(base[sample] for sample in after)
-    assert Bench(frame, "tiny-jamba").retained("keep_heads(k=1)").raw.value == pytest.approx(expected)
+    assert ModelTrials(frame, "tiny-jamba").retained("keep_heads(k=1)").raw.value == pytest.approx(expected)
 
 
 def test_chance_is_for_choices_only(frame: Frame) -> None:
-    bench = Bench(frame, "tiny-jamba")
-    assert frame.chance(bench.retrieval("none")) == 0
-    assert frame.chance(bench.retrieval("none", "choices")) == 0.25
+    of_model = ModelTrials(frame, "tiny-jamba")
+    assert frame.chance(of_model.retrieval("none")) == 0
+    assert frame.chance(of_model.retrieval("none", "choices")) == 0.25
 
 
 def test_a_trial_counts_once_however_many_experiments_it_served(tmp_path: Path, trials: list[Row]) -> None:
@@ -108,7 +108,7 @@ def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) ->
 def test_evidence_finds_every_experiment(frame: Frame) -> None:
     helps = helped_by_reading_twice(frame)
     assert helps.startswith("tiny-mamba")
-    found = collect(Bench(frame, "tiny-jamba"), helps)
+    found = collect(ModelTrials(frame, "tiny-jamba"), helps)
     assert found.few_label.startswith("1 of 8 heads")
     assert set(found.layouts) == {"jrt", "question_first"}
     assert [k.form for k in found.few_knowledge] == ["cloze", "letter"]
@@ -118,7 +118,7 @@ def test_evidence_finds_every_experiment(frame: Frame) -> None:
     assert found.interaction is not None
     assert found.interaction.contrast.low > 0
     assert found.omit_decode.value == 0
-    assert not collect(Bench(frame, "tiny-mamba"), helps).has_attention
+    assert not collect(ModelTrials(frame, "tiny-mamba"), helps).has_attention
 
 
 def test_every_figure_has_its_panels(frame: Frame) -> None:
@@ -204,7 +204,7 @@ def test_long_prompts_are_cut_around_their_needle_and_say_so() -> None:
 
 def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
     browser = Browser(frame)
-    rows = frame.rows(Bench(frame, "tiny-jamba").needles("keep_heads(k=1)"))
+    rows = frame.rows(ModelTrials(frame, "tiny-jamba").needles("keep_heads(k=1)"))
     key = browser.add("all needles", rows)
     found = browser.collect()
     cell = found["cells"][key]
@@ -220,7 +220,7 @@ def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
 def test_browser_keeps_its_budget(frame: Frame) -> None:
     browser = Browser(frame, budget_bytes=20_000)
     for text in frame.distinct("text", model="tiny-jamba"):
-        browser.add(text, frame.rows(Bench(frame, "tiny-jamba").needles(text)))
+        browser.add(text, frame.rows(ModelTrials(frame, "tiny-jamba").needles(text)))
     found = browser.collect()
     assert browser.cells
     assert sum(len(p[0]) for p in found["prompts"]) < 22_000
@@ -248,8 +248,8 @@ def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: lis
     store = Store(tmp_path, create=True)
     store.add(rows)
     store.close()
-    bench = Bench(load([tmp_path]), "tiny-jamba")
-    assert list(bench.retained("keep_heads(k=1)").before) == [1.0]
+    of_model = ModelTrials(load([tmp_path]), "tiny-jamba")
+    assert list(of_model.retained("keep_heads(k=1)").before) == [1.0]
 
 
 def test_crossed_limits_are_a_map(frame: Frame) -> None:
@@ -257,9 +257,9 @@ def test_crossed_limits_are_a_map(frame: Frame) -> None:
     grid = next(p for p in panels if isinstance(p, maps.Grid) and p.group == "tiny-jamba")
     assert (grid.cols[0], grid.cols[-1], len(grid.rows)) == ("8", "all", 7)
     corner = grid.cells[-1][-1]
-    bench = Bench(frame, "tiny-jamba")
+    of_model = ModelTrials(frame, "tiny-jamba")
     assert corner is not None
-    assert corner.y == bench.accuracy(bench.retrieval("none"))
+    assert corner.y == of_model.accuracy(of_model.retrieval("none"))
 
 
 def test_a_control_is_drawn_only_where_it_was_measured(tmp_path: Path) -> None:

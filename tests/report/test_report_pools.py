@@ -12,10 +12,10 @@ import pytest
 import synthetic
 
 from needlework.report import build, summary
-from needlework.report.bench import Bench, benches
 from needlework.report.browser import Browser
 from needlework.report.evidence import collect, verdicts
 from needlework.report.frame import ALL, Frame, Group, Pick
+from needlework.report.model_trials import ModelTrials, by_boundary
 from needlework.report.page import FIGURES
 from needlework.report.reader import load
 from needlework.report.tables import scores, unplaced
@@ -153,16 +153,16 @@ def test_needles_of_unlike_settings_have_maps_of_their_own(tmp_path: Path) -> No
     frame = load([store(tmp_path, trials, experiments)])
     grids = {panel.title: panel.cells[0][0].y for panel in FIGURES["needles"](frame, Browser(frame)).panels}  # type: ignore[union-attr]
     assert grids == {"all 4 heads, distractors 0": wilson(10, 10), "all 4 heads, distractors 8": wilson(6, 14)}
-    bench = Bench(frame, MODEL)
-    assert bench.accuracy(bench.retrieval("none")) == wilson(16, 24)  # a claim speaks of needles
+    of_model = ModelTrials(frame, MODEL)
+    assert of_model.accuracy(of_model.retrieval("none")) == wilson(16, 24)  # a claim speaks of needles
 
 
 def test_one_answer_in_two_tasks_counts_once(tmp_path: Path) -> None:
     trials = [*rows(8, 10), *rows(8, 10, task="near", experiment="two")]
     frame = load([store(tmp_path, trials)])
     assert len(frame.row) == 20
-    bench = Bench(frame, MODEL)
-    assert bench.accuracy(bench.retrieval("none")) == wilson(8, 10)
+    of_model = ModelTrials(frame, MODEL)
+    assert of_model.accuracy(of_model.retrieval("none")) == wilson(8, 10)
 
 
 # B (a). The boundary.
@@ -175,7 +175,7 @@ def test_boundaries_are_shown_apart(tmp_path: Path) -> None:
         trials += [*rows(75, 75, boundary=boundary, experiment=boundary)]
         trials += [*rows(right, 75, text, boundary=boundary, experiment=boundary)]
     frame = load([store(tmp_path, trials)])
-    decode, prefill = benches(frame, MODEL)
+    decode, prefill = by_boundary(frame, MODEL)
     assert (decode.boundary, prefill.boundary) == ("decode", "prefill")
     assert decode.accuracy(decode.retrieval(text)) == wilson(3, 75)  # 4 %
     assert prefill.accuracy(prefill.retrieval(text)) == wilson(75, 75)
@@ -297,8 +297,8 @@ def test_the_same_answer_under_another_scoring_is_not_the_same_row(tmp_path: Pat
     trials = [*rows(2, 10, **own, experiment="all", scoring="a"), *rows(9, 10, **own, experiment="context", scoring="c")]
     frame = load([store(tmp_path, trials, experiments)])
     assert len(frame.row) == 20
-    bench = Bench(frame, MODEL)
-    assert bench.accuracy(bench.retrieval("none", "choices")) == wilson(9, 10)  # one way of scoring is judged: no n of 20
+    of_model = ModelTrials(frame, MODEL)
+    assert of_model.accuracy(of_model.retrieval("none", "choices")) == wilson(9, 10)  # one way of scoring is judged: no n of 20
 
 
 def test_equal_groups_with_unlike_scorings_keep_their_rows(tmp_path: Path) -> None:
@@ -337,8 +337,8 @@ def test_rows_that_the_plan_no_longer_asks_for_are_left_out_and_said(tmp_path: P
     old = [replace(t, asked=0, experiment="before") for t in rows(37, 37)]
     store(tmp_path, [*rows(1, 10), *old])
     frame = load([tmp_path])
-    bench = Bench(frame, MODEL)
-    assert bench.accuracy(bench.retrieval("none")) == wilson(1, 10)
+    of_model = ModelTrials(frame, MODEL)
+    assert of_model.accuracy(of_model.retrieval("none")) == wilson(1, 10)
     words = "37 rows of an earlier version of the plan are left out."
     assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert words in _said(tmp_path)
@@ -350,7 +350,7 @@ def test_a_limit_that_hid_nothing_is_left_out_and_said(tmp_path: Path) -> None:
     acted = list(rows(10, 80, text))
     trials = [replace(t, receipt=idle, scores={"correct": 1.0}) if i >= 50 else t for i, t in enumerate(acted)]
     frame = load([store(tmp_path, [*rows(80, 80), *trials])])
-    assert collect(Bench(frame, MODEL), "").context == [(64, wilson(10, 50))]
+    assert collect(ModelTrials(frame, MODEL), "").context == [(64, wilson(10, 50))]
     words = "30 trials are left out: their limit on context was wider than what there was to hide."
     assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert words in _said(tmp_path)

@@ -35,30 +35,25 @@ STYLE = {
 }
 
 
-def save(figures: Sequence[Figure], folder: Path) -> list[Path]:
+def save(figures: Sequence[Figure], folder: Path) -> None:
     """PNG and SVG of each figure; one row of panels per model."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
     with matplotlib.rc_context(STYLE):
         for figure in figures:
             canvas = _draw(figure, Canvas)
             canvas.draw_without_rendering()
             canvas.set_layout_engine("none")  # laid out once, not again for each file
             for ending, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-                path = folder / f"{figure.id}.{ending}"
-                with beside(path) as half:
+                with beside(folder / f"{figure.id}.{ending}") as half:
                     canvas.savefig(half, format=ending, **options)
-                written.append(path)
-    return written
 
 
 def _draw(figure: Figure, canvas_type: Any) -> Any:
-    groups = {group: [panel for panel in figure.panels if panel.group == group] for group in figure.groups}
-    one_each = all(len(own) == 1 for own in groups.values())
-    lines = [[own[0] for own in groups.values()]] if one_each else list(groups.values())
+    groups = figure.by_group()
+    lines = [list(figure.panels)] if all(len(panels) == 1 for panels in groups) else groups
     wide = min(4, max(len(line) for line in lines))
     lines = [line[i : i + wide] for line in lines for i in range(0, len(line), wide)]
     heights = [max(_height(panel) for panel in line) for line in lines]
