@@ -6,15 +6,17 @@ import math
 import sqlite3
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import synthetic
 
 from needlework import stats
+from needlework.interventions import KeepHeads
 from needlework.report import curves, maps
 from needlework.report.browser import Browser, needle_characters, pieces, shortened
-from needlework.report.conditions import few, place
+from needlework.report.conditions import FEW_HEADS, place
 from needlework.report.evidence import collect, helped_by_reading_twice
 from needlework.report.frame import Frame
 from needlework.report.model_trials import ModelTrials
@@ -31,9 +33,9 @@ def frame(run: Path) -> Frame:
 @pytest.fixture(scope="session")
 def trials(run: Path) -> list[Row]:
     store = Store(run)
-    found = list(store.rows())
+    stored = list(store.rows())
     store.close()
-    return found
+    return stored
 
 
 def counted(trials: list[Row], model: str, text: str, **wanted: object) -> stats.Estimate:
@@ -76,21 +78,21 @@ def test_chance_is_for_choices_only(frame: Frame) -> None:
 
 
 def test_a_trial_counts_once_however_many_experiments_it_served(tmp_path: Path, trials: list[Row]) -> None:
-    some = [t for t in trials if t.intervention == "none" and t.task == "niah"][:20]
+    needles = [t for t in trials if t.intervention == "none" and t.task == "niah"][:20]
     store = Store(tmp_path, create=True)
-    store.add([*some, *(replace(t, experiment="another") for t in some)])
+    store.add([*needles, *(replace(t, experiment="another") for t in needles)])
     store.close()
-    found = load([tmp_path])
-    assert (found.trials, len(found.row)) == (40, 20)
+    frame = load([tmp_path])
+    assert (frame.trials, len(frame.row)) == (40, 20)
 
 
 def test_failed_trials_are_left_out_and_counted(tmp_path: Path, trials: list[Row]) -> None:
-    some = [t for t in trials if t.task == "niah"][:10]
+    needles = [t for t in trials if t.task == "niah"][:10]
     store = Store(tmp_path, create=True)
-    store.add([replace(t, finish="failed", scores={}) if i < 3 else t for i, t in enumerate(some)])
+    store.add([replace(t, finish="failed", scores={}) if i < 3 else t for i, t in enumerate(needles)])
     store.close()
-    found = load([tmp_path])
-    assert (found.failed, len(found.row)) == (3, 7)
+    frame = load([tmp_path])
+    assert (frame.failed, len(frame.row)) == (3, 7)
 
 
 def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) -> None:
@@ -108,16 +110,16 @@ def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) ->
 def test_evidence_finds_every_experiment(frame: Frame) -> None:
     helps = helped_by_reading_twice(frame)
     assert helps.startswith("tiny-mamba")
-    found = collect(ModelTrials(frame, "tiny-jamba"), helps)
-    assert found.few_label.startswith("1 of 8 heads")
-    assert set(found.layouts) == {"jrt", "question_first"}
-    assert [k.form for k in found.few_knowledge] == ["cloze", "letter"]
-    assert [n for n, _ in found.context] == [8, 16, 32, 64, 128, 256]
-    assert found.follows_kv.value > 0.9
-    assert found.follows_kv.n == 80
-    assert found.interaction is not None
-    assert found.interaction.contrast.low > 0
-    assert found.omit_decode.value == 0
+    evidence = collect(ModelTrials(frame, "tiny-jamba"), helps)
+    assert evidence.few_label.startswith("1 of 8 heads")
+    assert set(evidence.layouts) == {"jrt", "question_first"}
+    assert [k.form for k in evidence.few_knowledge] == ["cloze", "letter"]
+    assert [n for n, _ in evidence.context] == [8, 16, 32, 64, 128, 256]
+    assert evidence.follows_kv.value > 0.9
+    assert evidence.follows_kv.n == 80
+    assert evidence.interaction is not None
+    assert evidence.interaction.contrast.low > 0
+    assert evidence.omit_decode.value == 0
     assert not collect(ModelTrials(frame, "tiny-mamba"), helps).has_attention
 
 
@@ -174,17 +176,15 @@ def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Row]) -> None
     ],
 )
 def test_interventions_find_their_place(text: str, kind: str, fields: dict[str, object]) -> None:
-    found = place(text)
-    assert found.kind == kind
-    assert {name: getattr(found, name) for name in fields} == fields
+    condition = place(text)
+    assert condition.kind == kind
+    assert {name: getattr(condition, name) for name in fields} == fields
 
 
 def test_fifteen_percent_rounds_as_the_intervention_does() -> None:
-    from needlework.interventions import KeepHeads
-
-    for heads in range(1, 65):
-        assert few(heads) == KeepHeads(fraction=0.15).count(heads)
-    assert [few(h) for h in (32, 16, 10)] == [5, 2, 2]
+    for heads, fraction in product(range(1, 65), (0.0, 0.01, FEW_HEADS, 0.5, 1.0)):
+        assert place(f"keep_heads(fraction={fraction})").kept(heads) == KeepHeads(fraction=fraction).count(heads)
+    assert [place(f"keep_heads(fraction={FEW_HEADS})").kept(heads) for heads in (32, 16, 10)] == [5, 2, 2]
 
 
 def test_needles_are_found_by_words_and_else_by_the_answer() -> None:
@@ -206,31 +206,31 @@ def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
     browser = Browser(frame)
     rows = frame.rows(ModelTrials(frame, "tiny-jamba").needles("keep_heads(k=1)"))
     key = browser.add("all needles", rows)
-    found = browser.collect()
-    cell = found["cells"][key]
-    right = [found["trials"][i][5]["correct"] for i in cell["trials"]]
+    collected = browser.collect()
+    cell = collected["cells"][key]
+    right = [collected["trials"][i][5]["correct"] for i in cell["trials"]]
     assert (len(right), cell["n"]) == (20, len(rows))
     assert 0 < cell["wrong"] == int((frame.values("correct", rows) == 0).sum()) < 20
     assert right == [0.0] * cell["wrong"] + [1.0] * (20 - cell["wrong"])
     again = Browser(frame)
     again.add("all needles", rows)
-    assert again.collect() == found
+    assert again.collect() == collected
 
 
 def test_browser_keeps_its_budget(frame: Frame) -> None:
     browser = Browser(frame, budget_bytes=20_000)
     for text in frame.distinct("text", model="tiny-jamba"):
         browser.add(text, frame.rows(ModelTrials(frame, "tiny-jamba").needles(text)))
-    found = browser.collect()
+    collected = browser.collect()
     assert browser.cells
-    assert sum(len(p[0]) for p in found["prompts"]) < 22_000
-    assert all(not math.isnan(cell["n"]) for cell in found["cells"].values())
+    assert sum(len(p[0]) for p in collected["prompts"]) < 22_000
+    assert all(not math.isnan(cell["n"]) for cell in collected["cells"].values())
 
 
 def test_chance_is_that_of_the_options_that_count(tmp_path: Path, trials: list[Row]) -> None:
-    some = [t for t in trials if t.task == "niah_choice"][:10]
+    choices = [t for t in trials if t.task == "niah_choice"][:10]
     store = Store(tmp_path, create=True)
-    store.add([replace(t, facts={**t.facts, "chance": 1 / 7, "chance_context": 0.5}) for t in some])
+    store.add([replace(t, facts={**t.facts, "chance": 1 / 7, "chance_context": 0.5}) for t in choices])
     assert load([tmp_path]).groups[0].chance == pytest.approx(1 / 7)
     store.set_meta("experiments", {"heads": {"tasks": {"niah_choice": {"options": {"against": "context"}}}}})
     store.close()

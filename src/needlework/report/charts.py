@@ -10,7 +10,7 @@ from typing import Any
 from needlework.files import beside
 from needlework.report.spec import Dots, Figure, Grid, Lines, Panel
 from needlework.report.svg import log_ticks
-from needlework.stats import whole
+from needlework.stats import whole_percent
 
 COLORS = ("#8b8f97", "#1f5f8b", "#c8702a", "#6a8f3c", "#7a4f9a", "#b8336a", "#0f8b8d")
 HEAT = ("#f4efe3", "#6fb3b0", "#143d66")
@@ -57,8 +57,8 @@ def _draw(figure: Figure, canvas_type: Any) -> Any:
     wide = min(4, max(len(line) for line in lines))
     lines = [line[i : i + wide] for line in lines for i in range(0, len(line), wide)]
     heights = [max(_height(panel) for panel in line) for line in lines]
-    each = 4.3 if any(isinstance(panel, Dots) for panel in figure.panels) else 3.3  # inches; names need their room
-    canvas = canvas_type(figsize=(each * wide, sum(heights)), layout="constrained")
+    panel_width = 4.3 if any(isinstance(panel, Dots) for panel in figure.panels) else 3.3  # inches; names need their room
+    canvas = canvas_type(figsize=(panel_width * wide, sum(heights)), layout="constrained")
     axes = canvas.subplots(len(lines), wide, squeeze=False, gridspec_kw={"height_ratios": heights})
     for line, row in zip(lines, axes, strict=True):
         for i, ax in enumerate(row):
@@ -141,7 +141,7 @@ def _grid(panel: Grid, ax: Any) -> None:
         for c, cell in enumerate(line):
             if cell is not None and panel.numbers:
                 ink = "white" if cell.y.value / panel.top > 0.62 else "#23303d"
-                text = ax.text(c, r, whole(cell.y.value), ha="center", va="center", fontsize=6.5, color=ink)
+                text = ax.text(c, r, whole_percent(cell.y.value), ha="center", va="center", fontsize=6.5, color=ink)
                 text.set_in_layout(False)
             _edge(panel, r, c, ax)
     turned = max(map(len, panel.cols)) > 5

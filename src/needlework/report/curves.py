@@ -16,12 +16,11 @@ from needlework.report.conditions import FEW_HEADS, RANKING, Condition, ways
 from needlework.report.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
 from needlework.report.maps import retrieval_cell
 from needlework.report.model_trials import ModelTrials, by_model_and_boundary
-from needlework.report.spec import Figure, Grid, Lines, Point, Series
+from needlework.report.spec import FORM_COLORS, Figure, Grid, Lines, Point, Series
 from needlework.stats import Estimate
 
 Rows = Callable[[str], Ints]
 Measure = Callable[[Ints], Estimate]
-FORMS = {"cloze": 4, "letter": 5}  # of knowledge -> colour
 
 
 def _by_share(trials: ModelTrials, conditions: Sequence[Condition]) -> dict[float, list[list[str]]]:
@@ -95,12 +94,12 @@ def _retrieval(trials: ModelTrials, browser: Browser) -> Lines:
 def _knowledge(trials: ModelTrials, browser: Browser) -> Lines:
     way = _best_way(trials)
     series = []
-    for form, color in FORMS.items():
+    for form, color in FORM_COLORS.items():
         rows = partial(trials.knowledge, form=form)
         series.append(_series(trials, browser, form, form, color, way, "both", rows, trials.accuracy))
         label, dashed = f"{form}, random heads", form == "letter"
         series.append(_series(trials, browser, form, label, 0, RANDOM, "both", rows, trials.accuracy, dashed))
-    asked = np.concatenate([trials.knowledge("none", form) for form in FORMS])
+    asked = np.concatenate([trials.knowledge("none", form) for form in FORM_COLORS])
     chance = trials.frame.chance(asked) if len(asked) else 0.0
     return _lines(trials, "Knowledge", "questions right", series, (chance, "chance") if chance else None)
 
@@ -114,7 +113,7 @@ def _left(trials: ModelTrials, browser: Browser) -> Lines:
         return trials.pairs(rows, needles).raw
 
     series = [_series(trials, browser, "retained", "retrieval", 1, way, "both", trials.retrieval, retained)]
-    for form, color in FORMS.items():
+    for form, color in FORM_COLORS.items():
         base = trials.knowledge("none", form)
         if len(base) and trials.accuracy(base).low <= trials.frame.chance(base):
             continue  # never known, so nothing can be left of it: shares of almost nothing would fill the picture

@@ -8,7 +8,7 @@ from needlework.report.captions import figure
 from needlework.report.conditions import Condition
 from needlework.report.frame import Frame
 from needlework.report.model_trials import ModelTrials, by_model_and_boundary
-from needlework.report.spec import Dot, Dots, Figure
+from needlework.report.spec import FORM_COLORS, Dot, Dots, Figure
 
 LAYOUTS = {"plain": "plain", "jrt": "read twice", "question_first": "question first"}
 
@@ -31,8 +31,8 @@ def dissociation(frame: Frame, browser: Browser) -> Figure:
 
 def _site(trials: ModelTrials, kind: str, site: str) -> Condition | None:
     """The condition with more trials, where two texts do the same."""
-    own = trials.conditions_of(kind, phase="both", site=site)
-    return max(own, key=lambda c: len(trials.retrieval(c.text)), default=None)
+    conditions = trials.conditions_of(kind, phase="both", site=site)
+    return max(conditions, key=lambda c: len(trials.retrieval(c.text)), default=None)
 
 
 def _abilities(trials: ModelTrials, browser: Browser, label: str, text: str) -> list[Dot]:
@@ -41,7 +41,7 @@ def _abilities(trials: ModelTrials, browser: Browser, label: str, text: str) -> 
     if len(rows):
         key = browser.add(f"{trials.name} · {label} · retrieval", rows)
         dots.append(Dot(f"{label}: retrieval", 1, trials.retained(text).raw, key))
-    for form, color in (("cloze", 4), ("letter", 5)) if trials.judged else ():
+    for form, color in FORM_COLORS.items() if trials.judged else ():
         rows = trials.knowledge(text, form)
         if len(rows):
             key = browser.add(f"{trials.name} · {label} · knowledge, {form}", rows)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from needlework.stats import Estimate
 
 HeaderAndRows = tuple[list[str], list[list[str]]]
+FORM_COLORS = {"cloze": 4, "letter": 5}  # how knowledge is asked for -> its colour in every figure
 
 
 @dataclass(frozen=True)

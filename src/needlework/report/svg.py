@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from needlework.report.spec import Cell, Dots, Grid, Lines, Panel, Point, Series
-from needlework.stats import Estimate, percent, whole
+from needlework.stats import Estimate, percent, whole_percent
 
 WIDTH = 360
 
@@ -174,7 +174,7 @@ def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wi
     shown = ""
     if panel.numbers:
         kind = "on" if share > 0.62 else "off"
-        shown = _text(x + wide / 2, y + tall / 2 + 3.5, whole(cell.y.value), f"value {kind}")
+        shown = _text(x + wide / 2, y + tall / 2 + 3.5, whole_percent(cell.y.value), f"value {kind}")
     return (
         f"<g{_mark(cell.key, label, r == 0 and c == 0, (r, c))}><title>{escape(label)}</title>"
         f'<rect {box} class="heat {half}" style="--v:{100 * mixed:.0f}%"/>{shown}</g>'
@@ -216,7 +216,7 @@ def _dots(panel: Dots, width: int) -> str:
         y = top + row * i + 23
         label = f"{dot.label}: {dot.y.text()}"
         body.append(_text(left, y - 10, dot.label, "name", "start"))
-        body.append(_text(width - right, y - 10, whole(dot.y.value) + " %", "name", "end"))
+        body.append(_text(width - right, y - 10, whole_percent(dot.y.value) + " %", "name", "end"))
         body.append(
             f'<g><g{_mark(dot.key, label, i == 0, (i, 0))}><title>{escape(label)}</title><g class="s{dot.color}">'
             f'<rect class="halo" x="{left}" y="{y - 8}" width="{width - left - right}" height="16"/>'
