@@ -204,7 +204,7 @@ def test_long_prompts_are_cut_around_their_needle_and_say_so() -> None:
 
 def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
     browser = Browser(frame)
-    rows = frame.rows(ModelTrials(frame, "tiny-jamba").needles("keep_heads(k=1)"))
+    rows = frame.rows(ModelTrials(frame, "tiny-jamba").needle_pick("keep_heads(k=1)"))
     key = browser.add("all needles", rows)
     collected = browser.collect()
     cell = collected["cells"][key]
@@ -220,7 +220,7 @@ def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
 def test_browser_keeps_its_budget(frame: Frame) -> None:
     browser = Browser(frame, budget_bytes=20_000)
     for text in frame.distinct("text", model="tiny-jamba"):
-        browser.add(text, frame.rows(ModelTrials(frame, "tiny-jamba").needles(text)))
+        browser.add(text, frame.rows(ModelTrials(frame, "tiny-jamba").needle_pick(text)))
     collected = browser.collect()
     assert browser.cells
     assert sum(len(p[0]) for p in collected["prompts"]) < 22_000
