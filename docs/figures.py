@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from needlework import stats, zoo
-from needlework.store import Store
+from needlework import zoo
+from needlework.report.model_trials import by_boundary
+from needlework.report.reader import load
+from needlework.report.spec import FORM_COLORS
+from needlework.stats import Estimate
 from needlework.training import effects
 
 HERE = Path(__file__).parent
@@ -29,12 +31,7 @@ CONDITIONS = {
     "ablate_attention()": "no heads",
     "ablate_recurrent()": "no recurrent memory",
 }
-TASKS = {  # of the demo -> the table's columns
-    "niah": "needles found",
-    "niah_choice": "forced choice (chance 25 %)",
-    "cloze_choice": "facts, cloze (chance 25 %)",
-    "letter": "facts, letter (chance 25 %)",
-}
+ABILITIES = ("needles found", "forced choice (chance 25 %)", "facts, cloze (chance 25 %)", "facts, letter (chance 25 %)")
 FIGURES = {  # rows of the log's first table -> figures of a card
     "NIAH, 256 tokens, one needle; among 8 others": ("niah_256_1_needle", "niah_256_8_distractors"),
     "NIAH, 512 tokens, one needle; among 8 others": ("niah_512_1_needle", "niah_512_8_distractors"),
@@ -52,7 +49,7 @@ def row(*cells: str) -> str:
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     cells = [*head]
-    return [row(*cells), "|" + "---|" * len(cells), *(row(*some) for some in rows)]
+    return [row(*cells), "|" + "---|" * len(cells), *(row(*line) for line in rows)]
 
 
 def percent(value: float, places: int = 1) -> str:
@@ -69,27 +66,20 @@ def replace(file: Path, lines: list[str]) -> None:
 
 
 def demo_table(run: Path) -> list[str]:
-    """Every distinct trial counts once, however many experiments wanted it."""
-    found: dict[tuple[str, str, str], dict[str, bool]] = defaultdict(dict)
-    store = Store(run)
-    for trial in store.rows():
-        if trial.task not in TASKS:
-            continue
-        found[trial.model, trial.intervention, trial.task][trial.id] = bool(trial.scores["correct"])
-    store.close()
-
-    def cell(model: str, act: str, task: str) -> str:
-        trials = found.get((model, act, task))
-        if not trials:
-            return ""
-        share = stats.wilson(sum(trials.values()), len(trials))
-        return f"{percent(share.value)} % [{percent(share.low)}, {percent(share.high)}]"
-
-    rows = []
+    """The numbers of the report: of what the plan asks for, by the kind of task, every trial once."""
+    frame, lines = load([run]), []
     for model in MODELS:
-        acts = [act for act in CONDITIONS if any((model, act, task) in found for task in TASKS)]
-        rows += [[model if act == "none" else "", CONDITIONS[act], *(cell(model, act, t) for t in TASKS)] for act in acts]
-    return table(["model", "condition", *TASKS.values()], rows)
+        trials = by_boundary(frame, model)[0]
+        for text, label in CONDITIONS.items():
+            needles = [trials.retrieval(text, mode) for mode in ("generate", "choices")]
+            shares = [trials.accuracy(rows) for rows in (*needles, *(trials.knowledge(text, form) for form in FORM_COLORS))]
+            if any(share.n for share in shares):
+                lines.append([model if text == "none" else "", label, *map(cell, shares)])
+    return table(["model", "condition", *ABILITIES], lines)
+
+
+def cell(share: Estimate) -> str:
+    return f"{percent(share.value)} % [{percent(share.low)}, {percent(share.high)}]" if share.n else ""
 
 
 def cards() -> list[dict[str, Any]]:
@@ -99,9 +89,11 @@ def cards() -> list[dict[str, Any]]:
 
 
 def figures_table(records: list[dict[str, Any]]) -> list[str]:
-    made = [f"{r['recipe_hash']}; {r['steps']:,}; {r['train_minutes']:.0f}" for r in records]
     rows = [
-        ["recipe; steps; minutes on one core", *made],
+        [
+            "recipe; steps; minutes on one core",
+            *(f"{r['recipe_hash']}; {r['steps']:,}; {r['train_minutes']:.0f}" for r in records),
+        ],
         ["parameters", *(f"{r['parameters'] / 1e6:.2f} M" for r in records)],
     ]
     for label, names in FIGURES.items():
@@ -111,10 +103,10 @@ def figures_table(records: list[dict[str, Any]]) -> list[str]:
 
 def effects_table(records: list[dict[str, Any]]) -> list[str]:
     def cell(record: dict[str, Any], act: str) -> str:
-        some = record["effects"].get(act)
-        if some is None:
+        effect = record["effects"].get(act)
+        if effect is None:
             return "-"
-        shown = [some["niah"], some["cloze"]]
+        shown = [effect["niah"], effect["cloze"]]
         return "; ".join(f"{percent(f['value'])} [{percent(f['low'], 0)}, {percent(f['high'], 0)}]" for f in shown)
 
     head = ["needles among 3 others (n = 200); facts, top-1 (n = 180)", *(r["name"] for r in records)]

@@ -48,9 +48,9 @@ def test_segregation(exact: Estimate, choice: Estimate, expected: str) -> None:
 
 @pytest.mark.parametrize("hits,n,expected", [(88, 100, "supported"), (87, 100, "not testable"), (0, 0, "not testable")])
 def test_a_weak_baseline_is_not_testable(hits: int, n: int, expected: str) -> None:
-    found = verdict("segregation", Evidence("m", baseline=wilson(hits, n), silenced=GONE))
-    assert found.word == expected
-    assert ("lower bound must be 80 %" in found.sentence) == (expected == "not testable")
+    judged = verdict("segregation", Evidence("m", baseline=wilson(hits, n), silenced=GONE))
+    assert judged.word == expected
+    assert ("lower bound must be 80 %" in judged.sentence) == (expected == "not testable")
 
 
 @pytest.mark.parametrize(
@@ -63,9 +63,9 @@ def test_few_heads(low: float, high: float, expected: str) -> None:
 def test_few_heads_tells_knowledge_with_it() -> None:
     kept = Kept("letter", Estimate(0.84, 0.8, 0.88, 300), Estimate(0.79, 0.7, 0.9, 300))
     few = Estimate(0.99, 0.96, 1.0, 80)
-    found = verdict("few_heads", Evidence("m", baseline=GOOD, few=few, few_label="2 of 12 heads", few_knowledge=[kept]))
-    assert "84 % of its knowledge asked as letter [80, 88; n = 300] (corrected for chance 79 %)" in found.sentence
-    assert found.estimate == few
+    judged = verdict("few_heads", Evidence("m", baseline=GOOD, few=few, few_label="2 of 12 heads", few_knowledge=[kept]))
+    assert "84 % of its knowledge asked as letter [80, 88; n = 300] (corrected for chance 79 %)" in judged.sentence
+    assert judged.estimate == few
 
 
 def test_no_rescue_needs_both_layouts_and_a_prompt_that_can_work() -> None:
@@ -83,15 +83,15 @@ def test_exposure() -> None:
     assert word("exposure", omit_decode=wilson(0, 50)) == "inconclusive"
     assert word("exposure", omit_decode=wilson(30, 75)) == "not supported"
     kept = Estimate(0.9, 0.8, 1, 75)
-    found = verdict("exposure", Evidence("m", baseline=GOOD, omit_decode=wilson(0, 75), omit_prefill=kept))
-    assert "hidden only while reading, it keeps 90 % of its retrieval [80, 100; n = 75]" in found.sentence
+    judged = verdict("exposure", Evidence("m", baseline=GOOD, omit_decode=wilson(0, 75), omit_prefill=kept))
+    assert "hidden only while reading, it keeps 90 % of its retrieval [80, 100; n = 75]" in judged.sentence
 
 
 def test_context_names_the_smallest_limit_that_suffices() -> None:
     points = [(8, wilson(5, 80)), (32, wilson(60, 80)), (64, wilson(77, 80)), (128, wilson(80, 80))]
-    found = verdict("context", Evidence("m", baseline=GOOD, context=points))
-    assert (found.word, found.estimate) == ("supported", wilson(77, 80))
-    assert found.sentence.startswith("64 tokens")
+    judged = verdict("context", Evidence("m", baseline=GOOD, context=points))
+    assert (judged.word, judged.estimate) == ("supported", wilson(77, 80))
+    assert judged.sentence.startswith("64 tokens")
     assert word("context", context=[(8, wilson(400, 400)), (16, wilson(400, 400))]) == "not supported"
     assert word("context", context=[(8, wilson(5, 80)), (16, wilson(40, 80))]) == "inconclusive"
 
@@ -111,15 +111,15 @@ def test_a_claim_is_testable_by_the_baseline_of_its_own_tasks() -> None:
 
 
 def test_what_a_verdict_stands_on_is_said_where_it_was_run() -> None:
-    told = Evidence("m", baseline=GOOD, silenced=GONE, note="boundary: prefill", tasks={"segregation": "near, far"})
-    assert verdict("segregation", told).sentence.endswith(" (Tasks: near, far.) (Boundary: prefill.)")
-    assert verdict("memory", told).sentence == "This was not run."
+    evidence = Evidence("m", baseline=GOOD, silenced=GONE, note="boundary: prefill", tasks={"segregation": "near, far"})
+    assert verdict("segregation", evidence).sentence.endswith(" (Tasks: near, far.) (Boundary: prefill.)")
+    assert verdict("memory", evidence).sentence == "This was not run."
 
 
 def test_needles_out_of_the_window_do_not_decide_about_memory() -> None:
-    told = Evidence("m", baseline=GOOD, follows_kv=wilson(40, 40), follows_kv_outside=wilson(0, 40))
-    assert verdict("memory", told).estimate == wilson(40, 40)
-    assert "0 % of those answers [0, 8.8; n = 40]" in verdict("memory", told).sentence
+    evidence = Evidence("m", baseline=GOOD, follows_kv=wilson(40, 40), follows_kv_outside=wilson(0, 40))
+    assert verdict("memory", evidence).estimate == wilson(40, 40)
+    assert "0 % of those answers [0, 8.8; n = 40]" in verdict("memory", evidence).sentence
 
 
 def test_memory() -> None:
@@ -138,5 +138,5 @@ def test_a_share_that_could_not_be_computed_decides_nothing() -> None:
     nan = Estimate(math.nan, math.nan, math.nan, 80)
     assert word("few_heads", few=nan, few_label="2 of 12 heads") == "inconclusive"
     why = replace(nan, why="baseline 0 %: nothing to retain")
-    found = verdict("few_heads", Evidence("m", baseline=GOOD, few=why, few_label="2 of 12 heads"))
-    assert "it keeps no known share of its retrieval (baseline 0 %: nothing to retain; n = 80)" in found.sentence
+    judged = verdict("few_heads", Evidence("m", baseline=GOOD, few=why, few_label="2 of 12 heads"))
+    assert "it keeps no known share of its retrieval (baseline 0 %: nothing to retain; n = 80)" in judged.sentence

@@ -56,7 +56,7 @@ def percent(share: float, unit: str = " %") -> str:
     return f"{value:.1f}".removesuffix(".0").replace("-0", "0" if abs(value) < 0.05 else "-0") + unit
 
 
-def whole(share: float) -> str:
+def whole_percent(share: float) -> str:
     """For small spaces: whole percents, but never 0 or 100 for what is neither."""
     value = 100 * share
     edge = (0 < value < 0.5) or (99.5 < value < 100)

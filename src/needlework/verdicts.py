@@ -83,8 +83,6 @@ class Rule:
     title: str
     says: str  # the claim
     rule: str  # when it counts as supported
-    plan: str  # the plan that gives the evidence
-    needs_baseline: bool
     of: Callable[[Evidence], tuple[Word, str, Estimate]]
 
 
@@ -109,105 +107,102 @@ def _worse(words: Sequence[Word]) -> Word:
     return min(words, key=order.index)
 
 
-def _lost(found: Silenced, where: str) -> tuple[Word, str]:
+def _lost(silenced: Silenced, where: str) -> tuple[Word, str]:
     """Retrieval is gone: nothing exact is left, and the right value is no likelier than the others."""
-    words = [side(found.exact, LOST, below=True)]
-    told = f"{where}, it finds {_of(found.exact, 'the needles')}"
-    if found.exact.n < ENOUGH:
-        told += f" (0 of n bounds it below 5 % only from n = {ENOUGH})"
-    if found.choice.n == 0:
-        return _worse([*words, "inconclusive"]), told + "; forced choice was not run, so lost information is not shown"
-    told += f"; forced choice is right {_of(found.choice, 'the time')}, chance {percent(found.chance)}"
-    near = abs(found.choice.value - found.chance) <= NEAR_CHANCE
-    apart = found.choice.low > found.chance + NEAR_CHANCE or found.choice.high < found.chance - NEAR_CHANCE
+    words = [side(silenced.exact, LOST, below=True)]
+    sentence = f"{where}, it finds {_of(silenced.exact, 'the needles')}"
+    if silenced.exact.n < ENOUGH:
+        sentence += f" (0 of n bounds it below 5 % only from n = {ENOUGH})"
+    if silenced.choice.n == 0:
+        return _worse([*words, "inconclusive"]), sentence + "; forced choice was not run, so lost information is not shown"
+    sentence += f"; forced choice is right {_of(silenced.choice, 'the time')}, chance {percent(silenced.chance)}"
+    near = abs(silenced.choice.value - silenced.chance) <= NEAR_CHANCE
+    apart = silenced.choice.low > silenced.chance + NEAR_CHANCE or silenced.choice.high < silenced.chance - NEAR_CHANCE
     words.append("supported" if near else "not supported" if apart else "inconclusive")
-    return _worse(words), told
+    return _worse(words), sentence
 
 
 def _segregation(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.silenced.exact.n == 0:
         return _not_run(e, e.has_attention, "attention heads")
-    word, told = _lost(e.silenced, "With every attention head silenced")
-    return word, told + ".", e.silenced.exact
+    word, sentence = _lost(e.silenced, "With every attention head silenced")
+    return word, sentence + ".", e.silenced.exact
 
 
 def _few(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.few.n == 0:
         return _not_run(e, e.has_attention, "attention heads")
-    told = f"With {e.few_label}, it keeps {_of(e.few, 'its retrieval')}"
+    sentence = f"With {e.few_label}, it keeps {_of(e.few, 'its retrieval')}"
     kept = [
         f"{_of(k.raw, f'its knowledge asked as {k.form}')} (corrected for chance {percent(k.corrected.value)})"
         for k in e.few_knowledge
     ]
-    told += f"; {', '.join(kept)}" if kept else "; knowledge was not asked under it"
-    return side(e.few, KEPT, below=False), told + ".", e.few
+    sentence += f"; {', '.join(kept)}" if kept else "; knowledge was not asked under it"
+    return side(e.few, KEPT, below=False), sentence + ".", e.few
 
 
 def _no_rescue(e: Evidence) -> tuple[Word, str, Estimate]:
     if not e.layouts:
         return _not_run(e, e.has_attention, "attention heads")
     names = {"jrt": "Reading twice", "question_first": "With the question first"}
-    parts = [_lost(found, f"{names.get(layout, layout)} and without heads") for layout, found in e.layouts.items()]
+    parts = [_lost(silenced, f"{names.get(layout, layout)} and without heads") for layout, silenced in e.layouts.items()]
     word = _worse([word for word, _ in parts])
-    told = ". ".join(told for _, told in parts) + "."
+    sentence = ". ".join(part for _, part in parts) + "."
     first = next(iter(e.layouts.values())).exact
     if missing := [names[layout].lower() for layout in names if layout not in e.layouts]:
-        word, told = _worse([word, "inconclusive"]), told + f" Not run: {', '.join(missing)}."
+        word, sentence = _worse([word, "inconclusive"]), sentence + f" Not run: {', '.join(missing)}."
     if e.reading_twice_helps:
-        return word, told + f" Reading twice does help {e.reading_twice_helps}, so the prompt can work.", first
+        return word, sentence + f" Reading twice does help {e.reading_twice_helps}, so the prompt can work.", first
     if word == "supported":
         word = "inconclusive"
-    return word, told + " Reading twice helped no model here, so that it fails without heads says little.", first
+    return word, sentence + " Reading twice helped no model here, so that it fails without heads says little.", first
 
 
 def _exposure(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.omit_decode.n == 0:
         return _not_run(e, e.has_attention, "attention heads")
-    told = f"With the needle hidden from attention while answering, it finds {_of(e.omit_decode, 'the needles')}"
+    sentence = f"With the needle hidden from attention while answering, it finds {_of(e.omit_decode, 'the needles')}"
     if e.omit_prefill.n:
-        told += f"; hidden only while reading, it keeps {_of(e.omit_prefill, 'its retrieval')}"
-    return side(e.omit_decode, LOST, below=True), told + ".", e.omit_decode
+        sentence += f"; hidden only while reading, it keeps {_of(e.omit_prefill, 'its retrieval')}"
+    return side(e.omit_decode, LOST, below=True), sentence + ".", e.omit_decode
 
 
 def _context(e: Evidence) -> tuple[Word, str, Estimate]:
     if not e.context:
         return _not_run(e, e.has_attention, "attention heads")
     tokens, least = e.context[0]
-    enough = next(((n, found) for n, found in e.context if found.value >= KEPT), None)
+    enough = next(((n, share) for n, share in e.context if share.value >= KEPT), None)
     if enough is None:
         n, best = max(e.context, key=lambda pair: pair[1].value)
-        told = f"No limit tried reaches 95 %: at best, with {n} tokens in sight, it finds {_of(best, 'the needles')}."
-        return "inconclusive", told, best
-    told = f"{enough[0]} tokens in sight while reading are the fewest that suffice: it finds {_of(enough[1], 'the needles')}"
-    told += f"; with {tokens} tokens {_of(least, 'them')}." if enough[0] != tokens else ". Fewer were not tried."
-    if few := next((n for n, found in e.context_both if found.value >= KEPT), None):
-        told += f" Limited while answering, too, {few} tokens are needed."
+        sentence = f"No limit tried reaches 95 %: at best, with {n} tokens in sight, it finds {_of(best, 'the needles')}."
+        return "inconclusive", sentence, best
+    sentence = f"{enough[0]} tokens in sight while reading are the fewest that suffice: it finds {_of(enough[1], 'the needles')}"
+    sentence += f"; with {tokens} tokens {_of(least, 'them')}." if enough[0] != tokens else ". Fewer were not tried."
+    if few := next((n for n, share in e.context_both if share.value >= KEPT), None):
+        sentence += f" Limited while answering, too, {few} tokens are needed."
     word: Word = "not supported" if least.low >= KEPT else "supported" if least.high < KEPT else "inconclusive"
-    return word, told, enough[1]
+    return word, sentence, enough[1]
 
 
 def _dissociation(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.interaction is None:
         return _not_run(e, e.has_attention and e.has_recurrence, "attention and recurrent layers")
-    found = e.interaction.contrast
-    word: Word = "supported" if found.low > 0 else "not supported" if found.high < 0 else "inconclusive"
-    told = f"{e.dissociation} The interaction is {found.text('')}."
+    contrast = e.interaction.contrast
+    word: Word = "supported" if contrast.low > 0 else "not supported" if contrast.high < 0 else "inconclusive"
+    sentence = f"{e.dissociation} The interaction is {contrast.text('')}."
     if word == "supported":
-        told += (
-            " Both effects point their own way."
-            if e.interaction.crossed
-            else (" It is one-sided: not both effects point their own way, so this is no crossed dissociation.")
-        )
-    return word, told, found
+        one_sided = " It is one-sided: not both effects point their own way, so this is no crossed dissociation."
+        sentence += " Both effects point their own way." if e.interaction.crossed else one_sided
+    return word, sentence, contrast
 
 
 def _memory(e: Evidence) -> tuple[Word, str, Estimate]:
     if e.follows_kv.n == 0:
         return _not_run(e, e.has_attention and e.has_recurrence, "both kinds of memory")
-    told = f"When the two halves of its memory disagree, {_of(e.follows_kv, 'the answers')} follow the KV cache."
+    sentence = f"When the two halves of its memory disagree, {_of(e.follows_kv, 'the answers')} follow the KV cache."
     if e.follows_kv_outside.n:
-        told += f" Needles out of the window do not count here: {_of(e.follows_kv_outside, 'those answers')} follow it."
-    return side(e.follows_kv, 0.5, below=False), told, e.follows_kv
+        sentence += f" Needles out of the window do not count here: {_of(e.follows_kv_outside, 'those answers')} follow it."
+    return side(e.follows_kv, 0.5, below=False), sentence, e.follows_kv
 
 
 def _not_run(e: Evidence, possible: bool, parts: str) -> tuple[Word, str, Estimate]:
@@ -220,8 +215,6 @@ RULES: tuple[Rule, ...] = (
         "Attention does the retrieving",
         "Without attention heads retrieval is lost.",
         "upper bound of retrieval at k = 0 at most 5 %, and forced choice within 5 points of chance",
-        "attention-ablation",
-        True,
         _segregation,
     ),
     Rule(
@@ -229,8 +222,6 @@ RULES: tuple[Rule, ...] = (
         "Few heads suffice",
         "About 15 % of the heads keep retrieval near perfect.",
         "lower bound of the paired retained share at 15 % of the heads at least 95 %; knowledge is given beside it",
-        "head-sparsification",
-        True,
         _few,
     ),
     Rule(
@@ -238,8 +229,6 @@ RULES: tuple[Rule, ...] = (
         "Prompting does not rescue it",
         "Reading twice, or the question first, does not bring retrieval back.",
         "the rule of segregation under both layouts; inconclusive if reading twice helps no model that saw such documents",
-        "prompting",
-        True,
         _no_rescue,
     ),
     Rule(
@@ -247,8 +236,6 @@ RULES: tuple[Rule, ...] = (
         "The needle must be in sight",
         "Attention must see the needle while answering.",
         "needle omitted in decode: upper bound at most 5 %; omitted in prefill only: retained share is given beside it",
-        "token-exposure",
-        True,
         _exposure,
     ),
     Rule(
@@ -256,8 +243,6 @@ RULES: tuple[Rule, ...] = (
         "Enough context",
         "Retrieval needs enough context during prefill, even with the needle in sight.",
         "some limit reaches 95 %, and at the smallest limit tried the upper bound is below 95 %",
-        "context-limits",
-        True,
         _context,
     ),
     Rule(
@@ -265,8 +250,6 @@ RULES: tuple[Rule, ...] = (
         "Two systems",
         "Attention serves retrieval, the recurrent side serves knowledge.",
         "interaction of (attention off, recurrent off) x (retrieval, knowledge): the interval lies above 0",
-        "double-dissociation",
-        True,
         _dissociation,
     ),
     Rule(
@@ -274,8 +257,6 @@ RULES: tuple[Rule, ...] = (
         "The KV cache holds the needle",
         "Answers follow the KV half of the memory.",
         "lower bound of the share that follows the KV half at least 50 %",
-        "memory-swap",
-        True,
         _memory,
     ),
 )
@@ -291,12 +272,12 @@ def judge(evidence: Evidence) -> list[Verdict]:
     """One verdict per rule for one model."""
     verdicts = []
     for rule in RULES:
-        word, told, estimate = rule.of(evidence)
+        word, sentence, estimate = rule.of(evidence)
         baseline = evidence.baselines.get(rule.claim, evidence.baseline)
-        if rule.needs_baseline and estimate.n and side(baseline, BASELINE, below=False) != "supported":
+        if estimate.n and side(baseline, BASELINE, below=False) != "supported":
             word = "not testable"
-            told += f" But untouched it finds {_of(baseline, 'the needles')}: the lower bound must be 80 %."
+            sentence += f" But untouched it finds {_of(baseline, 'the needles')}: the lower bound must be 80 %."
         if estimate.n:
-            told += "".join(f" ({said})" for said in _asides(evidence, rule.claim))
-        verdicts.append(Verdict(rule.claim, rule.title, evidence.model, word, told, estimate))
+            sentence += "".join(f" ({aside})" for aside in _asides(evidence, rule.claim))
+        verdicts.append(Verdict(rule.claim, rule.title, evidence.model, word, sentence, estimate))
     return verdicts

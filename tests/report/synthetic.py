@@ -269,9 +269,9 @@ def multiply(directory: Path, trials: int) -> int:
         "facts": "replace(facts, '{', '{\"copy\": ' || ?1 || ', ')",
     }
     select = ", ".join(changed.get(name, name) for name in names)
-    there = int(store.db.execute("SELECT count(*) FROM trials").fetchone()[0])
+    before = int(store.db.execute("SELECT count(*) FROM trials").fetchone()[0])
     last = int(store.db.execute("SELECT max(rowid) FROM trials").fetchone()[0])
-    for copy in range(1, -(-trials // there)):
+    for copy in range(1, -(-trials // before)):
         query = f"INSERT INTO trials ({', '.join(names)}) SELECT {select} FROM trials WHERE rowid <= ?2"
         store.db.execute(query, (str(copy), last))
     count = int(store.db.execute("SELECT count(*) FROM trials").fetchone()[0])

@@ -68,7 +68,7 @@ def small() -> list[nw.Intervention]:
         made += [nw.KeepHeads(by=by, seed=seed, draw=draw, **many, **common) for many, by, seed, draw in kept]
     made += [nw.SwapMemory(half=half, from_=twin) for half in ("kv", "recurrent") for twin in ("twin", "other")]
     left_out = ("layers", "'other'", "paper", "ranking", "l2", "k=1", "fraction", "seed")  # tried alone, for the time's sake
-    pairs = combinations([one for one in made if not any(word in str(one) for word in left_out)], 2)
+    pairs = combinations([part for part in made if not any(word in str(part) for word in left_out)], 2)
     return made + [nw.parse(f"{a} + {b}") for a, b in pairs if not a.clashes(b)]  # type: ignore[attr-defined]
 
 

@@ -6,18 +6,20 @@ import math
 import sqlite3
 from collections import defaultdict
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
 import synthetic
 
 from needlework import stats
+from needlework.interventions import KeepHeads
 from needlework.report import curves, maps
-from needlework.report.bench import Bench
 from needlework.report.browser import Browser, needle_characters, pieces, shortened
-from needlework.report.conditions import few, place
+from needlework.report.conditions import FEW_HEADS, place
 from needlework.report.evidence import collect, helped_by_reading_twice
 from needlework.report.frame import Frame
+from needlework.report.model_trials import ModelTrials
 from needlework.report.page import FIGURES
 from needlework.report.reader import load
 from needlework.store import Row, Store
@@ -31,9 +33,9 @@ def frame(run: Path) -> Frame:
 @pytest.fixture(scope="session")
 def trials(run: Path) -> list[Row]:
     store = Store(run)
-    found = list(store.rows())
+    stored = list(store.rows())
     store.close()
-    return found
+    return stored
 
 
 def counted(trials: list[Row], model: str, text: str, **wanted: object) -> stats.Estimate:
@@ -44,12 +46,12 @@ def counted(trials: list[Row], model: str, text: str, **wanted: object) -> stats
 
 def test_accuracies_equal_plain_counting(frame: Frame, trials: list[Row]) -> None:
     for model in ("tiny-griffin", "tiny-jamba"):
-        bench = Bench(frame, model)
+        of_model = ModelTrials(frame, model)
         for text in ("none", "keep_heads(k=1)", "ablate_attention()"):
             wanted = {"task": "niah", "layout": "plain", "in_window": True}
-            assert bench.accuracy(bench.retrieval(text)) == counted(trials, model, text, **wanted)
-            assert bench.accuracy(bench.knowledge(text, "letter")) == counted(trials, model, text, form="letter")
-    outside = Bench(frame, "tiny-griffin").retrieval("none", in_window=False)
+            assert of_model.accuracy(of_model.retrieval(text)) == counted(trials, model, text, **wanted)
+            assert of_model.accuracy(of_model.knowledge(text, "letter")) == counted(trials, model, text, form="letter")
+    outside = ModelTrials(frame, "tiny-griffin").retrieval("none", in_window=False)
     assert (
         0
         < len(outside)
@@ -66,31 +68,31 @@ def test_retained_share_pairs_the_same_samples(frame: Frame, trials: list[Row]) 
     base = {t.sample: t.scores["correct"] for t in chosen if t.intervention == "none"}
     after = {t.sample: t.scores["correct"] for t in chosen if t.intervention == "keep_heads(k=1)"}
     expected = sum(after.values()) / sum(base[sample] for sample in after)
-    assert Bench(frame, "tiny-jamba").retained("keep_heads(k=1)").raw.value == pytest.approx(expected)
+    assert ModelTrials(frame, "tiny-jamba").retained("keep_heads(k=1)").raw.value == pytest.approx(expected)
 
 
 def test_chance_is_for_choices_only(frame: Frame) -> None:
-    bench = Bench(frame, "tiny-jamba")
-    assert frame.chance(bench.retrieval("none")) == 0
-    assert frame.chance(bench.retrieval("none", "choices")) == 0.25
+    of_model = ModelTrials(frame, "tiny-jamba")
+    assert frame.chance(of_model.retrieval("none")) == 0
+    assert frame.chance(of_model.retrieval("none", "choices")) == 0.25
 
 
 def test_a_trial_counts_once_however_many_experiments_it_served(tmp_path: Path, trials: list[Row]) -> None:
-    some = [t for t in trials if t.intervention == "none" and t.task == "niah"][:20]
+    needles = [t for t in trials if t.intervention == "none" and t.task == "niah"][:20]
     store = Store(tmp_path, create=True)
-    store.add([*some, *(replace(t, experiment="another") for t in some)])
+    store.add([*needles, *(replace(t, experiment="another") for t in needles)])
     store.close()
-    found = load([tmp_path])
-    assert (found.trials, len(found.row)) == (40, 20)
+    frame = load([tmp_path])
+    assert (frame.trials, len(frame.row)) == (40, 20)
 
 
 def test_failed_trials_are_left_out_and_counted(tmp_path: Path, trials: list[Row]) -> None:
-    some = [t for t in trials if t.task == "niah"][:10]
+    needles = [t for t in trials if t.task == "niah"][:10]
     store = Store(tmp_path, create=True)
-    store.add([replace(t, finish="failed", scores={}) if i < 3 else t for i, t in enumerate(some)])
+    store.add([replace(t, finish="failed", scores={}) if i < 3 else t for i, t in enumerate(needles)])
     store.close()
-    found = load([tmp_path])
-    assert (found.failed, len(found.row)) == (3, 7)
+    frame = load([tmp_path])
+    assert (frame.failed, len(frame.row)) == (3, 7)
 
 
 def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) -> None:
@@ -108,17 +110,17 @@ def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) ->
 def test_evidence_finds_every_experiment(frame: Frame) -> None:
     helps = helped_by_reading_twice(frame)
     assert helps.startswith("tiny-mamba")
-    found = collect(Bench(frame, "tiny-jamba"), helps)
-    assert found.few_label.startswith("1 of 8 heads")
-    assert set(found.layouts) == {"jrt", "question_first"}
-    assert [k.form for k in found.few_knowledge] == ["cloze", "letter"]
-    assert [n for n, _ in found.context] == [8, 16, 32, 64, 128, 256]
-    assert found.follows_kv.value > 0.9
-    assert found.follows_kv.n == 80
-    assert found.interaction is not None
-    assert found.interaction.contrast.low > 0
-    assert found.omit_decode.value == 0
-    assert not collect(Bench(frame, "tiny-mamba"), helps).has_attention
+    evidence = collect(ModelTrials(frame, "tiny-jamba"), helps)
+    assert evidence.few_label.startswith("1 of 8 heads")
+    assert set(evidence.layouts) == {"jrt", "question_first"}
+    assert [k.form for k in evidence.few_knowledge] == ["cloze", "letter"]
+    assert [n for n, _ in evidence.context] == [8, 16, 32, 64, 128, 256]
+    assert evidence.follows_kv.value > 0.9
+    assert evidence.follows_kv.n == 80
+    assert evidence.interaction is not None
+    assert evidence.interaction.contrast.low > 0
+    assert evidence.omit_decode.value == 0
+    assert not collect(ModelTrials(frame, "tiny-mamba"), helps).has_attention
 
 
 def test_every_figure_has_its_panels(frame: Frame) -> None:
@@ -174,17 +176,15 @@ def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Row]) -> None
     ],
 )
 def test_interventions_find_their_place(text: str, kind: str, fields: dict[str, object]) -> None:
-    found = place(text)
-    assert found.kind == kind
-    assert {name: getattr(found, name) for name in fields} == fields
+    condition = place(text)
+    assert condition.kind == kind
+    assert {name: getattr(condition, name) for name in fields} == fields
 
 
 def test_fifteen_percent_rounds_as_the_intervention_does() -> None:
-    from needlework.interventions import KeepHeads
-
-    for heads in range(1, 65):
-        assert few(heads) == KeepHeads(fraction=0.15).count(heads)
-    assert [few(h) for h in (32, 16, 10)] == [5, 2, 2]
+    for heads, fraction in product(range(1, 65), (0.0, 0.01, FEW_HEADS, 0.5, 1.0)):
+        assert place(f"keep_heads(fraction={fraction})").kept(heads) == KeepHeads(fraction=fraction).count(heads)
+    assert [place(f"keep_heads(fraction={FEW_HEADS})").kept(heads) for heads in (32, 16, 10)] == [5, 2, 2]
 
 
 def test_needles_are_found_by_words_and_else_by_the_answer() -> None:
@@ -204,33 +204,33 @@ def test_long_prompts_are_cut_around_their_needle_and_say_so() -> None:
 
 def test_browser_shows_failures_first_and_at_most_twenty(frame: Frame) -> None:
     browser = Browser(frame)
-    rows = frame.rows(Bench(frame, "tiny-jamba").needles("keep_heads(k=1)"))
+    rows = frame.rows(ModelTrials(frame, "tiny-jamba").needle_pick("keep_heads(k=1)"))
     key = browser.add("all needles", rows)
-    found = browser.collect()
-    cell = found["cells"][key]
-    right = [found["trials"][i][5]["correct"] for i in cell["trials"]]
+    collected = browser.collect()
+    cell = collected["cells"][key]
+    right = [collected["trials"][i][5]["correct"] for i in cell["trials"]]
     assert (len(right), cell["n"]) == (20, len(rows))
     assert 0 < cell["wrong"] == int((frame.values("correct", rows) == 0).sum()) < 20
     assert right == [0.0] * cell["wrong"] + [1.0] * (20 - cell["wrong"])
     again = Browser(frame)
     again.add("all needles", rows)
-    assert again.collect() == found
+    assert again.collect() == collected
 
 
 def test_browser_keeps_its_budget(frame: Frame) -> None:
     browser = Browser(frame, budget_bytes=20_000)
     for text in frame.distinct("text", model="tiny-jamba"):
-        browser.add(text, frame.rows(Bench(frame, "tiny-jamba").needles(text)))
-    found = browser.collect()
+        browser.add(text, frame.rows(ModelTrials(frame, "tiny-jamba").needle_pick(text)))
+    collected = browser.collect()
     assert browser.cells
-    assert sum(len(p[0]) for p in found["prompts"]) < 22_000
-    assert all(not math.isnan(cell["n"]) for cell in found["cells"].values())
+    assert sum(len(p[0]) for p in collected["prompts"]) < 22_000
+    assert all(not math.isnan(cell["n"]) for cell in collected["cells"].values())
 
 
 def test_chance_is_that_of_the_options_that_count(tmp_path: Path, trials: list[Row]) -> None:
-    some = [t for t in trials if t.task == "niah_choice"][:10]
+    choices = [t for t in trials if t.task == "niah_choice"][:10]
     store = Store(tmp_path, create=True)
-    store.add([replace(t, facts={**t.facts, "chance": 1 / 7, "chance_context": 0.5}) for t in some])
+    store.add([replace(t, facts={**t.facts, "chance": 1 / 7, "chance_context": 0.5}) for t in choices])
     assert load([tmp_path]).groups[0].chance == pytest.approx(1 / 7)
     store.set_meta("experiments", {"heads": {"tasks": {"niah_choice": {"options": {"against": "context"}}}}})
     store.close()
@@ -248,8 +248,8 @@ def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: lis
     store = Store(tmp_path, create=True)
     store.add(rows)
     store.close()
-    bench = Bench(load([tmp_path]), "tiny-jamba")
-    assert list(bench.retained("keep_heads(k=1)").before) == [1.0]
+    of_model = ModelTrials(load([tmp_path]), "tiny-jamba")
+    assert list(of_model.retained("keep_heads(k=1)").before) == [1.0]
 
 
 def test_crossed_limits_are_a_map(frame: Frame) -> None:
@@ -257,9 +257,9 @@ def test_crossed_limits_are_a_map(frame: Frame) -> None:
     grid = next(p for p in panels if isinstance(p, maps.Grid) and p.group == "tiny-jamba")
     assert (grid.cols[0], grid.cols[-1], len(grid.rows)) == ("8", "all", 7)
     corner = grid.cells[-1][-1]
-    bench = Bench(frame, "tiny-jamba")
+    of_model = ModelTrials(frame, "tiny-jamba")
     assert corner is not None
-    assert corner.y == bench.accuracy(bench.retrieval("none"))
+    assert corner.y == of_model.accuracy(of_model.retrieval("none"))
 
 
 def test_a_control_is_drawn_only_where_it_was_measured(tmp_path: Path) -> None:

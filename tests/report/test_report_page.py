@@ -17,7 +17,9 @@ import synthetic
 from rich.console import Console
 
 from needlework.errors import NeedleworkError
+from needlework.experiments import shipped
 from needlework.report import build, summary
+from needlework.report.captions import WORDS
 from needlework.report.page import filled, script_json
 from needlework.store import Store
 
@@ -36,11 +38,11 @@ class Outline(HTMLParser):
         self.scripts = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        own = dict(attrs)
+        attributes = dict(attrs)
         self.scripts += tag == "script"
-        self.ids += [own["id"]] if own.get("id") else []
-        self.links += [own["href"]] if tag == "a" and own.get("href") else []
-        self.outside += [own[k] or "" for k in ("src", "href") if str(own.get(k, "")).startswith(("http", "//"))]
+        self.ids += [attributes["id"]] if attributes.get("id") else []
+        self.links += [attributes["href"]] if tag == "a" and attributes.get("href") else []
+        self.outside += [attributes[k] or "" for k in ("src", "href") if str(attributes.get(k, "")).startswith(("http", "//"))]
         if tag not in self.VOID:
             self.open.append(tag)
 
@@ -53,20 +55,20 @@ class Outline(HTMLParser):
 
 
 def outline(path: Path) -> Outline:
-    found = Outline()
-    found.feed(path.read_text(encoding="utf-8"))
-    assert found.open == []
-    return found
+    parser = Outline()
+    parser.feed(path.read_text(encoding="utf-8"))
+    assert parser.open == []
+    return parser
 
 
 def test_the_page_is_whole_and_needs_nothing_else(page: Path) -> None:
-    found = outline(page)
-    assert found.outside == []
-    assert len(found.ids) == len(set(found.ids))
-    assert {link[1:] for link in found.links if link.startswith("#")} <= set(found.ids)
+    parsed = outline(page)
+    assert parsed.outside == []
+    assert len(parsed.ids) == len(set(parsed.ids))
+    assert {link[1:] for link in parsed.links if link.startswith("#")} <= set(parsed.ids)
     assert page.stat().st_size < 8_000_000
     sections = "findings models heads needles exposure dissociation memory head-map context layouts tasks method"
-    assert set(sections.split()) <= set(found.ids)
+    assert set(sections.split()) <= set(parsed.ids)
 
 
 def test_every_key_of_a_figure_has_its_trials(page: Path) -> None:
@@ -81,8 +83,8 @@ def test_every_key_of_a_figure_has_its_trials(page: Path) -> None:
 
 def test_answers_cannot_leave_their_place(hostile: Path) -> None:
     text = hostile.read_text(encoding="utf-8")
-    found = outline(hostile)
-    assert found.scripts == 2
+    parsed = outline(hostile)
+    assert parsed.scripts == 2
     assert "<script>window.pwned" not in text
     assert "onerror=window.pwned" in text  # there, as data
     assert "<img" not in text
@@ -115,9 +117,13 @@ def test_parts_are_not_read_as_templates() -> None:
 def test_what_was_not_run_is_one_line_with_its_plan(tmp_path: Path, run: Path) -> None:
     synthetic.write(tmp_path / "m", ("tiny-mamba",), per_cell=1)
     text = build([tmp_path / "m"], pictures=False).read_text(encoding="utf-8")
-    assert "no trials here. The plan <code>plans/04-token-exposure.yaml</code> gives them." in text
+    assert "no trials here. <code>needlework run 04 --model MODEL --out DIR</code> gives them." in text
     assert '<section id="exposure">' not in text
     assert '<section id="layouts">' in text
+
+
+def test_what_was_not_run_names_plans_that_are_shipped() -> None:
+    assert {plan for _, _, plan in WORDS.values()} <= set(shipped.names())
 
 
 def test_two_runs_side_by_side(tmp_path: Path, run: Path) -> None:
@@ -143,8 +149,8 @@ def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
 def test_pictures_of_every_figure(tmp_path: Path) -> None:
     synthetic.write(tmp_path, ("tiny-mamba",), per_cell=1)
     build([tmp_path])
-    found = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert {"needles.png", "needles.svg", "layouts.png", "layouts.svg"} <= found
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"needles.png", "needles.svg", "layouts.png", "layouts.svg"} <= names
     assert (tmp_path / "figures" / "needles.png").read_bytes()[:4] == b"\x89PNG"
 
 

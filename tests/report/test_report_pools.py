@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import synthetic
 
+import needlework as nw
 from needlework.report import build, summary
-from needlework.report.bench import Bench, benches
 from needlework.report.browser import Browser
 from needlework.report.evidence import collect, verdicts
 from needlework.report.frame import ALL, Frame, Group, Pick
+from needlework.report.model_trials import ModelTrials, by_boundary
 from needlework.report.page import FIGURES
 from needlework.report.reader import load
 from needlework.report.tables import scores, unplaced
@@ -107,9 +108,9 @@ def test_needle_tasks_of_any_name_are_judged_together(tmp_path: Path) -> None:
         for i in range(5)
         for text in ("none", OFF)
     ]
-    found = verdict(load([store(tmp_path, trials)]), "segregation")
-    assert (found.estimate.n, found.estimate.value) == (15, 1.0)
-    assert "(Tasks: niah, far, letter-needles.)" in found.sentence
+    judged = verdict(load([store(tmp_path, trials)]), "segregation")
+    assert (judged.estimate.n, judged.estimate.value) == (15, 1.0)
+    assert "(Tasks: niah, far, letter-needles.)" in judged.sentence
 
 
 def test_a_task_of_no_known_ability_is_shown_apart_and_judged_by_no_rule(tmp_path: Path) -> None:
@@ -128,8 +129,8 @@ def test_a_task_of_no_known_ability_is_shown_apart_and_judged_by_no_rule(tmp_pat
 
 def test_an_own_retrieval_task_stands_in_where_no_needle_was_asked(tmp_path: Path) -> None:
     own = {"task": "fetch", "kind": "fetching", "ability": "retrieval"}
-    found = verdict(load([store(tmp_path / "a", [*rows(90, 90, **own), *rows(0, 90, OFF, **own)])]), "segregation")
-    assert (found.estimate.n, "(Tasks: fetch.)" in found.sentence) == (90, True)
+    judged = verdict(load([store(tmp_path / "a", [*rows(90, 90, **own), *rows(0, 90, OFF, **own)])]), "segregation")
+    assert (judged.estimate.n, "(Tasks: fetch.)" in judged.sentence) == (90, True)
     two = [*rows(90, 90, **own), *rows(0, 90, OFF, **own), *rows(90, 90, OFF, kind="copying", task="copy")]
     assert verdict(load([store(tmp_path / "b", two)]), "segregation").word == "not testable"  # unlike kinds are not pooled
 
@@ -139,8 +140,8 @@ def test_a_baseline_vouches_only_for_the_tasks_that_it_was_asked_in(tmp_path: Pa
     far = [replace(t, prompt_id=f"far {t.sample}", id=f"far {t.id}") for t in far]
     frame = load([store(tmp_path, [*rows(900, 900, task="near"), *far])])
     assert wilson(910, 1000).low > 0.8  # both together would do
-    found = verdict(frame, "segregation")
-    assert (found.word, "untouched it finds 10 % of the needles" in found.sentence) == ("not testable", True)
+    judged = verdict(frame, "segregation")
+    assert (judged.word, "untouched it finds 10 % of the needles" in judged.sentence) == ("not testable", True)
 
 
 def test_needles_of_unlike_settings_have_maps_of_their_own(tmp_path: Path) -> None:
@@ -153,16 +154,16 @@ def test_needles_of_unlike_settings_have_maps_of_their_own(tmp_path: Path) -> No
     frame = load([store(tmp_path, trials, experiments)])
     grids = {panel.title: panel.cells[0][0].y for panel in FIGURES["needles"](frame, Browser(frame)).panels}  # type: ignore[union-attr]
     assert grids == {"all 4 heads, distractors 0": wilson(10, 10), "all 4 heads, distractors 8": wilson(6, 14)}
-    bench = Bench(frame, MODEL)
-    assert bench.accuracy(bench.retrieval("none")) == wilson(16, 24)  # a claim speaks of needles
+    of_model = ModelTrials(frame, MODEL)
+    assert of_model.accuracy(of_model.retrieval("none")) == wilson(16, 24)  # a claim speaks of needles
 
 
 def test_one_answer_in_two_tasks_counts_once(tmp_path: Path) -> None:
     trials = [*rows(8, 10), *rows(8, 10, task="near", experiment="two")]
     frame = load([store(tmp_path, trials)])
     assert len(frame.row) == 20
-    bench = Bench(frame, MODEL)
-    assert bench.accuracy(bench.retrieval("none")) == wilson(8, 10)
+    of_model = ModelTrials(frame, MODEL)
+    assert of_model.accuracy(of_model.retrieval("none")) == wilson(8, 10)
 
 
 # B (a). The boundary.
@@ -175,7 +176,7 @@ def test_boundaries_are_shown_apart(tmp_path: Path) -> None:
         trials += [*rows(75, 75, boundary=boundary, experiment=boundary)]
         trials += [*rows(right, 75, text, boundary=boundary, experiment=boundary)]
     frame = load([store(tmp_path, trials)])
-    decode, prefill = benches(frame, MODEL)
+    decode, prefill = by_boundary(frame, MODEL)
     assert (decode.boundary, prefill.boundary) == ("decode", "prefill")
     assert decode.accuracy(decode.retrieval(text)) == wilson(3, 75)  # 4 %
     assert prefill.accuracy(prefill.retrieval(text)) == wilson(75, 75)
@@ -211,9 +212,9 @@ def test_the_memory_verdict_counts_needles_inside_the_window(tmp_path: Path) -> 
         inside, outside = (half == "recurrent", half == "kv")  # inside it follows the KV cache, outside never
         trials += [row(i, inside, text, prompt_id=f"in {i}") for i in range(20)]
         trials += [row(i, outside, text, prompt_id=f"out {i}", facts={"in_window": False}) for i in range(20)]
-    found = verdict(load([store(tmp_path, trials)]), "memory")
-    assert (found.word, found.estimate) == ("supported", wilson(40, 40))
-    assert "Needles out of the window do not count here: 0 % of those answers [0, 8.8; n = 40] follow it." in found.sentence
+    judged = verdict(load([store(tmp_path, trials)]), "memory")
+    assert (judged.word, judged.estimate) == ("supported", wilson(40, 40))
+    assert "Needles out of the window do not count here: 0 % of those answers [0, 8.8; n = 40] follow it." in judged.sentence
 
 
 # B (c). Sinks.
@@ -225,9 +226,9 @@ def test_a_limit_with_sinks_is_another_axis(tmp_path: Path) -> None:
 
     trials = [*rows(80, 80), *rows(80, 80, limit(1, ", sinks=128")), *rows(2, 80, limit(8)), *rows(80, 80, limit(64))]
     frame = load([store(tmp_path, trials)])
-    found = verdict(frame, "context")
-    assert found.sentence.startswith("64 tokens in sight while reading are the fewest that suffice")
-    assert (found.word, "with 8 tokens" in found.sentence) == ("supported", True)
+    judged = verdict(frame, "context")
+    assert judged.sentence.startswith("64 tokens in sight while reading are the fewest that suffice")
+    assert (judged.word, "with 8 tokens" in judged.sentence) == ("supported", True)
     titles = [panel.title for panel in FIGURES["context"](frame, Browser(frame)).panels]
     assert titles == ["One limit at a time", "One limit at a time, with the first 128 tokens in sight"]
 
@@ -252,8 +253,8 @@ def _shares(frame: Frame) -> dict[str, str]:
 
 
 def test_three_checkpoints_of_one_name_are_three_models(tmp_path: Path) -> None:
-    made = [_model(tmp_path / name / "run", right, weights=name) for name, right in (("x", 5), ("y", 10), ("z", 0))]
-    assert _shares(load(made)) == {MODEL: "50 %", f"{MODEL} (y/run)": "100 %", f"{MODEL} (z/run)": "0 %"}
+    runs = [_model(tmp_path / name / "run", right, weights=name) for name, right in (("x", 5), ("y", 10), ("z", 0))]
+    assert _shares(load(runs)) == {MODEL: "50 %", f"{MODEL} (y/run)": "100 %", f"{MODEL} (z/run)": "0 %"}
 
 
 @pytest.mark.parametrize(
@@ -261,19 +262,19 @@ def test_three_checkpoints_of_one_name_are_three_models(tmp_path: Path) -> None:
     [("dtype", ("float32", "bfloat16")), ("window_rule", ("transformers", "deepmind")), ("tokenizer", ("a", "b"))],
 )
 def test_whatever_changes_answers_makes_another_model(tmp_path: Path, what: str, labels: tuple[str, str]) -> None:
-    made = [_model(tmp_path / name, right, **{what: name}) for name, right in zip(labels, (10, 0), strict=True)]
+    runs = [_model(tmp_path / name, right, **{what: name}) for name, right in zip(labels, (10, 0), strict=True)]
     first, second = labels
     expected = {
         "dtype": [f"{MODEL} ({first})", f"{MODEL} ({second})"],
         "window_rule": [f"{MODEL} (window: {first})", f"{MODEL} (window: {second})"],
         "tokenizer": [MODEL, f"{MODEL} ({second})"],
     }[what]
-    assert _shares(load(made)) == dict(zip(expected, ("100 %", "0 %"), strict=True))
+    assert _shares(load(runs)) == dict(zip(expected, ("100 %", "0 %"), strict=True))
 
 
 def test_one_model_in_two_directories_is_one_and_its_trials_count_once(tmp_path: Path) -> None:
-    made = [store(tmp_path / name, list(rows(7, 10))) for name in ("a", "b")]
-    frame = load(made)
+    runs = [store(tmp_path / name, list(rows(7, 10))) for name in ("a", "b")]
+    frame = load(runs)
     assert list(frame.models) == [MODEL]
     assert (len(frame.row), frame.trials) == (10, 20)
 
@@ -297,8 +298,8 @@ def test_the_same_answer_under_another_scoring_is_not_the_same_row(tmp_path: Pat
     trials = [*rows(2, 10, **own, experiment="all", scoring="a"), *rows(9, 10, **own, experiment="context", scoring="c")]
     frame = load([store(tmp_path, trials, experiments)])
     assert len(frame.row) == 20
-    bench = Bench(frame, MODEL)
-    assert bench.accuracy(bench.retrieval("none", "choices")) == wilson(9, 10)  # one way of scoring is judged: no n of 20
+    of_model = ModelTrials(frame, MODEL)
+    assert of_model.accuracy(of_model.retrieval("none", "choices")) == wilson(9, 10)  # one way of scoring is judged: no n of 20
 
 
 def test_equal_groups_with_unlike_scorings_keep_their_rows(tmp_path: Path) -> None:
@@ -337,8 +338,8 @@ def test_rows_that_the_plan_no_longer_asks_for_are_left_out_and_said(tmp_path: P
     old = [replace(t, asked=0, experiment="before") for t in rows(37, 37)]
     store(tmp_path, [*rows(1, 10), *old])
     frame = load([tmp_path])
-    bench = Bench(frame, MODEL)
-    assert bench.accuracy(bench.retrieval("none")) == wilson(1, 10)
+    of_model = ModelTrials(frame, MODEL)
+    assert of_model.accuracy(of_model.retrieval("none")) == wilson(1, 10)
     words = "37 rows of an earlier version of the plan are left out."
     assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert words in _said(tmp_path)
@@ -350,7 +351,7 @@ def test_a_limit_that_hid_nothing_is_left_out_and_said(tmp_path: Path) -> None:
     acted = list(rows(10, 80, text))
     trials = [replace(t, receipt=idle, scores={"correct": 1.0}) if i >= 50 else t for i, t in enumerate(acted)]
     frame = load([store(tmp_path, [*rows(80, 80), *trials])])
-    assert collect(Bench(frame, MODEL), "").context == [(64, wilson(10, 50))]
+    assert collect(ModelTrials(frame, MODEL), "").context == [(64, wilson(10, 50))]
     words = "30 trials are left out: their limit on context was wider than what there was to hide."
     assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert words in _said(tmp_path)
@@ -382,3 +383,39 @@ def test_every_share_in_the_terminal_has_its_n(run: Path) -> None:
     shares = [(i, j) for i, line in enumerate(lines) for j, cell in enumerate(line) if "[" in cell and " %" in cell]
     assert len(shares) > 20
     assert all("n = " in lines[i][j] or "n = " in lines[i + 1][j] for i, j in shares)
+
+
+# G. A score of one's own is a score like the others.
+
+
+@pytest.mark.usefixtures("registries")
+def test_heads_chosen_by_a_score_of_ones_own_are_judged_and_drawn(tmp_path: Path) -> None:
+    text, other = "keep_heads(k={}, by='brightest')", "keep_heads(k=2, by='random')"
+    trials = [*rows(80, 80), *rows(79, 80, text.format(1)), *rows(80, 80, text.format(2)), *rows(9, 80, other)]
+    frame = load([store(tmp_path, trials)])
+    assert verdict(frame, "few_heads").word == "not testable"  # a score of nobody: its trials are listed by their text
+    assert len(scores(frame, unplaced)[1]) == 2
+
+    @nw.head_score(needs="outputs")
+    def brightest(outputs: Any) -> Any:
+        return outputs.amax(-1)
+
+    judged = verdict(frame, "few_heads")
+    assert (judged.estimate.n, judged.estimate.value) == (80, 79 / 80)
+    assert "With 1 of 4 heads (25 %) per layer, by brightest, it keeps 98.8 %" in judged.sentence
+    curve = FIGURES["heads"](frame, Browser(frame)).panels[0].series[0]  # type: ignore[union-attr]
+    assert (curve.label, [point.x for point in curve.points]) == ("by brightest, every position", [0.25, 0.5, 1.0])
+    titles = [panel.title for panel in FIGURES["needles"](frame, Browser(frame)).panels]
+    assert titles == ["1 of 4 heads, by brightest", "2 of 4 heads, by brightest", "all 4 heads"]
+
+
+@pytest.mark.usefixtures("registries")
+def test_the_built_in_scores_are_preferred_to_ones_own(tmp_path: Path) -> None:
+    @nw.head_score()
+    def sharpest(p: Any, log_p: Any) -> Any:
+        return p.amax(-1)
+
+    trials = [*rows(80, 80), *rows(80, 80, "keep_heads(k=1, by='sharpest')"), *rows(40, 80, "keep_heads(k=1, by='norm')")]
+    frame = load([store(tmp_path, trials)])
+    assert "by norm" in verdict(frame, "few_heads").sentence
+    assert [c.way for c in ModelTrials(frame, MODEL).conditions] == ["", "sharpest", "norm"]

@@ -73,16 +73,16 @@ class Browser:
         for source, ids in by_source.items():
             store = Store(self.frame.directories[source])
             try:
-                for found in _by_ids(store.db, list(ids)):
-                    yield ids[found[0]], (source, *found)
+                for values in _by_ids(store.db, list(ids)):
+                    yield ids[values[0]], (source, *values)
             finally:
                 store.close()
 
 
 def _by_ids(db: sqlite3.Connection, ids: list[int]) -> Iterator[Any]:
     for start in range(0, len(ids), 500):
-        some = ids[start : start + 500]
-        yield from db.execute(f"SELECT {_COLUMNS} FROM trials WHERE rowid IN ({','.join('?' * len(some))})", some)
+        batch = ids[start : start + 500]
+        yield from db.execute(f"SELECT {_COLUMNS} FROM trials WHERE rowid IN ({','.join('?' * len(batch))})", batch)
 
 
 @dataclass
@@ -95,8 +95,9 @@ class _Book:
     _prompt_at: dict[Any, int] = field(default_factory=dict)
     _trial_at: dict[tuple[int, int], int] = field(default_factory=dict)
 
-    def entry(self, found: Any) -> int:
-        source, row, prompt, tokens, target, output, intervention, sample, spans, scores = found
+    def entry(self, values: Any) -> int:
+        """The number of a trial, given its columns; a new one is written down."""
+        source, row, prompt, tokens, target, output, intervention, sample, spans, scores = values
         if (source, row) in self._trial_at:
             return self._trial_at[source, row]
         marks = needle_characters(prompt, tokens, json.loads(spans), target)

@@ -10,7 +10,7 @@ from typing import Any
 from needlework.files import beside
 from needlework.report.spec import Dots, Figure, Grid, Lines, Panel
 from needlework.report.svg import log_ticks
-from needlework.stats import whole
+from needlework.stats import whole_percent
 
 COLORS = ("#8b8f97", "#1f5f8b", "#c8702a", "#6a8f3c", "#7a4f9a", "#b8336a", "#0f8b8d")
 HEAT = ("#f4efe3", "#6fb3b0", "#143d66")
@@ -35,35 +35,30 @@ STYLE = {
 }
 
 
-def save(figures: Sequence[Figure], folder: Path) -> list[Path]:
+def save(figures: Sequence[Figure], folder: Path) -> None:
     """PNG and SVG of each figure; one row of panels per model."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
     with matplotlib.rc_context(STYLE):
         for figure in figures:
             canvas = _draw(figure, Canvas)
             canvas.draw_without_rendering()
             canvas.set_layout_engine("none")  # laid out once, not again for each file
             for ending, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-                path = folder / f"{figure.id}.{ending}"
-                with beside(path) as half:
+                with beside(folder / f"{figure.id}.{ending}") as half:
                     canvas.savefig(half, format=ending, **options)
-                written.append(path)
-    return written
 
 
 def _draw(figure: Figure, canvas_type: Any) -> Any:
-    groups = {group: [panel for panel in figure.panels if panel.group == group] for group in figure.groups}
-    one_each = all(len(own) == 1 for own in groups.values())
-    lines = [[own[0] for own in groups.values()]] if one_each else list(groups.values())
+    groups = figure.by_group()
+    lines = [list(figure.panels)] if all(len(panels) == 1 for panels in groups) else groups
     wide = min(4, max(len(line) for line in lines))
     lines = [line[i : i + wide] for line in lines for i in range(0, len(line), wide)]
     heights = [max(_height(panel) for panel in line) for line in lines]
-    each = 4.3 if any(isinstance(panel, Dots) for panel in figure.panels) else 3.3  # inches; names need their room
-    canvas = canvas_type(figsize=(each * wide, sum(heights)), layout="constrained")
+    panel_width = 4.3 if any(isinstance(panel, Dots) for panel in figure.panels) else 3.3  # inches; names need their room
+    canvas = canvas_type(figsize=(panel_width * wide, sum(heights)), layout="constrained")
     axes = canvas.subplots(len(lines), wide, squeeze=False, gridspec_kw={"height_ratios": heights})
     for line, row in zip(lines, axes, strict=True):
         for i, ax in enumerate(row):
@@ -146,7 +141,7 @@ def _grid(panel: Grid, ax: Any) -> None:
         for c, cell in enumerate(line):
             if cell is not None and panel.numbers:
                 ink = "white" if cell.y.value / panel.top > 0.62 else "#23303d"
-                text = ax.text(c, r, whole(cell.y.value), ha="center", va="center", fontsize=6.5, color=ink)
+                text = ax.text(c, r, whole_percent(cell.y.value), ha="center", va="center", fontsize=6.5, color=ink)
                 text.set_in_layout(False)
             _edge(panel, r, c, ax)
     turned = max(map(len, panel.cols)) > 5

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
+from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError
 from needlework.interventions import (
     NONE,
@@ -24,10 +25,13 @@ from needlework.interventions import (
     parse,
 )
 from needlework.interventions.ranking import Ranking
+from needlework.interventions.scores import RANDOM, known_scores
 
 Kind = Literal["none", "heads", "attention_block", "recurrent", "both_off", "expose", "limit", "swap", "other"]
 EXPOSURES = ("keep", "omit", "only", "null", "balanced")
 PHASES = ("prefill", "decode")
+FEW_HEADS = 0.15  # the share of heads that the paper finds sufficient
+RANKING = "ranking"
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Condition:
     phase: str = "both"  # prefill | decode | both
     k: int | None = None  # heads kept per layer; 0 also for ablate_attention
     fraction: float | None = None
-    by: str = ""  # entropy | l2 | norm | random | the text of a ranking | "" for ablate_attention
+    by: str = ""  # name of a head score | random | the text of a ranking | "" for ablate_attention
     seed: int = 0  # of random heads
     draw: str = ""  # of random heads: token | trial
     site: str = ""  # of the recurrent side: memory | block
@@ -54,9 +58,7 @@ class Condition:
             return heads
         if self.kind != "heads" or heads == 0:
             return None
-        if self.fraction is not None:
-            return 0 if self.fraction == 0 else max(1, int(self.fraction * heads + 0.5))
-        return self.k
+        return self.k if self.fraction is None else heads_of_share(self.fraction, heads)
 
     @property
     def attention_off(self) -> bool:
@@ -64,29 +66,33 @@ class Condition:
 
     @property
     def way(self) -> str:
-        """How heads are chosen: entropy, l2, norm, ranking, "random" (anew for each token), "random, trial" or "" (none)."""
-        if self.by.startswith("ranking"):
-            return "ranking"
-        return "random, trial" if self.draw == "trial" else self.by
+        """How heads are chosen: a score's name, "ranking", "random" (anew for each token), "random, trial" or "" (none)."""
+        if self.by.startswith(f"{RANKING}("):
+            return RANKING
+        return f"{RANDOM}, trial" if self.draw == "trial" else self.by
 
 
-def few(heads: int) -> int:
-    """The paper's 15 % of the heads, rounded as `keep_heads(fraction=0.15)` rounds."""
-    return max(1, int(0.15 * heads + 0.5))
+def ways() -> list[str]:
+    """How heads are chosen on purpose, in the order in which claims prefer them: by every known score, or by a ranking."""
+    return [*(name for name in known_scores() if name != RANDOM), RANKING]
 
 
-@lru_cache(maxsize=100_000)
 def place(text: str) -> Condition:
     """The condition that an intervention's text stands for; one that no figure knows is kept as "other"."""
     try:
-        whole = parse(text)
-    except NeedleworkError:  # of a plug-in that is not installed here: its trials are still listed by their text
+        return _place(text)
+    except NeedleworkError:  # of a plug-in that is not known here (yet): its trials are still listed by their text
         return Condition(text, "other")
-    if not whole.parts:
+
+
+@lru_cache(maxsize=100_000)
+def _place(text: str) -> Condition:
+    intervention = parse(text)
+    if not intervention.parts:
         return Condition(text, "none")
     for reader in (_heads, _off, _exposure, _limit, _swap):
-        condition = reader(text, whole.parts)
-        if condition is not None and normal(rebuilt(condition)) == normal(whole):
+        condition = reader(text, intervention.parts)
+        if condition is not None and normal(rebuilt(condition)) == normal(intervention):
             return condition
     return Condition(text, "other")
 
@@ -119,14 +125,14 @@ def _any(**fields: Any) -> dict[str, Any]:
 
 
 def _choice(c: Condition) -> dict[str, Any]:
-    by = Ranking.parse(c.by.removeprefix("ranking('").removesuffix("')")) if c.way == "ranking" else c.by
+    by = Ranking.parse(c.by.removeprefix("ranking('").removesuffix("')")) if c.way == RANKING else c.by
     return {"k": c.k, "fraction": c.fraction, "by": by, "seed": c.seed, "draw": c.draw or "token"}
 
 
-def normal(whole: Intervention) -> frozenset[str]:
+def normal(intervention: Intervention) -> frozenset[str]:
     """One spelling for interventions that do the same: phase by phase, without parts that change nothing."""
     parts: set[str] = set()
-    for part in whole.parts:
+    for part in intervention.parts:
         if isinstance(part, ExposeTokens) and part.mode == "keep":
             continue  # attention as it was
         if isinstance(part, KeepHeads) and part.scope == "layer" and 0 in (part.k, part.fraction):
@@ -143,8 +149,8 @@ def _heads(text: str, parts: tuple[Part, ...]) -> Condition | None:
     if not isinstance(part, KeepHeads):
         return None
     placed = Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction)
-    if part.by == "random":
-        return replace(placed, by="random", seed=part.seed, draw=part.draw)
+    if part.by == RANDOM:
+        return replace(placed, by=RANDOM, seed=part.seed, draw=part.draw)
     return replace(placed, by=part.by.text() if isinstance(part.by, Ranking) else part.by)
 
 

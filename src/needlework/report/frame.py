@@ -44,6 +44,7 @@ class _All(Enum):
 
 ALL: Final = _All.ALL
 Want: TypeAlias = T | Collection[T] | _All  # one value, any of several, or whatever there is
+ANY_SAMPLE = {"context_tokens": ALL, "depth_percent": ALL, "chance": ALL}  # fields in which samples of one task differ
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +83,6 @@ class Frame:
     models: dict[str, dict[str, Any]]  # label -> what the store says about the model
     observations: list[Watched]
     directories: list[Path]
-    plans: list[str]
     trials: int  # rows read, repeated ones included
     failed: int
     warnings: list[str] = field(default_factory=list)  # what a reader must know before believing anything
@@ -180,7 +180,7 @@ class Watched:
 
 def differences(settings: Iterable[str]) -> dict[str, str]:
     """What tells these settings from each other, in words: `distractors 3`. Empty for a single one."""
-    options = {setting: json.loads(setting) if setting else {} for setting in dict.fromkeys(settings)}
-    names = dict.fromkeys(name for some in options.values() for name in some)
-    unlike = [n for n in names if len({json.dumps(some.get(n), sort_keys=True) for some in options.values()}) > 1]
-    return {setting: ", ".join(f"{n} {some.get(n)}" for n in unlike) for setting, some in options.items()}
+    parsed = {setting: json.loads(setting) if setting else {} for setting in dict.fromkeys(settings)}
+    names = dict.fromkeys(name for options in parsed.values() for name in options)
+    unlike = [n for n in names if len({json.dumps(options.get(n), sort_keys=True) for options in parsed.values()}) > 1]
+    return {setting: ", ".join(f"{n} {options.get(n)}" for n in unlike) for setting, options in parsed.items()}

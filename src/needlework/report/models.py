@@ -30,19 +30,19 @@ def labels(seen: Sequence[Seen]) -> list[str]:
     """A label for each: the same for one identity, and different ones for two."""
     first = _first(seen)
     label: dict[tuple[str, ...], str] = {}
-    for name in dict.fromkeys(one.name for one in first.values()):
-        same_name = [one for one in first.values() if one.name == name]
-        for one, text in zip(same_name, _told_apart(name, same_name), strict=True):
+    for name in dict.fromkeys(model.name for model in first.values()):
+        same_name = [model for model in first.values() if model.name == name]
+        for model, text in zip(same_name, _told_apart(name, same_name), strict=True):
             while text in label.values():  # another model is really called so
                 text += "*"
-            label[one.identity] = text
-    return [label[one.identity] for one in seen]
+            label[model.identity] = text
+    return [label[model.identity] for model in seen]
 
 
 def renamed(seen: Sequence[Seen]) -> list[str]:
     """Where one model goes by two names, in words."""
     first = _first(seen)
-    pairs = dict.fromkeys((one.name, first[one.identity].name) for one in seen)
+    pairs = dict.fromkeys((model.name, first[model.identity].name) for model in seen)
     return [
         f"{name} is the same model as {other} (weights, tokenizer, dtype and window rule): shown as one, as {other}."
         for name, other in pairs
@@ -53,8 +53,8 @@ def renamed(seen: Sequence[Seen]) -> list[str]:
 def _first(seen: Sequence[Seen]) -> dict[tuple[str, ...], Seen]:
     """Of each identity the one that was met first."""
     first: dict[tuple[str, ...], Seen] = {}
-    for one in seen:
-        first.setdefault(one.identity, one)
+    for model in seen:
+        first.setdefault(model.identity, model)
     return first
 
 

@@ -68,9 +68,8 @@ def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True) 
 
 
 def page(frame: Frame, figures: Sequence[Figure], browser: Browser) -> str:
-    found = verdicts(frame)
     shown = [figure for figure in figures if figure.panels]
-    body = [_remarks(frame), _findings(frame, found), _models(frame)]
+    body = [_remarks(frame), _findings(frame, verdicts(frame)), _models(frame)]
     tails = {"dissociation": _contrasts(frame)}
     body += [_figure(i, figure, tails.get(figure.id, "")) for i, figure in enumerate(shown, 1)]
     body += [_missing([figure for figure in figures if not figure.panels]), _method()]
@@ -95,18 +94,18 @@ def page(frame: Frame, figures: Sequence[Figure], browser: Browser) -> str:
 def filled(template: str, parts: dict[str, str]) -> str:
     """The template with its holes filled once: nothing inside a part is read as a hole."""
     pieces = template.split("{{")
-    whole = [pieces[0]]
+    text = [pieces[0]]
     for piece in pieces[1:]:
         name, _, rest = piece.partition("}}")
-        whole += [parts[name], rest]
-    return "".join(whole)
+        text += [parts[name], rest]
+    return "".join(text)
 
 
 def script_json(value: Any) -> str:
     """JSON that is safe inside a script element: nothing in it can end the element or a line of the script."""
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    for sign in ("<", ">", "&", "\u2028", "\u2029"):
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    for character in ("<", ">", "&", "\u2028", "\u2029"):
+        text = text.replace(character, f"\\u{ord(character):04x}")
     return text.encode("utf-8", "replace").decode()
 
 
@@ -126,21 +125,20 @@ def _chip(word: str) -> str:
 
 def _remarks(frame: Frame) -> str:
     """What a reader must know first: versions that do not fit, and what was left out."""
-    warned = "".join(f'<p class="warning">{escape(words)}</p>' for words in frame.warnings)
-    noted = f'<p class="caption">{escape(" ".join(frame.notes))}</p>' if frame.notes else ""
-    return f'<section id="remarks">{warned}{noted}</section>' if warned or noted else ""
+    warnings = "".join(f'<p class="warning">{escape(words)}</p>' for words in frame.warnings)
+    notes = f'<p class="caption">{escape(" ".join(frame.notes))}</p>' if frame.notes else ""
+    return f'<section id="remarks">{warnings}{notes}</section>' if warnings or notes else ""
 
 
-def _findings(frame: Frame, found: Sequence[Verdict]) -> str:
-    header = ["claim", *frame.models]
+def _findings(frame: Frame, judged: Sequence[Verdict]) -> str:
     rows = []
     for rule in RULES:
-        words = {v.model: v.word for v in found if v.claim == rule.claim}
+        words = {v.model: v.word for v in judged if v.claim == rule.claim}
         cells = "".join(f"<td>{_chip(words[model])}</td>" for model in frame.models)
         rows.append(f'<tr><th scope="row"><a href="#claim-{rule.claim}">{escape(rule.title)}</a></th>{cells}</tr>')
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in header)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in ["claim", *frame.models])
     overview = _scroll("Verdicts", f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
-    claims = "".join(_claim(rule, [v for v in found if v.claim == rule.claim]) for rule in RULES)
+    claims = "".join(_claim(rule, [v for v in judged if v.claim == rule.claim]) for rule in RULES)
     return (
         '<section id="findings"><h2>Findings</h2><p class="caption">The paper\'s claims, judged for each model by rules that'
         " were fixed before any run. A verdict speaks of one checkpoint. Brackets hold 95 % intervals.</p>"
@@ -148,8 +146,8 @@ def _findings(frame: Frame, found: Sequence[Verdict]) -> str:
     )
 
 
-def _claim(rule: Rule, found: Sequence[Verdict]) -> str:
-    items = "".join(f"<li>{_chip(v.word)}<div><b>{escape(v.model)}</b><p>{_tidy(v.sentence)}</p></div></li>" for v in found)
+def _claim(rule: Rule, judged: Sequence[Verdict]) -> str:
+    items = "".join(f"<li>{_chip(v.word)}<div><b>{escape(v.model)}</b><p>{_tidy(v.sentence)}</p></div></li>" for v in judged)
     return (
         f'<article class="claim" id="claim-{rule.claim}"><div><h3>{escape(rule.title)}</h3>'
         f'<p class="says">{escape(rule.says)}</p></div><ul>{items}</ul></article>'
@@ -162,8 +160,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = 
     lines = [(row[0], "".join(f"<td{kind}>{escape(cell)}</td>" for cell in row[1:])) for row in rows]
     body = "".join(f'<tr><th scope="row">{escape(first)}</th>{cells}</tr>' for first, cells in lines)
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    whole = f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return _scroll(caption or header[0] or "table", whole)
+    table_ = f"<table>{title}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return _scroll(caption or header[0] or "table", table_)
 
 
 def _scroll(label: str, inside: str) -> str:
@@ -182,20 +180,16 @@ def _contrasts(frame: Frame) -> str:
 
 
 def _models(frame: Frame) -> str:
+    titled = [
+        ("Retrieval: every score beside the others", tables.scores(frame), GRADED),
+        ("Retrieval under interventions that no figure shows", tables.scores(frame, tables.unplaced), ""),
+        ("Knowledge: what is left of the baseline", tables.knowledge(frame), ""),
+        ("Other tasks", tasks.others(frame), OTHERS),
+    ]
     parts = ['<section id="models"><h2>Models and scores</h2>', _table(*tables.models(frame))]
-    header, rows = tables.scores(frame)
-    if rows:
-        parts += ["<h3>Retrieval: every score beside the others</h3>", _table(header, rows)]
-        parts.append(f'<p class="caption">{GRADED}</p>')
-    header, rows = tables.scores(frame, tables.unplaced)
-    if rows:
-        parts += ["<h3>Retrieval under interventions that no figure shows</h3>", _table(header, rows)]
-    header, rows = tables.knowledge(frame)
-    if rows:
-        parts += ["<h3>Knowledge: what is left of the baseline</h3>", _table(header, rows)]
-    header, rows = tasks.others(frame)
-    if rows:
-        parts += ["<h3>Other tasks</h3>", _table(header, rows), f'<p class="caption">{OTHERS}</p>']
+    for title, (header, rows), caption in titled:
+        if rows:
+            parts += [f"<h3>{title}</h3>", _table(header, rows), f'<p class="caption">{caption}</p>' if caption else ""]
     return "".join(parts) + "</section>"
 
 
@@ -207,11 +201,11 @@ def _figure(number: int, figure: Figure, extra: str = "") -> str:
     if any(isinstance(panel, Grid) for panel in figure.panels):
         top = max(panel.top for panel in figure.panels if isinstance(panel, Grid))
         parts.append(f'<p class="scale" aria-hidden="true">0 %<span></span>{"100 %" if top == 1 else "most"}</p>')
-    groups = [[panel for panel in figure.panels if panel.group == group] for group in figure.groups]
-    if all(len(own) == 1 for own in groups):
-        parts.append(_panels([panel for own in groups for panel in own]))
+    groups = figure.by_group()
+    if all(len(panels) == 1 for panels in groups):
+        parts.append(_panels(figure.panels))
     else:
-        parts += [f"<h3>{escape(own[0].group)}</h3>{_panels(own, apart=True)}" for own in groups]
+        parts += [f"<h3>{escape(panels[0].group)}</h3>{_panels(panels, apart=True)}" for panels in groups]
     body = "".join(_table(*table(panel), caption=f"{panel.group}: {panel.title}") for panel in figure.panels)
     parts.append(f"{extra}<details><summary>The numbers as tables</summary>{body}</details></section>")
     return "".join(parts)
@@ -235,8 +229,8 @@ def _panel(panel: Panel, width: int) -> str:
 
 def _missing(absent: Sequence[Figure]) -> str:
     lines = [
-        f'<p class="missing" id="{figure.id}">{escape(figure.title)}: no trials here. The plan <code>'
-        f"{escape(captions.plan_for(figure.id))}</code> gives them.</p>"
+        f'<p class="missing" id="{figure.id}">{escape(figure.title)}: no trials here. <code>'
+        f"{escape(captions.command_for(figure.id))}</code> gives them.</p>"
         for figure in absent
     ]
     return f'<section id="missing"><h2>Not run</h2>{"".join(lines)}</section>' if lines else ""
@@ -245,7 +239,7 @@ def _missing(absent: Sequence[Figure]) -> str:
 def _method() -> str:
     rows = [[rule.title, rule.rule] for rule in RULES]
     testable = ["Testable at all", "lower bound of the untouched model's retrieval, in the claim's own tasks, at least 80 %"]
-    told = (
+    words = (
         "Retrieval is judged by needles in a haystack inside the window, by all tasks of that kind with the plain layout; each"
         " trial counts once. A verdict takes the boundary decode (the last prompt token belongs to the answer) where that was"
         " run; numbers of the boundary prefill stand apart and say so. "
@@ -254,5 +248,5 @@ def _method() -> str:
         " Wilson's for the pairs that changed. Not supported means that the whole interval lies on the other side; what lies"
         " across the line is inconclusive. 0 of n needs n of 73 at least for an upper bound of 5 %."
     )
-    whole = _table(["claim", "supported when"], [testable, *rows], wrap=True)
-    return f'<section id="method"><h2>Method</h2><p>{escape(told)}</p>{whole}</section>'
+    rules = _table(["claim", "supported when"], [testable, *rows], wrap=True)
+    return f'<section id="method"><h2>Method</h2><p>{escape(words)}</p>{rules}</section>'

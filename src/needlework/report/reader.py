@@ -17,7 +17,7 @@ import numpy as np
 from needlework.errors import NeedleworkError
 from needlework.report.frame import Frame, Group, Watched
 from needlework.report.models import Seen, labels, renamed
-from needlework.store import SEMANTICS_VERSION, Store
+from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
 
 FORMS = {
@@ -32,7 +32,6 @@ FORMS = {
 }
 # Options of a task that only say how many samples there are, or that are a field of their group.
 COUNTED = ("samples", "per_subject", "rounds", "lengths", "depths", "layout", "against", "twins")
-FOREIGN = "lm-eval"  # the kind of tasks whose scores are lm-eval's own, not ours
 _QUERY = (
     "SELECT rowid, id, experiment, model, task, kind, ability, boundary, prompt_id, sample, cluster, seed, intervention, mode,"
     " finish, facts, scores, scoring, asked, instr(receipt, '\"nothing to hide') > 0,"
@@ -72,12 +71,12 @@ class Counts:
     nothing_hidden: int = 0  # a limit that was wider than the prompt
 
     def notes(self) -> list[str]:
-        told = [
+        remarks = [
             (self.failed, "trials failed and are left out."),
             (self.not_asked, "rows of an earlier version of the plan are left out."),
             (self.nothing_hidden, "trials are left out: their limit on context was wider than what there was to hide."),
         ]
-        return [f"{count:,} {words}" for count, words in told if count]
+        return [f"{count:,} {words}" for count, words in remarks if count]
 
 
 class _Reader:
@@ -151,7 +150,7 @@ class _Reader:
             scoring,
             asked,
             idle,
-            said,
+            output,
         ) in store.db.execute(_QUERY):
             counts.rows += 1
             counts.not_asked += not asked
@@ -160,23 +159,22 @@ class _Reader:
             if not asked or idle or finish == "failed":
                 continue
             label, values = label_of.get(model, model), json.loads(scores)
-            own = options.get((experiment, task), plain)
-            group = self.group_of(label, ability, kind, task, own, mode, text, boundary, facts)
+            group = self.group_of(label, ability, kind, task, options.get((experiment, task), plain), mode, text, boundary, facts)
             c.source.append(source)
             c.row.append(row)
             c.key.append(hash((group, id_, scoring)))
             c.trial.append(hash((label, id_, values.get("correct"))))
             c.group.append(group)
-            same = ("", prompt, 0) if prompt else (task, sample, seed)  # what is paired with its baseline
-            c.sample.append(self.samples.setdefault(same, len(self.samples)))
+            pair = ("", prompt, 0) if prompt else (task, sample, seed)  # what is paired with its baseline
+            c.sample.append(self.samples.setdefault(pair, len(self.samples)))
             family = kind.removesuffix("_choice") or task  # tasks of one kind draw one cell's haystack alike
             c.cluster.append(self.clusters.setdefault((family, f"{seed}/{cluster}"), len(self.clusters)))
-            c.score(values if not said else {**self._whose(said, self.facts(facts)), **values})
+            c.score(values if not output else {**self._whose(output, self.facts(facts)), **values})
 
 
 def load(directories: Sequence[Path]) -> Frame:
     """Read the stores of these directories, side by side."""
-    reader, plans = _Reader(), []
+    reader = _Reader()
     with ExitStack() as opened:
         stores = []
         for directory in directories:
@@ -184,33 +182,32 @@ def load(directories: Sequence[Path]) -> Frame:
             opened.callback(stores[-1].close)
         warnings = _versions(stores)
         seen = [[Seen(s.directory, name, about) for name, about in (s.meta("models") or {}).items()] for s in stores]
-        every = [one for some in seen for one in some]
-        called = dict(zip(((one.directory, one.name) for one in every), labels(every), strict=True))
+        all_seen = [model for of_store in seen for model in of_store]
+        label_at = dict(zip(((model.directory, model.name) for model in all_seen), labels(all_seen), strict=True))
         models: dict[str, dict[str, Any]] = {}
         watched: list[Watched] = []
-        for source, (store, some) in enumerate(zip(stores, seen, strict=True)):
-            label_of = {one.name: called[one.directory, one.name] for one in some}
-            for one in some:
-                models.setdefault(label_of[one.name], one.about)
-            plans.append(_plan_name(store.meta("plan")))
+        for source, (store, of_store) in enumerate(zip(stores, seen, strict=True)):
+            label_of = {model.name: label_at[model.directory, model.name] for model in of_store}
+            for model in of_store:
+                models.setdefault(label_of[model.name], model.about)
             reader.read(store, source, label_of)
             watched += _watched(store, label_of)
     for group in reader.groups:
         models.setdefault(group.model, {})
-    return _frame(reader, models, watched, list(directories), plans, warnings, [*reader.counts.notes(), *renamed(every)])
+    return _frame(reader, models, watched, list(directories), warnings, [*reader.counts.notes(), *renamed(all_seen)])
 
 
 def _versions(stores: Sequence[Store]) -> list[str]:
     """Refuse stores that mean different things by the same words; warn of what is not of this version."""
-    meant = {str(store.directory): store.meta("semantics_version") for store in stores}
-    if len(set(meant.values())) > 1:
-        told = ", ".join(f"{directory}: {version or 'unknown'}" for directory, version in meant.items())
+    version_of = {str(store.directory): store.meta("semantics_version") for store in stores}
+    if len(set(version_of.values())) > 1:
+        versions = ", ".join(f"{directory}: {version or 'unknown'}" for directory, version in version_of.items())
         raise NeedleworkError(
-            f"these runs are of different semantics versions ({told}): the same words mean different things in them;"
+            f"these runs are of different semantics versions ({versions}): the same words mean different things in them;"
             " report them one by one, or run the older plan again into a new directory"
         )
     warnings = []
-    for directory, version in meant.items():
+    for directory, version in version_of.items():
         if version != SEMANTICS_VERSION:
             warnings.append(
                 f"{directory} is of semantics version {version or 'unknown'}, this needlework of version {SEMANTICS_VERSION}:"
@@ -219,7 +216,7 @@ def _versions(stores: Sequence[Store]) -> list[str]:
     for store in stores:
         version = store.meta("scores_version")
         ours = "SELECT 1 FROM trials WHERE kind != ? LIMIT 1"
-        if version != SCORES_VERSION and store.db.execute(ours, (FOREIGN,)).fetchone():
+        if version != SCORES_VERSION and store.db.execute(ours, (LM_EVAL,)).fetchone():
             warnings.append(
                 f"scores of a newer version in {store.directory}: use the needlework that made them."
                 if isinstance(version, int) and version > SCORES_VERSION
@@ -233,7 +230,6 @@ def _frame(
     models: dict[str, dict[str, Any]],
     watched: list[Watched],
     directories: list[Path],
-    plans: list[str],
     warnings: list[str],
     notes: list[str],
 ) -> Frame:
@@ -254,7 +250,6 @@ def _frame(
         models=models,
         observations=watched,
         directories=directories,
-        plans=plans,
         trials=reader.counts.rows,
         failed=reader.counts.failed,
         warnings=warnings,
@@ -273,39 +268,34 @@ class _Options:
 
 def _options(store: Store) -> dict[tuple[str, str], _Options]:
     """Per experiment and task."""
-    made = {}
+    options = {}
     for name, experiment in (store.meta("experiments") or {}).items():
         for task, about in experiment.get("tasks", {}).items():
-            chosen = about.get("options", {})
-            setting = {key: value for key, value in chosen.items() if key not in COUNTED}
+            written = about.get("options", {})
+            setting = {key: value for key, value in written.items() if key not in COUNTED}
             text = json.dumps(setting, sort_keys=True) if setting else ""
-            made[name, task] = _Options(text, str(chosen.get("against") or "all"))
-    return made
+            options[name, task] = _Options(text, str(written.get("against") or "all"))
+    return options
 
 
 def _watched(store: Store, label_of: dict[str, str]) -> list[Watched]:
     """One for each task and setting; of several experiments that recorded the same one, that with the most samples."""
     experiments = store.meta("experiments") or {}
-    made: dict[tuple[str, str, str], Watched] = {}
+    most: dict[tuple[str, str, str], Watched] = {}
     by_task: dict[tuple[str, str, str], dict[tuple[int, int], tuple[float, int]]] = {}
     for o in store.observations():
         by_task.setdefault((o.experiment, o.model, o.task), {})[o.layer, o.head] = (o.needle_mass, o.samples)
     for (experiment, model, task), mass in by_task.items():
-        chosen = experiments.get(experiment, {}).get("tasks", {}).get(task, {}).get("options", {})
-        setting = json.dumps(chosen, sort_keys=True)
-        one = Watched(label_of.get(model, model), task, setting, mass)
-        place = (one.model, task, setting)
-        if place not in made or made[place].samples < one.samples:
-            made[place] = one
-    return list(made.values())
+        options = experiments.get(experiment, {}).get("tasks", {}).get(task, {}).get("options", {})
+        watched = Watched(label_of.get(model, model), task, json.dumps(options, sort_keys=True), mass)
+        place = (watched.model, task, watched.setting)
+        if place not in most or most[place].samples < watched.samples:
+            most[place] = watched
+    return list(most.values())
 
 
 def _number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else -1.0
-
-
-def _plan_name(plan: Any) -> str:
-    return str(plan.get("name", "")) if isinstance(plan, dict) else str(plan or "")
 
 
 def _chance(facts: dict[str, Any], against: str) -> float:

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from needlework.stats import Estimate
 
+HeaderAndRows = tuple[list[str], list[list[str]]]
+FORM_COLORS = {"cloze": 4, "letter": 5}  # how knowledge is asked for -> its colour in every figure
+
 
 @dataclass(frozen=True)
 class Point:
@@ -58,7 +61,6 @@ class Grid:
     cells: Sequence[Sequence[Cell | None]]
     top: float = 1.0  # the value of the darkest colour
     numbers: bool = True  # write the values into the cells
-    percent: bool = True
 
 
 @dataclass(frozen=True)
@@ -90,37 +92,38 @@ class Figure:
     caption: str
     panels: Sequence[Panel] = field(default_factory=tuple)
 
-    @property
-    def groups(self) -> list[str]:
-        return list(dict.fromkeys(panel.group for panel in self.panels))
+    def by_group(self) -> list[list[Panel]]:
+        """The panels of each model."""
+        groups: dict[str, list[Panel]] = {}
+        for panel in self.panels:
+            groups.setdefault(panel.group, []).append(panel)
+        return list(groups.values())
 
 
 def keys(panel: Panel) -> set[str]:
     """Of all trials that can be opened from this panel."""
     if isinstance(panel, Grid):
-        found = {cell.key for line in panel.cells for cell in line if cell is not None}
+        marks = {cell.key for line in panel.cells for cell in line if cell is not None}
     elif isinstance(panel, Dots):
-        found = {dot.key for dot in panel.dots}
+        marks = {dot.key for dot in panel.dots}
     else:
-        found = {point.key for series in panel.series for point in series.points}
-    return found - {""}
+        marks = {point.key for series in panel.series for point in series.points}
+    return marks - {""}
 
 
-def table(panel: Panel) -> tuple[list[str], list[list[str]]]:
+def table(panel: Panel) -> HeaderAndRows:
     """The same numbers as header and rows, for readers who do not see the figure."""
     if isinstance(panel, Grid):
-        body = [[name, *(_told(panel, cell) for cell in line)] for name, line in zip(panel.rows, panel.cells, strict=True)]
+        body = [[name, *(_cell_text(cell) for cell in line)] for name, line in zip(panel.rows, panel.cells, strict=True)]
         return [f"{panel.row_title} \\ {panel.col_title}", *panel.cols], body
     if isinstance(panel, Dots):
         return ["", panel.x_label], [[dot.label, dot.y.text()] for dot in panel.dots]
     unit = "%" if panel.percent else ""
     places = sorted({point.x for series in panel.series for point in series.points})
-    found = [{point.x: point.y.text(unit) for point in series.points} for series in panel.series]
-    body = [[f"{100 * x:.0f} %" if panel.share_x else f"{x:g}", *(each.get(x, "–") for each in found)] for x in places]
+    curves = [{point.x: point.y.text(unit) for point in series.points} for series in panel.series]
+    body = [[f"{100 * x:.0f} %" if panel.share_x else f"{x:g}", *(curve.get(x, "–") for curve in curves)] for x in places]
     return [panel.x_label, *(series.label for series in panel.series)], body
 
 
-def _told(panel: Grid, cell: Cell | None) -> str:
-    if cell is None:
-        return "–"
-    return cell.y.text("%" if panel.percent else "") + (" (out of window)" if cell.outside else "")
+def _cell_text(cell: Cell | None) -> str:
+    return "–" if cell is None else cell.y.text() + " (out of window)" * cell.outside

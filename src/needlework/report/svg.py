@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from html import escape
 
 from needlework.report.spec import Cell, Dots, Grid, Lines, Panel, Point, Series
-from needlework.stats import Estimate, percent, whole
+from needlework.stats import Estimate, percent, whole_percent
 
 WIDTH = 360
 
 
-def draw(panel: Panel, width: int = WIDTH) -> str:
+def draw(panel: Panel, width: int) -> str:
     """`width` in units of which a letter has 11: the same for every panel of its size on the page."""
     if isinstance(panel, Lines):
         return _lines(panel, width)
     return _grid(panel, width) if isinstance(panel, Grid) else _dots(panel, width)
 
 
-def _svg(height: float, label: str, body: Sequence[str], width: int = WIDTH) -> str:
+def _svg(panel: Panel, height: float, body: Sequence[str], width: int) -> str:
+    label = f"{panel.group}: {panel.title}. The table below holds the same numbers."
     return (
         f'<svg viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
         + "".join(body)
@@ -81,11 +82,9 @@ def _lines(panel: Lines, width: int) -> str:
             _text(left + 2, y(panel.level[0]) - 4, panel.level[1], "note", "start"),
         ]
     body.append(_text((left + width - right) / 2, height - 8, panel.x_label, "label"))
-    first = True
-    for i, series in enumerate(sorted(panel.series, key=lambda s: s.color != 0)):  # controls lie below
-        body.append(_curve(panel, series, x, y, i, first))
-        first = False
-    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body, width)
+    controls_below = sorted(panel.series, key=lambda s: s.color != 0)
+    body += [_curve(panel, series, x, y, i) for i, series in enumerate(controls_below)]
+    return _svg(panel, height, body, width)
 
 
 Ticks = list[tuple[float, str]]
@@ -110,17 +109,17 @@ def log_ticks(low: float, high: float) -> Ticks:
     """1, 2, 5 times powers of ten between the bounds, only the tens where there are many."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     steps = (1, 2, 5) if last - first <= 3 else (1,)
-    found = [s * 10.0**e for e in range(first, last + 1) for s in steps if low <= s * 10.0**e <= high]
-    return [(v, f"{v:,.0f}" if v >= 1 else f"{v:g}") for v in found]
+    values = [s * 10.0**e for e in range(first, last + 1) for s in steps if low <= s * 10.0**e <= high]
+    return [(v, f"{v:,.0f}" if v >= 1 else f"{v:g}") for v in values]
 
 
-def _curve(panel: Lines, series: Series, x: Scale, y: Scale, row: int, stop: bool) -> str:
+def _curve(panel: Lines, series: Series, x: Scale, y: Scale, row: int) -> str:
     points = series.points
     upper = [f"{x(p.x):.1f},{y(p.y.high):.1f}" for p in points]
     lower = [f"{x(p.x):.1f},{y(p.y.low):.1f}" for p in reversed(points)]
     path = " ".join(f"{x(p.x):.1f},{y(p.y.value):.1f}" for p in points)
     dash = " dashed" if series.dashed else ""
-    marks = "".join(_point(panel, series, p, x, y, (row, i), stop and i == 0) for i, p in enumerate(points))
+    marks = "".join(_point(panel, series, p, x, y, (row, i), row == i == 0) for i, p in enumerate(points))
     return (
         f'<g class="s{series.color}"><polygon class="band" points="{" ".join(upper + lower)}"/>'
         f'<polyline class="curve{dash}" points="{path}"/>{marks}</g>'
@@ -160,7 +159,7 @@ def _grid(panel: Grid, width: int) -> str:
     body.append(_text(left + wide * len(panel.cols) / 2, height - 4, panel.col_title, "label") if panel.col_title else "")
     middle = max(top + tall * len(panel.rows) / 2, 4 + 2.9 * len(panel.row_title))  # a map of one row is lower than its name
     body.append(_text(11, middle, panel.row_title, "label", extra=f' transform="rotate(-90 11 {middle:.1f})"'))
-    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body, width)
+    return _svg(panel, height, body, width)
 
 
 def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wide: float, tall: float) -> str:
@@ -175,7 +174,7 @@ def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wi
     shown = ""
     if panel.numbers:
         kind = "on" if share > 0.62 else "off"
-        shown = _text(x + wide / 2, y + tall / 2 + 3.5, whole(cell.y.value), f"value {kind}")
+        shown = _text(x + wide / 2, y + tall / 2 + 3.5, whole_percent(cell.y.value), f"value {kind}")
     return (
         f"<g{_mark(cell.key, label, r == 0 and c == 0, (r, c))}><title>{escape(label)}</title>"
         f'<rect {box} class="heat {half}" style="--v:{100 * mixed:.0f}%"/>{shown}</g>'
@@ -217,7 +216,7 @@ def _dots(panel: Dots, width: int) -> str:
         y = top + row * i + 23
         label = f"{dot.label}: {dot.y.text()}"
         body.append(_text(left, y - 10, dot.label, "name", "start"))
-        body.append(_text(width - right, y - 10, whole(dot.y.value) + " %", "name", "end"))
+        body.append(_text(width - right, y - 10, whole_percent(dot.y.value) + " %", "name", "end"))
         body.append(
             f'<g><g{_mark(dot.key, label, i == 0, (i, 0))}><title>{escape(label)}</title><g class="s{dot.color}">'
             f'<rect class="halo" x="{left}" y="{y - 8}" width="{width - left - right}" height="16"/>'
@@ -225,4 +224,4 @@ def _dots(panel: Dots, width: int) -> str:
             + f'<circle class="dot" cx="{x(dot.y.value):.1f}" cy="{y}" r="4.2"/></g></g></g>'
         )
     body.append(_text((left + width - right) / 2, height - 6, panel.x_label, "label"))
-    return _svg(height, f"{panel.group}: {panel.title}. The table below holds the same numbers.", body, width)
+    return _svg(panel, height, body, width)

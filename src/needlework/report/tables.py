@@ -12,11 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from needlework.report import tasks
-from needlework.report.bench import Bench, every_bench
 from needlework.report.conditions import Condition
 from needlework.report.evidence import verdicts
 from needlework.report.frame import Frame, Ints
+from needlework.report.model_trials import ModelTrials, by_model_and_boundary
 from needlework.report.reader import load
+from needlework.report.spec import HeaderAndRows
 from needlework.stats import Estimate, percent
 from needlework.verdicts import RULES, Verdict
 
@@ -25,7 +26,7 @@ SYMBOLS = {"supported": "●", "not supported": "○", "inconclusive": "◐", "n
 STYLES = {"supported": "bold green", "not supported": "bold red", "inconclusive": "yellow", "not testable": "dim"}
 
 
-def models(frame: Frame) -> tuple[list[str], list[list[str]]]:
+def models(frame: Frame) -> HeaderAndRows:
     """What each model is made of."""
     header = ["model", "layers", "heads per layer", "window", "parameters", "trials"]
     rows = []
@@ -46,12 +47,12 @@ def models(frame: Frame) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def _conditions(bench: Bench) -> list[tuple[str, str]]:
-    few, off, recurrent = bench.few(), bench.silent(), bench.recurrent_off()
-    few_decode, off_decode = bench.few("decode"), bench.silent("decode")
+def _conditions(trials: ModelTrials) -> list[tuple[str, str]]:
+    few, off, recurrent = trials.few_heads(), trials.heads_off(), trials.recurrent_off()
+    few_decode, off_decode = trials.few_heads("decode"), trials.heads_off("decode")
     named: list[tuple[str, Condition | None]] = [
-        (bench.share(few) if few else "", few),
-        (f"{bench.share(few_decode)}, decode only" if few_decode else "", few_decode),
+        (trials.kept_share(few) if few else "", few),
+        (f"{trials.kept_share(few_decode)}, decode only" if few_decode else "", few_decode),
         ("no heads", off),
         ("no heads, decode only", off_decode),
         (f"no recurrent {recurrent.site}" if recurrent else "", recurrent),
@@ -59,55 +60,55 @@ def _conditions(bench: Bench) -> list[tuple[str, str]]:
     return [("untouched", "none"), *((label, c.text) for label, c in named if c is not None)]
 
 
-def unplaced(bench: Bench) -> list[tuple[str, str]]:
+def unplaced(trials: ModelTrials) -> list[tuple[str, str]]:
     """Interventions that lie on no figure's axis, by their texts."""
-    return [(c.text, c.text) for c in bench.conditions if c.kind in ("other", "attention_block")]
+    return [(c.text, c.text) for c in trials.conditions if c.kind in ("other", "attention_block")]
 
 
-def scores(frame: Frame, conditions: Callable[[Bench], list[tuple[str, str]]] = _conditions) -> tuple[list[str], list[list[str]]]:
+def scores(frame: Frame, conditions: Callable[[ModelTrials], list[tuple[str, str]]] = _conditions) -> HeaderAndRows:
     """Exact, graded and forced choice, in and out of the window apart."""
     header = ["model", "condition", "exact, in window", "exact, out of window", "graded (0-5)", "forced choice", "chance"]
     rows = []
-    for bench in every_bench(frame):
-        for label, text in conditions(bench):
-            inside, outside = bench.retrieval(text), bench.retrieval(text, in_window=False)
-            choices = bench.retrieval(text, "choices") if bench.first else inside[:0]
+    for trials in by_model_and_boundary(frame):
+        for label, text in conditions(trials):
+            inside, outside = trials.retrieval(text), trials.retrieval(text, in_window=False)
+            choices = trials.retrieval(text, "choices") if trials.judged else inside[:0]
             if len(inside) + len(outside) + len(choices) == 0:
                 continue
-            chance = f"{percent(frame.chance(choices))} ({bench.needles(text, 'choices').against})"
+            chance = f"{percent(frame.chance(choices))} ({trials.needle_pick(text, 'choices').against})"
             rows.append(
                 [
-                    bench.model,
-                    bench.titled(label),
-                    _told(bench.accuracy(inside)),
-                    _told(bench.accuracy(outside)),
+                    trials.model,
+                    trials.titled(label),
+                    _text(trials.accuracy(inside)),
+                    _text(trials.accuracy(outside)),
                     _graded(frame, inside),
-                    _told(bench.accuracy(choices)),
+                    _text(trials.accuracy(choices)),
                     chance if len(choices) else "–",
                 ]
             )
     return header, rows
 
 
-def knowledge(frame: Frame) -> tuple[list[str], list[list[str]]]:
+def knowledge(frame: Frame) -> HeaderAndRows:
     """What is left of knowledge, raw and corrected for chance, asked in every form."""
     header = ["model", "asked as", "condition", "right", "retained, raw", "retained, chance-corrected"]
     rows = []
-    for bench in every_bench(frame):
-        for form in bench.forms():
-            kinds = bench.knowledge_kinds(form)
+    for trials in by_model_and_boundary(frame):
+        for form in trials.forms():
+            kinds = trials.knowledge_kinds(form)
             for which, (kind, mode) in enumerate(kinds):
                 asked = form if form and len(kinds) == 1 else f"{form} ({kind})" if form else kind
-                for label, text in _conditions(bench) if bench.first or mode == "generate" else ():
-                    right = bench.accuracy(bench.knowledge(text, form, which))
+                for label, text in _conditions(trials) if trials.judged or mode == "generate" else ():
+                    right = trials.accuracy(trials.knowledge(text, form, which))
                     if right.n:
-                        pairs = bench.retained_knowledge(text, form, which=which)
-                        shares = [_told(pairs.raw), _told(pairs.corrected)]
-                        rows.append([bench.model, asked, bench.titled(label), _told(right), *shares])
+                        pairs = trials.retained_knowledge(text, form, which=which)
+                        shares = [_text(pairs.raw), _text(pairs.corrected)]
+                        rows.append([trials.model, asked, trials.titled(label), _text(right), *shares])
     return header, rows
 
 
-def contrasts(frame: Frame) -> tuple[list[str], list[list[str]]]:
+def contrasts(frame: Frame) -> HeaderAndRows:
     """The double dissociation in numbers: differences of retained shares, and their sum."""
     header = [
         "model",
@@ -117,15 +118,15 @@ def contrasts(frame: Frame) -> tuple[list[str], list[list[str]]]:
         "crossed",
     ]
     rows = []
-    for bench in every_bench(frame):
-        found = bench.interaction()
-        if found is not None:
-            gaps = [found.retrieval_gap, found.knowledge_gap, found.contrast]
-            rows.append([bench.name, *(gap.text("") for gap in gaps), "yes" if found.crossed else "no"])
+    for trials in by_model_and_boundary(frame):
+        interaction = trials.interaction()
+        if interaction is not None:
+            gaps = [interaction.retrieval_gap, interaction.knowledge_gap, interaction.contrast]
+            rows.append([trials.name, *(gap.text("") for gap in gaps), "yes" if interaction.crossed else "no"])
     return header, rows
 
 
-def _told(estimate: Estimate) -> str:
+def _text(estimate: Estimate) -> str:
     return estimate.text() if estimate.n else "–"
 
 
@@ -138,8 +139,8 @@ def _graded(frame: Frame, rows: Ints) -> str:
 def summary(directories: Sequence[Path]) -> RenderableType:
     """The main numbers of one or more runs, for the terminal."""
     frame = load([Path(d) for d in directories])
-    said = [Text(words, "yellow") for words in frame.warnings] + [Text(words) for words in frame.notes]
-    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_other_tasks(frame), *said)
+    remarks = [Text(words, "yellow") for words in frame.warnings] + [Text(words) for words in frame.notes]
+    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_other_tasks(frame), *remarks)
 
 
 def _numbers(frame: Frame) -> Table:
@@ -153,13 +154,13 @@ def _numbers(frame: Frame) -> Table:
     table.add_column("condition")
     for name in ("retrieval", "forced choice", "cloze", "letter"):
         table.add_column(name, justify="right")
-    for bench in every_bench(frame):
-        for i, (label, text) in enumerate(c for c in _conditions(bench) if "decode only" not in c[0]):
-            known = [bench.knowledge(text, form) for form in ("cloze", "letter")]
-            cells = [bench.retrieval(text), *([bench.retrieval(text, "choices"), *known] if bench.first else [])]
+    for trials in by_model_and_boundary(frame):
+        for i, (label, text) in enumerate(c for c in _conditions(trials) if "decode only" not in c[0]):
+            known = [trials.knowledge(text, form) for form in ("cloze", "letter")]
+            cells = [trials.retrieval(text), *([trials.retrieval(text, "choices"), *known] if trials.judged else [])]
             if any(map(len, cells)):
-                shown = [_short(bench.accuracy(rows)) for rows in cells]
-                table.add_row(Text(bench.model if i == 0 else ""), bench.titled(label), *shown, end_section=False)
+                shown = [_short(trials.accuracy(rows)) for rows in cells]
+                table.add_row(Text(trials.model if i == 0 else ""), trials.titled(label), *shown, end_section=False)
         table.add_section()
     return table
 
@@ -179,7 +180,7 @@ def _other_tasks(frame: Frame) -> list[Table]:
     return [table] if rows else []
 
 
-def _claims(frame: Frame, found: Sequence[Verdict]) -> Table:
+def _claims(frame: Frame, judged: Sequence[Verdict]) -> Table:
     failed = f", {frame.failed:,} of them failed" if frame.failed else ""
     table = Table(
         title="Claims of the paper",
@@ -191,7 +192,7 @@ def _claims(frame: Frame, found: Sequence[Verdict]) -> Table:
     for model in frame.models:
         table.add_column(Text(model))
     for rule in RULES:
-        words = {v.model: v.word for v in found if v.claim == rule.claim}
+        words = {v.model: v.word for v in judged if v.claim == rule.claim}
         cells = [Text(f"{SYMBOLS[words[m]]} {words[m]}", STYLES[words[m]]) if m in words else Text("") for m in frame.models]
         table.add_row(rule.title, *cells)
     return table

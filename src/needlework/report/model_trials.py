@@ -1,9 +1,9 @@
-"""Questions that are asked of one model's trials under one boundary. Every selection of trials for a number is made here."""
+"""The trials of one model under one boundary, and the numbers made of them. Every selection of trials for a number is here."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from needlework import stats
-from needlework.report.conditions import Condition, few, place
-from needlework.report.frame import ALL, Frame, Ints, Pick, Want
+from needlework.anatomy import heads_of_share
+from needlework.report.conditions import FEW_HEADS, Condition, place, ways
+from needlework.report.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, Want
 from needlework.stats import Estimate, Interaction
 from needlework.verdicts import Silenced
 
 Floats = NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
-BY = ("entropy", "l2", "norm", "ranking")  # which way of choosing heads a claim is judged by, best known first
 SITES = ("memory", "block")
 BOUNDARIES = ("decode", "prefill", "")  # which one is judged where several were run
 AGAINST = ("context", "all", "absent")  # which choice is judged: the values in the context need binding, not mere presence
@@ -45,13 +45,13 @@ class Pairs:
 
 
 @dataclass(frozen=True)
-class Bench:
-    """One model, and who owned the last prompt token where something was generated."""
+class ModelTrials:
+    """The trials of one model in which the last prompt token belonged to `boundary`, and its scored trials, which have none."""
 
     frame: Frame
     model: str
     boundary: str = "decode"
-    first: bool = True  # the one that is judged; scored trials, which know no boundary, are drawn with it only
+    judged: bool = True  # of a model's boundaries, the one that verdicts prefer; scored trials are drawn with it only
 
     @property
     def note(self) -> str:
@@ -59,6 +59,7 @@ class Bench:
         return "" if self.boundary in ("decode", "") else f"boundary: {self.boundary}"
 
     def titled(self, title: str) -> str:
+        """A title that says the boundary, too, if it is not the usual one."""
         return ", ".join(part for part in (title if title != self.model or not self.note else "", self.note) if part)
 
     @property
@@ -72,8 +73,8 @@ class Bench:
         known = self.frame.heads(self.model)
         return known or max((c.k or 0 for c in self.conditions if c.kind == "heads"), default=0)
 
-    def share(self, condition: Condition) -> str:
-        """How many of the heads stay: `1 of 4 heads (25 %)`."""
+    def kept_share(self, condition: Condition) -> str:
+        """How many of the heads are kept: `1 of 4 heads (25 %)`."""
         kept = condition.kept(self.heads) or 0
         return f"{kept} of {self.heads} heads ({stats.percent(kept / self.heads)})" if self.heads else "no heads"
 
@@ -81,12 +82,12 @@ class Bench:
     def conditions(self) -> list[Condition]:
         return [place(text) for text in self.frame.distinct("text", model=self.model)]
 
-    def of_kind(self, kind: str, **wanted: Any) -> list[Condition]:
-        own = [c for c in self.conditions if c.kind == kind]
-        return [c for c in own if all(getattr(c, key) == value for key, value in wanted.items())]
+    def conditions_of(self, kind: str, **wanted: Any) -> list[Condition]:
+        wanted["kind"] = kind
+        return [c for c in self.conditions if all(getattr(c, field) == value for field, value in wanted.items())]
 
-    def placed(self, pairs: Iterable[tuple[Key, Condition]]) -> dict[Key, str]:
-        """The intervention of each place of an axis; of two texts that do the same, the one with more trials."""
+    def text_by_place(self, pairs: Iterable[tuple[Key, Condition]]) -> dict[Key, str]:
+        """The intervention at each place of a figure's axis; of two texts that do the same, the one with more trials."""
         chosen: dict[Key, str] = {}
         for key, condition in pairs:
             if key not in chosen or len(self.retrieval(condition.text)) > len(self.retrieval(chosen[key])):
@@ -102,43 +103,47 @@ class Bench:
         families = {kind.removesuffix("_choice") for _, kind in kinds}
         return NEEDLE if NEEDLE["generate"] in families or len(families) != 1 else {**NEEDLE, **dict(kinds)}
 
-    def needles(self, text: str, mode: str = "generate", layout: str = "plain", in_window: Want[bool] = True) -> Pick:
+    def needle_pick(self, text: str, mode: str = "generate", layout: str = "plain", in_window: Want[bool] = True) -> Pick:
         """Needles of all tasks of the kind: their names and settings are pooled, lengths and depths too."""
-        boundary = self.boundary if mode == "generate" else ""
         kind = self.needle_kinds[mode]
-        ways = self.frame.distinct("against", model=self.model, kind=kind, mode=mode, text=text, layout=layout)
+        options = self.frame.distinct("against", model=self.model, kind=kind, mode=mode, text=text, layout=layout)
+        against = next((name for name in AGAINST if name in options), "")
+        return self._pick("retrieval", kind, mode, against, text, layout, form="", in_window=in_window)
+
+    def _pick(
+        self, ability: str, kind: str, mode: str, against: str, text: str, layout: str, form: str, in_window: Want[bool]
+    ) -> Pick:
+        """Trials of all tasks of one kind, whatever their names, settings and samples."""
         return Pick(
             model=self.model,
-            ability="retrieval",
+            ability=ability,
             kind=kind,
             task=ALL,
             setting=ALL,
             mode=mode,
-            against=next((way for way in AGAINST if way in ways), ""),
+            against=against,
             text=text,
-            boundary=boundary,
+            boundary=self.boundary if mode == "generate" else "",
             layout=layout,
-            form="",
+            form=form,
             in_window=in_window,
-            context_tokens=ALL,
-            depth_percent=ALL,
-            chance=ALL,
+            **ANY_SAMPLE,
         )
 
     def retrieval(self, text: str, mode: str = "generate", layout: str = "plain", in_window: bool = True) -> Ints:
-        return self.frame.rows(self.needles(text, mode, layout, in_window))
+        return self.frame.rows(self.needle_pick(text, mode, layout, in_window))
 
-    def tasks(self, texts: Iterable[str], mode: str = "generate", layout: str = "plain") -> list[tuple[str, str]]:
+    def needle_tasks(self, texts: Iterable[str], mode: str = "generate") -> list[tuple[str, str]]:
         """(name, setting) of the needle tasks that were asked under these interventions."""
-        numbers = [g for text in texts for g in self.frame.matching(self.needles(text, mode, layout))]
+        numbers = [g for text in texts for g in self.frame.matching(self.needle_pick(text, mode))]
         return list(dict.fromkeys((self.frame.groups[g].task, self.frame.groups[g].setting) for g in numbers))
 
     def baseline(self, texts: Iterable[str]) -> Estimate:
         """Untouched retrieval, of the tasks that were asked under these interventions: no other can vouch for them."""
-        asked = set(self.tasks(texts))
-        numbers = self.frame.matching(self.needles("none"))
-        own = [g for g in numbers if (self.frame.groups[g].task, self.frame.groups[g].setting) in asked]
-        return self.accuracy(self.frame.of_groups(own))
+        asked = set(self.needle_tasks(texts))
+        numbers = self.frame.matching(self.needle_pick("none"))
+        same_tasks = [g for g in numbers if (self.frame.groups[g].task, self.frame.groups[g].setting) in asked]
+        return self.accuracy(self.frame.of_groups(same_tasks))
 
     def knowledge_kinds(self, form: str) -> list[tuple[str, str]]:
         """(kind, mode) of the tasks that asked for knowledge in this form, the one that is judged first.
@@ -155,62 +160,46 @@ class Bench:
         if which >= len(kinds):
             return np.zeros(0, dtype=np.int64)
         kind, mode = kinds[which]
-        return self.frame.rows(
-            Pick(
-                model=self.model,
-                ability="knowledge",
-                kind=kind,
-                task=ALL,
-                setting=ALL,
-                mode=mode,
-                against="all" if mode == "choices" else "",
-                text=text,
-                boundary=self.boundary if mode == "generate" else "",
-                layout="plain",
-                form=form,
-                in_window=ALL,
-                context_tokens=ALL,
-                depth_percent=ALL,
-                chance=ALL,
-            )
-        )
+        against = "all" if mode == "choices" else ""
+        return self.frame.rows(self._pick("knowledge", kind, mode, against, text, "plain", form, in_window=ALL))
 
     def forms(self) -> list[str]:
-        known = self.frame.distinct("form", model=self.model, ability="knowledge")
-        return [form for form in ("cloze", "letter", "lookup", "judgement", "") if form in known]
+        """In which forms knowledge was asked for."""
+        asked = self.frame.distinct("form", model=self.model, ability="knowledge")
+        return [form for form in ("cloze", "letter", "lookup", "judgement", "") if form in asked]
 
     # Numbers.
 
     def accuracy(self, rows: Ints, score: str = "correct") -> Estimate:
         return stats.accuracy(self.frame.values(score, rows))
 
-    def pairs(self, rows: Ints, base: Ints, score: str = "correct") -> Pairs:
+    def pairs(self, rows: Ints, base: Ints) -> Pairs:
         """Trials of `rows` beside the base's answer to the same sample; those without one are left out."""
-        known = np.full(int(self.frame.sample.max(initial=0)) + 1, np.nan)
-        known[self.frame.sample[base]] = self.frame.values(score, base)
-        before, after = known[self.frame.sample[rows]], self.frame.values(score, rows)
+        by_sample = np.full(int(self.frame.sample.max(initial=0)) + 1, np.nan)
+        by_sample[self.frame.sample[base]] = self.frame.values("correct", base)
+        before, after = by_sample[self.frame.sample[rows]], self.frame.values("correct", rows)
         both = ~(np.isnan(before) | np.isnan(after))
         return Pairs(after[both], before[both], self.frame.cluster[rows][both], self.frame.chance(rows[both]))
 
     def retained(self, text: str) -> Pairs:
         return self.pairs(self.retrieval(text), self.retrieval("none"))
 
-    def retained_knowledge(self, text: str, form: str, score: str = "correct", which: int = 0) -> Pairs:
-        pairs = self.pairs(self.knowledge(text, form, which), self.knowledge("none", form, which), score)
-        return replace(pairs, chance=0.0) if score == "top1" else pairs
+    def retained_knowledge(self, text: str, form: str, which: int = 0) -> Pairs:
+        return self.pairs(self.knowledge(text, form, which), self.knowledge("none", form, which))
 
-    def silent(self, phase: str = "both") -> Condition | None:
+    def heads_off(self, phase: str = "both") -> Condition | None:
         """The condition that silences all heads; of two that do the same, the one with more trials."""
-        off = [c for c in self.of_kind("heads", phase=phase) if c.attention_off]
+        off = [c for c in self.conditions_of("heads", phase=phase) if c.attention_off]
         return max(off, key=lambda c: len(self.retrieval(c.text)) + len(self.retrieval(c.text, "choices")), default=None)
 
-    def few(self, phase: str = "both") -> Condition | None:
-        wanted = few(self.heads) if self.heads else 0
-        own = [c for c in self.of_kind("heads", phase=phase) if c.way in BY and c.kept(self.heads) == wanted and wanted]
-        return min(own, key=lambda c: (BY.index(c.way), c.fraction is None), default=None)
+    def few_heads(self, phase: str = "both") -> Condition | None:
+        """The condition that keeps 15 % of the heads; of several, the one whose way of choosing claims prefer."""
+        order, wanted = ways(), heads_of_share(FEW_HEADS, self.heads)
+        thinned = [c for c in self.conditions_of("heads", phase=phase) if c.way in order and c.kept(self.heads) == wanted]
+        return min(thinned, key=lambda c: (order.index(c.way), c.fraction is None), default=None)
 
     def silenced(self, layout: str) -> Silenced:
-        off = self.silent()
+        off = self.heads_off()
         if off is None:
             return Silenced()
         choices = self.retrieval(off.text, "choices", layout)
@@ -218,12 +207,13 @@ class Bench:
         return Silenced(exact, self.accuracy(choices), self.frame.chance(choices))
 
     def recurrent_off(self) -> Condition | None:
-        own = [c for c in self.of_kind("recurrent", phase="both") if c.site in SITES]
-        return min(own, key=lambda c: SITES.index(c.site), default=None)
+        """The condition that silences the recurrent side, at the site that claims prefer."""
+        conditions = self.conditions_of("recurrent", phase="both")
+        return min(conditions, key=lambda c: SITES.index(c.site), default=None)
 
     def sides(self, ability: str) -> stats.Side | None:
         """One ability under none, attention off and recurrence off, on the samples that saw all three."""
-        attention, recurrent = self.silent(), self.recurrent_off()
+        attention, recurrent = self.heads_off(), self.recurrent_off()
         if attention is None or recurrent is None:
             return None
         form = (self.forms() or [""])[0]
@@ -245,7 +235,7 @@ class Bench:
 
     def swapped(self, half: str, in_window: bool) -> Ints:
         """Needles that were asked after this half of the memory (or "both") came from the twin."""
-        texts = [c.text for c in self.of_kind("swap", half=half)]
+        texts = [c.text for c in self.conditions_of("swap", half=half)]
         parts = [self.retrieval(text, in_window=in_window) for text in texts]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
@@ -255,20 +245,20 @@ class Bench:
         values = [self.frame.values("follows_twin", kv), self.frame.values("correct", recurrent)]
         return stats.accuracy(np.concatenate(values))
 
-    def limits(self, both: bool = False, sinks: int = 0) -> list[tuple[int, Estimate]]:
-        """Retrieval against the context in sight of prefill (of decode, too, if `both`), fewest tokens first."""
-        own = [c for c in self.of_kind("limit", sinks=sinks) if c.prefill and c.decode == (c.prefill if both else "")]
-        texts = self.placed((int(c.prefill), c) for c in own)
+    def limits(self, both: bool = False) -> list[tuple[int, Estimate]]:
+        """Retrieval against the context in sight of prefill (of decode, too, if `both`), fewest tokens first; no sinks."""
+        limits = self.conditions_of("limit", sinks=0)
+        texts = self.text_by_place((int(c.prefill), c) for c in limits if c.prefill and c.decode == (c.prefill if both else ""))
         points = [(tokens, self.accuracy(self.retrieval(text))) for tokens, text in texts.items()]
         return sorted((point for point in points if point[1].n), key=lambda point: point[0])
 
 
-def benches(frame: Frame, model: str) -> list[Bench]:
-    """One for each boundary under which the model generated anything; the one that is judged comes first."""
-    run = frame.distinct("boundary", model=model, mode="generate")
-    known = [boundary for boundary in BOUNDARIES if boundary in run] or ["decode"]
-    return [Bench(frame, model, boundary, boundary == known[0]) for boundary in known]
+def by_boundary(frame: Frame, model: str) -> list[ModelTrials]:
+    """A model's trials for each boundary under which it generated anything; those that verdicts prefer come first."""
+    generated = frame.distinct("boundary", model=model, mode="generate")
+    boundaries = [boundary for boundary in BOUNDARIES if boundary in generated] or ["decode"]
+    return [ModelTrials(frame, model, boundary, boundary == boundaries[0]) for boundary in boundaries]
 
 
-def every_bench(frame: Frame) -> list[Bench]:
-    return [bench for model in frame.models for bench in benches(frame, model)]
+def by_model_and_boundary(frame: Frame) -> list[ModelTrials]:
+    return [trials for model in frame.models for trials in by_boundary(frame, model)]
