@@ -136,9 +136,9 @@ class _ModelRun:
             self._record(model, recording)
 
     def reuse(self) -> int:
-        """Rows from answers that are there, for whoever lacks them or scores them otherwise now; how many had other scores.
+        """Write the rows that stored answers suffice for; how many of them replace a row with scores of an older kind.
 
-        Equal ids mean equal answers, whoever asked. Scores are each row's own.
+        Trials with equal ids have equal answers, whichever experiment asked first. Each row has its own scores.
         """
         answered = {name for _, _, name in self.done}
         again = 0
