@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import needlework
-from needlework.experiments.run import run_plan
+from needlework.experiments.run import run
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(needlework.__file__).parent
@@ -80,9 +80,9 @@ def walk() -> list[str]:
 def test_one_trial_enters_the_files_that_the_walk_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)
-    assert run_plan(plan, tmp_path / "first", progress=False) == 0  # imports, compiles and probes
+    assert run(plan, tmp_path / "first", progress=False).sound  # imports, compiles and probes
     with Trace() as trace:
-        assert run_plan(plan, tmp_path / "second", progress=False) == 0
+        assert run(plan, tmp_path / "second", progress=False).sound
     entered, named = set(trace.files), set(walk())
     assert entered - named == set(), "entered, but not in the walk"
     assert named - entered <= {"cli.py", "report/page.py"}, "in the walk, but not entered"

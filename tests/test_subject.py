@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import cases
 import needlework as nw
 from needlework.experiments.models import LoadedSubject
 from needlework.experiments.plan import Model
-from needlework.requests import Request
+from needlework.requests import Request, stop_tokens
+from needlework.tasks.prompts import token_ids
 
 
 class Letters:
@@ -229,6 +231,17 @@ def test_texts_go_through_the_tokenizer() -> None:
     assert subject.generate(["abcab"], max_new_tokens=3, stop=[stop])[0].finish == "stop"
     with pytest.raises(nw.NeedleworkError, match="a stop must be one token"):
         subject.generate(["abc"], stop=["ab"])
+
+
+@pytest.mark.parametrize(("eos", "ends"), [(None, set()), (2, {2}), ([2, 5], {2, 5}), ((), set())])
+def test_stop_tokens_are_the_models_own_and_those_that_are_given(eos: Any, ends: set[int]) -> None:
+    encode = partial(token_ids, Letters())
+    assert stop_tokens(eos) == ends
+    assert stop_tokens(eos, [7, "a", "b"], encode) == ends | {7, 8}
+    with pytest.raises(nw.NeedleworkError, match="stop 'ab' is 2 tokens; a stop must be one token"):
+        stop_tokens(eos, ["ab"], encode)
+    with pytest.raises(nw.NeedleworkError, match="stop 'a': without a tokenizer, a stop must be a token id"):
+        stop_tokens(eos, ["a"])
 
 
 def test_the_special_token_that_ends_an_answer_is_not_part_of_its_text() -> None:

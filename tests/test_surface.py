@@ -35,6 +35,7 @@ PUBLIC = [
     "Ranking",
     "Request",
     "ResetState",
+    "Result",
     "Store",
     "Subject",
     "SwapMemory",
@@ -47,11 +48,12 @@ PUBLIC = [
     "parse",
     "register",
     "report",
+    "run",
     "sample_key",
     "tasks",
     "wrap",
 ]
-FREE_OF_TORCH = "Answer ChangeOutputs KeepHeads Request Store head_score report sample_key tasks"
+FREE_OF_TORCH = "Answer ChangeOutputs KeepHeads Request Result Store head_score report run sample_key tasks"
 
 
 def test_these_names_are_public_and_no_others() -> None:
@@ -62,6 +64,8 @@ def test_these_names_are_public_and_no_others() -> None:
         nw.loads  # noqa: B018
     assert nw.Request is Request
     assert nw.report.__name__ == "needlework.report"
+    assert callable(nw.report)
+    assert callable(nw.run)
 
 
 @pytest.mark.parametrize("code", ["dir(nw)", f"[getattr(nw, name) for name in '{FREE_OF_TORCH}'.split()]"])

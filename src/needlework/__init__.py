@@ -27,9 +27,12 @@ from needlework.interventions import (
 )
 
 if TYPE_CHECKING:
-    from needlework import report, tasks
+    from needlework import tasks
     from needlework.calibration import Means, calibrate
+    from needlework.experiments.result import Result
+    from needlework.experiments.run import run
     from needlework.observation import observe
+    from needlework.report import report
     from needlework.requests import Answer, Request, sample_key
     from needlework.store import Store
     from needlework.subject import Subject, load, wrap
@@ -40,12 +43,14 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "Answer": "requests",
     "Means": "calibration",
     "Request": "requests",
+    "Result": "experiments.result",
     "Store": "store",
     "Subject": "subject",
     "calibrate": "calibration",
     "load": "subject",
     "observe": "observation",
-    "report": "report",
+    "report": "report",  # a package that can be called
+    "run": "experiments.run",
     "sample_key": "requests",
     "tasks": "tasks",
     "wrap": "subject",
@@ -71,6 +76,7 @@ __all__ = [
     "Ranking",
     "Request",
     "ResetState",
+    "Result",
     "Store",
     "Subject",
     "SwapMemory",
@@ -83,6 +89,7 @@ __all__ = [
     "parse",
     "register",
     "report",
+    "run",
     "sample_key",
     "tasks",
     "wrap",

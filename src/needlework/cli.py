@@ -2,111 +2,55 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated
 
 import typer
-from rich.console import Console
 
 import needlework as nw
-from needlework.errors import NeedleworkError
+from needlework.options import (
+    EXAMPLES,
+    FAILED,
+    Fast,
+    Interventions,
+    Json,
+    LoadingOptions,
+    Memory,
+    Model,
+    Out,
+    PlanFile,
+    PlanModels,
+    Plugins,
+    Window,
+    app,
+    command,
+    read_bytes,
+    show,
+    use,
+)
 from needlework.terminal import plain, say
-
-FAILED, BAD_INPUT, STOPPED = 1, 2, 130
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-EXAMPLES: list[str] = []  # one for each command, in the order of the commands
-F = TypeVar("F", bound=Callable[..., None])
-Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name from `needlework zoo`.")]
-PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan in YAML, or a shipped one's name (`needlework plans`).")]
-PlanModels = Annotated[
-    list[str],
-    typer.Option("--model", help="Instead of the plan's models; may be repeated. NAME=PATH gives it a name for the tables."),
-]
-Fast = Annotated[bool, typer.Option("--fast", help="Take the plan's reduced grid.")]
-Interventions = Annotated[list[str], typer.Option("--intervene", help="An intervention in text form; may be repeated.")]
-Plugins = Annotated[
-    list[Path], typer.Option("--plugin", help="A Python file that registers interventions or tasks; may be repeated.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
-_MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
-Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
-Out = Annotated[Path, typer.Option(help="Directory to write into.")]
-
-
-def command(example: str, name: str | None = None) -> Callable[[F], F]:
-    """Register a command; its help ends with an example."""
-    EXAMPLES.append(example)
-
-    def decorate(function: F) -> F:
-        function.__doc__ = f"{function.__doc__}\n\nExample: `{example}`"
-
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> None:
-            try:
-                function(*args, **kwargs)
-            except NeedleworkError as error:
-                say(f"error: {error}", style="red")
-                raise typer.Exit(BAD_INPUT) from None
-            except KeyboardInterrupt:
-                say("stopped")
-                raise typer.Exit(STOPPED) from None
-
-        app.command(name)(run)
-        return function
-
-    return decorate
-
-
-def read_bytes(text: str | None) -> int | None:
-    """ "8GiB" -> bytes."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
-    if not match or float(match[1]) <= 0:
-        raise NeedleworkError(f"--memory {text!r} is no amount of memory; write e.g. 8GiB or 500MiB")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
-def show(table: Any, data: Any = None, as_json: bool = False) -> None:
-    """Print a table as wide as its words need (in a narrow terminal lines run over, and no name is cut), or its data as JSON."""
-    if as_json:
-        return typer.echo(json.dumps(data, indent=1))
-    console = Console()
-    console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).minimum)
-    return console.print(table)
-
-
-def use(plugins: list[Path]) -> None:
-    """Make the interventions and tasks of some files known."""
-    from needlework.plugins import load
-
-    for file in dict.fromkeys(plugins):
-        if not load(file):
-            say(f"{file} registers nothing; its classes need @needlework.register or @needlework.tasks.task", style="yellow")
 
 
 @command("needlework inspect recurrentgemma-2b")
 def inspect(
     model: Model,
     as_json: Json = False,
-    window: Annotated[str, typer.Option(help="RecurrentGemma's window rule: transformers or deepmind.")] = "transformers",
+    window: Window = None,
 ) -> None:
     """Show what a model is made of: layers, heads, windows, memory and cost of each side. Weights are not needed."""
     from needlework.inspection import anatomy_of, table
 
-    anatomy = anatomy_of(model, window)
+    anatomy = anatomy_of(model, window or "transformers")
     show(table(anatomy, model), anatomy.to_dict(), as_json)
 
 
 @command("needlework ask tiny-griffin 'the secret code of ...' --intervene none --intervene 'ablate_attention()'")
 def ask(
     model: Model,
+    loading: LoadingOptions,
     prompt: Annotated[str, typer.Argument(help="The prompt, as the model's own text.")],
     intervene: Interventions = ["none"],  # noqa: B006
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")] = 40,
@@ -118,7 +62,7 @@ def ask(
 
     use(plugin)
     interventions = [nw.parse(text) for text in intervene]
-    subject = nw.load(model)
+    subject = nw.load(model, **loading)
     answers = subject.generate([prompt] * len(interventions), interventions=interventions, max_new_tokens=max_new_tokens)
     rows = [
         {"intervention": str(i), "text": a.text, "finish": a.finish, "error": a.error, "receipt": a.receipt.to_dict()}
@@ -165,6 +109,7 @@ def plans(as_json: Json = False) -> None:
 @command("needlework plan 02 --model tiny-griffin")
 def plan(
     file: PlanFile,
+    loading: LoadingOptions,
     model: PlanModels = [],  # noqa: B006
     fast: Fast = False,
     plugin: Plugins = [],  # noqa: B006
@@ -173,11 +118,10 @@ def plan(
     """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
     from dataclasses import asdict
 
-    from needlework.experiments.plan import load
-    from needlework.experiments.shipped import find
+    from needlework.experiments.shipped import get
 
     use(plugin)
-    checked = load(find(file), fast=fast, models=model)
+    checked = get(file, fast=fast, models=model, **loading)
     from needlework.experiments.describe import describe  # torch comes with it: after the plan is known to be good
 
     description = describe(checked)
@@ -188,6 +132,7 @@ def plan(
 def run(
     file: PlanFile,
     out: Out,
+    loading: LoadingOptions,
     model: PlanModels = [],  # noqa: B006
     fast: Fast = False,
     memory: Memory = None,
@@ -199,12 +144,10 @@ def run(
     Exit codes: 0 all is done; 1 trials of the plan failed, or a condition hid nothing in any of its trials; 2 bad input, or
     a full disk; 130 stopped.
     """
-    from needlework.experiments.run import run_plan
-    from needlework.experiments.shipped import find
-
     use(plugin)
-    memory_bytes = read_bytes(memory)
-    raise typer.Exit(run_plan(find(file), out, fast=fast, models=model, memory_bytes=memory_bytes, retry_failed=retry_failed))
+    limit = read_bytes(memory)
+    result = nw.run(file, out, models=model, fast=fast, memory_bytes=limit, retry_failed=retry_failed, **loading)
+    raise typer.Exit(0 if result.sound else FAILED)
 
 
 @command("needlework rescore runs/sweep")
@@ -244,28 +187,29 @@ def report(
     out: Annotated[Path | None, typer.Option(help="Directory for report.html; by default the first run's.")] = None,
 ) -> None:
     """Build one self-contained report.html, and PNG and SVG of every figure."""
-    from needlework.report import build
-
-    say(f"report: {build(directories, out)}", stderr=False)
+    say(f"report: {nw.report(directories, out)}", stderr=False)
 
 
 @command("needlework demo")
-def demo(out: Out = Path("runs/demo")) -> None:
+def demo(loading: LoadingOptions, out: Out = Path("runs/demo")) -> None:
     """Run all experiments on the zoo in a reduced grid, print the main numbers and build the report."""
     from needlework.demo import demo as run
 
-    raise typer.Exit(run(out))
+    raise typer.Exit(0 if run(out, **loading) else FAILED)
 
 
 @command("needlework eval tiny-griffin --tasks mini-mmlu --intervene none --intervene 'keep_heads(k=2)' --out runs/mmlu", "eval")
 def evaluate(
     model: Model,
     out: Out,
+    loading: LoadingOptions,
     tasks: Annotated[str, typer.Option(help="lm-eval tasks or groups, separated by commas.")] = "",
     intervene: Interventions = [],  # noqa: B006
     data: Annotated[Path | None, typer.Option(help="Directory with the tasks' data, where there is no hub.")] = None,
     paper: Annotated[bool, typer.Option(help="The paper's preset: MMLU and GLUE at its numbers of heads.")] = False,
     limit: Annotated[float | None, typer.Option(help="Questions per task, for a trial run.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question, instead of the task's own.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Ask in the chat template. By default with --paper, if there is one.")] = None,
     memory: Memory = None,
     plugin: Plugins = [],  # noqa: B006
 ) -> None:
@@ -279,7 +223,19 @@ def evaluate(
 
     use(plugin)
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    summary = run(model, names, intervene, out, data=data, paper=paper, limit=limit, memory_bytes=read_bytes(memory))
+    summary = run(
+        model,
+        names,
+        intervene,
+        out,
+        data=data,
+        paper=paper,
+        limit=limit,
+        shots=shots,
+        chat=chat,
+        memory_bytes=read_bytes(memory),
+        **loading,
+    )
     show(table(summary))
     for note in [*summary.idle, *([f"{summary.failed} questions failed"] if summary.failed else [])]:
         say(note)

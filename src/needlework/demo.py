@@ -13,32 +13,32 @@ from needlework import zoo
 from needlework.experiments import shipped
 
 
-def demo(out: Path) -> int:
-    """Run, report, print. The exit code is the run's."""
+def demo(out: Path, **loading: Any) -> bool:
+    """Run, report, print. `loading` is as in `nw.load`. True if all went well."""
     console = Console()
     plan = yaml.safe_load(shipped.names()["demo"].read_text(encoding="utf-8"))
     missing = _leave_out(plan, set(zoo.catalog()))
     if missing:
         console.print(f"not in this zoo, so left out: {', '.join(sorted(missing))}", style="yellow")
     if not plan["experiments"]:
-        return random_demo(console)
-    from needlework.experiments.run import STOPPED, run_plan
-    from needlework.report import build, summary
+        random_demo(console)
+        return True
+    from needlework.experiments.run import run
+    from needlework.report import summary
 
     out.mkdir(parents=True, exist_ok=True)
     path = out / "plan.yaml"
     path.write_text(yaml.safe_dump(plan, sort_keys=False, width=120), encoding="utf-8")
     start = time.perf_counter()
-    code = run_plan(path, out)
-    if code != STOPPED:
-        report = build([out])
-        console.print(summary([out]))
-        console.print(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", soft_wrap=True)
-    return code
+    result = run(path, out, **loading)
+    report = result.report()
+    console.print(summary([out]))
+    console.print(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", soft_wrap=True)
+    return result.sound
 
 
 def _leave_out(plan: dict[str, Any], known: set[str]) -> set[str]:
-    """Take models that are not there out of a plan, and experiments that no model is left for; the names taken out."""
+    """Take models that the zoo lacks out of a plan, and experiments that no model is left for; the names taken out."""
     missing = {name for name in plan["models"] if name not in known}
     plan["models"] = [name for name in plan["models"] if name in known]
     for name, experiment in list(plan["experiments"].items()):
@@ -50,7 +50,7 @@ def _leave_out(plan: dict[str, Any], known: set[str]) -> set[str]:
     return missing
 
 
-def random_demo(console: Console) -> int:
+def random_demo(console: Console) -> None:
     """With no trained model at hand: what the interventions do to a tiny random one. It retrieves nothing."""
     import torch
     from transformers import JambaConfig, JambaForCausalLM
@@ -82,4 +82,3 @@ def random_demo(console: Console) -> int:
     answers = subject.generate([list(range(3, 40))] * len(acts), interventions=acts, max_new_tokens=8)
     shown = [answer.with_text(" ".join(map(str, answer.tokens))) for answer in answers]
     console.print(answers_table(acts, shown))
-    return 0

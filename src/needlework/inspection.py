@@ -64,10 +64,10 @@ def anatomy_of(source: str, window: str = "transformers") -> Anatomy:
     from needlework.model.load import blueprint, load_body
     from needlework.zoo import resolve
 
-    found = resolve(source)
-    if Path(found).is_file():  # a GGUF file has no configuration of its own apart from its weights
-        return load_body(found, window=window)[0].anatomy  # type: ignore[arg-type]
-    return blueprint(found, window).anatomy  # type: ignore[arg-type]
+    place = resolve(source)
+    if Path(place).is_file():  # a GGUF file has no configuration of its own apart from its weights
+        return load_body(place, window=window)[0].anatomy  # type: ignore[arg-type]
+    return blueprint(place, window).anatomy  # type: ignore[arg-type]
 
 
 def _count(number: float) -> str:
@@ -84,7 +84,7 @@ def table(anatomy: Anatomy, name: str = "") -> Group:
     for layer in anatomy.layers:
         a, r = layer.attention, layer.recurrent
         dims = "" if not a else f"{a.key_dim}" if a.key_dim == a.value_dim else f"{a.key_dim}/{a.value_dim}"
-        output = " ".join(name for name, there in (("gate", a.output_gate), ("bias", a.output_bias)) if there) if a else ""
+        output = " ".join(part for part, has in (("gate", a.output_gate), ("bias", a.output_bias)) if has) if a else ""
         memory = [f"{a.kv_bytes_per_token:,}/token"] if a else []
         memory += [f"{r.state_bytes:,}"] if r else []
         sizes = [_count(part.parameters) for part in (a, r) if part]

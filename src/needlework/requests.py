@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
+from operator import index
 from typing import Literal, get_args
 
 from needlework.anatomy import Anatomy
@@ -159,6 +160,28 @@ class Prepared:
 
     def _each_act(self) -> Iterator[tuple[Phase, Act]]:
         return ((phase, act) for phase, acts in self.acts.items() for act in acts)
+
+
+def stop_tokens(
+    eos: int | Iterable[int] | None,
+    stops: Iterable[int | str] = (),
+    encode: Callable[[str], Sequence[int]] | None = None,
+) -> frozenset[int]:
+    """Token ids that end an answer: the model's own, and stops that are token ids or texts of one token.
+
+    `eos` is as configurations have it (one id, several or none); `encode` turns a text into token ids.
+    """
+    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    for stop in stops:
+        if isinstance(stop, str):
+            if encode is None:
+                raise NeedleworkError(f"stop {stop!r}: without a tokenizer, a stop must be a token id")
+            ids = encode(stop)
+            if len(ids) != 1:
+                raise NeedleworkError(f"stop {stop!r} is {len(ids)} tokens; a stop must be one token")
+            stop = ids[0]
+        ends.add(index(stop))
+    return frozenset(ends)
 
 
 def sample_key(prompt: Sequence[int]) -> int:

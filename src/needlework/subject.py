@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,11 @@ from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
 from needlework.model.body import Body, Kernels
-from needlework.requests import Answer, Request
+from needlework.requests import Answer, Request, stop_tokens
 from needlework.zoo import resolve
+
+if TYPE_CHECKING:
+    from needlework.model.load import Window
 
 Prompt = str | Sequence[int]
 
@@ -60,7 +64,8 @@ class Subject:
     ) -> list[Answer]:
         """Greedy answers, in the order of the prompts. `interventions`, if given, has one for each prompt."""
         each = _interventions(prompts, intervention, interventions)
-        ends = self._stops(stop)
+        eos = getattr(self.model.generation_config, "eos_token_id", None)
+        ends = stop_tokens(eos, _several(stop), partial(self.encode, continuation=True))
         requests = [
             Request(
                 prompt=self.encode(prompt),
@@ -147,17 +152,6 @@ class Subject:
             said = said[:-1]
         return answer.with_text(self.tokenizer.decode(said))
 
-    def _stops(self, stop: Sequence[int | str]) -> frozenset[int]:
-        ends = set()
-        for item in _several(stop):
-            ids = (item,) if isinstance(item, int) else self.encode(item, continuation=True)
-            if len(ids) != 1:
-                raise NeedleworkError(f"stop {item!r} is {len(ids)} tokens; a stop must be one token")
-            ends.add(ids[0])
-        eos = getattr(self.model.generation_config, "eos_token_id", None)
-        ends |= {eos} if isinstance(eos, int) else set(eos or ())
-        return frozenset(ends)
-
 
 def _several(given: Any) -> Any:
     """Refuse a lone text where several are due: it would be taken apart into its letters."""
@@ -194,7 +188,7 @@ def load(
     device_map: Any = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
-    window: str = "transformers",
+    window: Window = "transformers",
     kernels: Kernels = "fast",
     memory_bytes: int | None = None,
 ) -> Subject:
@@ -208,21 +202,12 @@ def load(
     place = resolve(source)
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
-        name = _own_dtype(place, revision, trust_remote_code)
-    body, tokenizer = load_body(
-        place,
-        device,
-        name,
-        device_map,
-        revision,
-        trust_remote_code,
-        window,  # type: ignore[arg-type]
-        kernels,
-    )
+        name = own_dtype(place, revision, trust_remote_code)
+    body, tokenizer = load_body(place, device, name, device_map, revision, trust_remote_code, window, kernels)
     return Subject(body, tokenizer, memory_bytes)
 
 
-def _own_dtype(source: str | Path, revision: str | None, trust_remote_code: bool) -> str:
+def own_dtype(source: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> str:
     """The dtype that a checkpoint's configuration names."""
     from transformers import AutoConfig
 

@@ -181,3 +181,27 @@ def test_the_papers_preset_keeps_the_same_shares_and_talks_in_turns(griffin: Pat
     prompt = next(iter(rows(tmp_path).values())).prompt
     assert prompt.count("ask : ") == 3  # two examples and the question, a turn each
     assert paper.KEPT == (0, 3, 4, 5, 32)
+
+
+def test_shots_chat_and_loading_go_by_the_command_line(griffin: Path, tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from needlework.cli import app
+
+    def prompts(name: str, *more: str) -> list[str]:
+        words = ["eval", str(griffin), "--tasks", "mini_mmlu_animals", "--intervene", "none", "--limit", "2"]
+        shown = CliRunner().invoke(app, [*words, "--out", str(tmp_path / name), *more])
+        assert shown.exit_code == 0, shown.output
+        return [row.prompt for row in rows(tmp_path / name).values()]
+
+    plain = prompts("plain", "--shots", "0")
+    for asked, shown in zip(plain, prompts("shots", "--shots", "2", "--kernels", "stock", "--dtype", "bfloat16"), strict=True):
+        assert shown.endswith(asked)
+        assert shown.count("question") == 3 * asked.count("question")
+    assert all(prompt.startswith("ask : ") for prompt in prompts("chat", "--shots", "0", "--chat"))
+    preset = prompts("paper", "--shots", "0", "--no-chat", "--paper")
+    assert set(preset) == set(plain), "the preset would ask in the chat template"
+    store = Store(tmp_path / "shots")
+    (versions,) = store.versions().values()
+    store.close()
+    assert (versions["kernels"], versions["dtype"]) == ("stock", "bfloat16")

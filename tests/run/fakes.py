@@ -7,14 +7,18 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
+from needlework import cli, tasks
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
+from needlework.experiments import run
 from needlework.experiments.models import ModelInfo
-from needlework.experiments.plan import Model
+from needlework.experiments.plan import Model, load
+from needlework.experiments.result import Result
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
 from needlework.tasks.base import Item, Task
@@ -178,18 +182,22 @@ experiments:
 """
 
 
-def main() -> int:
-    """`fakes.py PLAN OUT PAUSE`: a run in a process of its own, to be killed."""
-    from needlework.experiments import run
+def run_fakes(
+    plan: Path, out: Path, source: FakeModels | None = None, *, fast: bool = False, models: Sequence[str] = (), **options: Any
+) -> Result:
+    """A plan of fake tasks, asked of fake models."""
+    loaded = load(plan, fast=fast, models=models, make_task=make_task)
+    return run.run(loaded, out, source=source or FakeModels(), progress=False, **options)
 
-    run.CHUNK_TRIALS = 16
+
+def main() -> None:
+    """`fakes.py PLAN OUT PAUSE`: `needlework run` in a process of its own, to be killed."""
     plan, out, pause = sys.argv[1:4]
-    try:
-        return run.run_plan(plan, out, source=FakeModels(FakeActor(float(pause))), make_task=make_task, progress=False)
-    except NeedleworkError as error:
-        print(error, file=sys.stderr)
-        return 2
+    run.CHUNK_TRIALS = 16
+    run.DiskModels = lambda _: FakeModels(FakeActor(float(pause)))  # type: ignore[assignment,misc]
+    tasks.make_task = make_task
+    cli.app(["run", plan, "--out", out])
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -28,7 +28,7 @@ def find(model: str, out: Path) -> dict[str, Any]:
     counts: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for plan in PLANS:
         place = out / plan.stem
-        assert run.run_plan(plan, place, fast=True, models=[model], progress=False) == 0
+        assert run.run(plan, place, fast=True, models=[model], progress=False).sound
         places.append(place)
         store = Store(place)
         for trial in store.rows():

@@ -10,7 +10,7 @@ from needlework.experiments import run
 if __name__ == "__main__":
     run.CHUNK_TRIALS = 12
     try:
-        sys.exit(run.run_plan(sys.argv[1], sys.argv[2], progress=False))
+        sys.exit(not run.run(sys.argv[1], sys.argv[2], progress=False).sound)
     except NeedleworkError as error:
         print(error, file=sys.stderr)
         sys.exit(2)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from needlework.experiments import run
 from needlework.experiments.models import DiskModels, LoadedModel, ModelInfo
+from needlework.experiments.run import run
 from needlework.report import tables
 from needlework.report.evidence import verdicts
 from needlework.report.reader import load
@@ -45,7 +45,7 @@ def test_it_goes_on_without_asking_anything_again(old: Path) -> None:
     store = Store(old)
     before = list(store.rows("1 ORDER BY experiment, task, id"))
     store.close()
-    assert run.run_plan(BEFORE / "plan.yaml", old, source=Unloaded(), progress=False) == 0
+    assert run(BEFORE / "plan.yaml", old, source=Unloaded(), progress=False).sound
     store = Store(old)
     assert list(store.rows("1 ORDER BY experiment, task, id")) == before
     store.close()

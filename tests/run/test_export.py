@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from needlework.errors import NeedleworkError
-from needlework.experiments import run
 from needlework.experiments.describe import describe
 from needlework.experiments.export import export
 from needlework.experiments.plan import load
@@ -26,7 +25,7 @@ from needlework.store import Observation, Row, Store
 @pytest.fixture
 def finished(plan_file: Path, tmp_path: Path) -> Path:
     out = tmp_path / "out"
-    assert run.run_plan(plan_file, out, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
+    assert fakes.run_fakes(plan_file, out).sound
     return out
 
 
@@ -151,7 +150,7 @@ def test_lm_eval_files_pool_no_unlike_trials(plan_file: Path, tmp_path: Path) ->
     text = fakes.PLAN + more.format(name="even", options=", scorer: even", also="")
     plan_file.write_text(text + more.format(name="early", options="", also="    boundary: prefill\n"))
     out = tmp_path / "out"
-    assert run.run_plan(plan_file, out, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
+    assert fakes.run_fakes(plan_file, out).sound
     results = [json.loads(p.read_text()) for p in export(out, "lm-eval") if p.name == "results.json"]
     plain = next(r for r in results if r["config"]["model_args"]["intervention"] == "none")
     counts = {task: n["original"] for task, n in plain["n-samples"].items()}
@@ -165,7 +164,7 @@ def test_lm_eval_files_pool_no_unlike_trials(plan_file: Path, tmp_path: Path) ->
 
 def test_what_the_plan_no_longer_asks_for_is_exported_but_in_no_mean(plan_file: Path, finished: Path) -> None:
     plan_file.write_text(fakes.PLAN.replace("samples: 6", "samples: 4"))
-    assert run.run_plan(plan_file, finished, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False) == 0
+    assert fakes.run_fakes(plan_file, finished).sound
     with export(finished, "csv")[0].open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 146

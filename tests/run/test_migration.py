@@ -88,7 +88,7 @@ class Unloaded(DiskModels):
 
 
 def test_a_run_of_version_1_goes_on_and_asks_nothing_again(old: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.run_plan(HERE / "plan.yaml", old, source=Unloaded(), progress=False) == 0
+    assert run.run(HERE / "plan.yaml", old, source=Unloaded(), progress=False).sound
     assert f"{ROWS} rows were scored anew" in capsys.readouterr().err
     store = Store(old)
     rows = new_rows(store)
@@ -107,7 +107,7 @@ def test_rows_of_an_edited_plan_are_told_apart_when_it_is_run(old: Path, tmp_pat
     plan = tmp_path / "plan.yaml"
     text = (HERE / "plan.yaml").read_text()
     plan.write_text(text.replace("depths: [0, 100], samples: 2", "depths: [0, 100]"))
-    assert run.run_plan(plan, old, source=Unloaded(), progress=False) == 0
+    assert run.run(plan, old, source=Unloaded(), progress=False).sound
     store = Store(old)
     counts = dict(store.db.execute("SELECT asked, count(*) FROM trials GROUP BY 1"))
     assert counts == {0: 4, 1: ROWS - 4}

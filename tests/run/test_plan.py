@@ -10,9 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from needlework.errors import NeedleworkError
-from needlework.experiments import run
 from needlework.experiments.lines import PlanError
 from needlework.experiments.plan import Model, Plan, load
+from needlework.experiments.schema import Loading
 from needlework.experiments.trials import decoding, expand, item_digest, trial_id
 from needlework.interventions import NONE, parse
 from needlework.interventions.grid import expand as expand_text
@@ -72,6 +72,19 @@ BAD = {
     "a task without a kind": ("      - kind: fake\n        samples: 3", "      - samples: 3", 8, "with kind: NAME"),
     "a task option of a wrong type": ("        samples: 3", "        samples: many", 9, "samples"),
     "a task option out of range": ("        samples: 3", "        samples: 0", 9, "greater than or equal to 1"),
+    "one name for two devices": (
+        "models: [alpha]",
+        "models: [alpha, {source: alpha, device: cuda}]",
+        2,
+        "two models are called 'alpha'",
+    ),
+    "one name for two ways to compute": (
+        "models: [alpha]",
+        "models: [alpha, {source: alpha, kernels: stock}]",
+        2,
+        "two models are called 'alpha'",
+    ),
+    "unknown kernels": ("models: [alpha]", "models: [{source: alpha, kernels: slow}]", 2, "'fast' or 'stock'"),
     "two tasks of one name": ("    tasks: [fake]", "    tasks: [fake, fake]", 18, "two tasks are called 'fake'"),
     "a bad name of a task": ("        samples: 3", "        name: a b", 9, "is no name"),
     "a task that cannot be made": ("        samples: 3", "        length: 13", 8, "13 is unlucky"),
@@ -112,10 +125,6 @@ BAD = {
 DECODE_ONLY = "decode in a scoring task"
 
 
-def run_it(path: Path, out: Path, **options: object) -> int:
-    return run.run_plan(path, out, source=fakes.FakeModels(), make_task=fakes.make_task, progress=False, **options)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize("fault", BAD)
 def test_bad_plans_are_told_with_file_and_line_and_write_nothing(fault: str, tmp_path: Path) -> None:
     before, after, line, words = BAD[fault]
@@ -126,7 +135,7 @@ def test_bad_plans_are_told_with_file_and_line_and_write_nothing(fault: str, tmp
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(PlanError) as error:
-        run_it(path, tmp_path / "out")
+        fakes.run_fakes(path, tmp_path / "out")
     told = str(error.value)
     assert f"{path}:{line}: " in told, told
     assert words in told
@@ -139,23 +148,23 @@ def test_there_are_at_least_thirty_kinds() -> None:
 
 def test_the_good_plan_is_good(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(GOOD)
-    assert run_it(tmp_path / "plan.yaml", tmp_path / "out") == 0
+    assert fakes.run_fakes(tmp_path / "plan.yaml", tmp_path / "out").sound
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"- a\n- b\n", b"just text", b"# nothing\n", b"null"])
 def test_files_that_are_no_plans(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_bytes(content)
     with pytest.raises(PlanError, match=r"plan\.yaml"):
-        run_it(tmp_path / "plan.yaml", tmp_path / "out")
+        fakes.run_fakes(tmp_path / "plan.yaml", tmp_path / "out")
     with pytest.raises(PlanError, match="cannot be read"):
-        run_it(tmp_path / "absent.yaml", tmp_path / "out")
+        fakes.run_fakes(tmp_path / "absent.yaml", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_all_faults_are_told_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     (tmp_path / "plan.yaml").write_text(GOOD.replace("seeds: [0]", "seedz: [0]").replace("limit: 2", "limit: -2"))
     with pytest.raises(PlanError) as error:
-        run_it(tmp_path / "plan.yaml", tmp_path / "out")
+        fakes.run_fakes(tmp_path / "plan.yaml", tmp_path / "out")
     lines = str(error.value).splitlines()
     assert [line.split(":")[1] for line in lines] == ["3", "13"]
 
@@ -343,7 +352,7 @@ def test_ids_depend_on_what_changes_an_answer_and_on_nothing_else() -> None:
     different = [
         key(replace(one, weights="other")),
         key(replace(one, tokenizer_hash="other")),
-        key(replace(one, model=replace(one.model, dtype="bfloat16"))),
+        key(replace(one, model=replace(one.model, loading=Loading(dtype="bfloat16")))),
         key(item=replace(item, prompt=(1, 2, 4))),
         key(item=replace(item, spans={"needle": ((0, 2),)})),
         key(item=replace(item, twins={})),

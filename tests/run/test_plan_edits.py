@@ -38,16 +38,16 @@ def test_other_options_that_only_change_scores_change_all_scores(tmp_path: Path,
         return tmp_path / "plan.yaml"
 
     for against, out in (("all", "out"), ("context", "fresh")):
-        assert run.run_plan(plan(against), tmp_path / out, source=ToyModels(), progress=False) == 0
+        assert run.run(plan(against), tmp_path / out, source=ToyModels(), progress=False).sound
     before = table(tmp_path / "out")
     models = ToyModels()
     capsys.readouterr()
-    assert run.run_plan(plan("context"), tmp_path / "out", source=models, progress=False) == 0
+    assert run.run(plan("context"), tmp_path / "out", source=models, progress=False).sound
     assert "18 rows were scored anew" in capsys.readouterr().err
     assert models.loaded == [], "the answers were there"
     assert table(tmp_path / "out") == table(tmp_path / "fresh")
     assert [row.scores["correct"] for row in before] != [row.scores["correct"] for row in table(tmp_path / "out")]
-    assert run.run_plan(plan("context"), tmp_path / "out", source=ToyModels(), progress=False) == 0
+    assert run.run(plan("context"), tmp_path / "out", source=ToyModels(), progress=False).sound
     assert "scored anew" not in capsys.readouterr().err
 
 

@@ -82,7 +82,7 @@ def all_kinds(tmp_path_factory: pytest.TempPathFactory) -> Path:
     acts = ["none", "ablate_attention()", "ablate_recurrent()"]
     plan = {"models": ["alpha"], "experiments": {"all": {"tasks": tasks, "interventions": acts}}}
     (folder / "plan.yaml").write_text(json.dumps(plan))
-    assert run.run_plan(folder / "plan.yaml", folder / "out", source=ToyModels(), progress=False) == 0
+    assert run.run(folder / "plan.yaml", folder / "out", source=ToyModels(), progress=False).sound
     return folder / "out"
 
 

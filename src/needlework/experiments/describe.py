@@ -139,9 +139,9 @@ def _total(work: Work) -> Total:
     rows = min(_ROWS, len(asked))
     memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
     memory += rows * 12 * model.anatomy.vocabulary  # logits of a step, in fp32, and what is sorted out of them
-    if model.model.device == "cpu":
+    if model.model.loading.device == "cpu":
         memory = min(memory, default_limit(torch.device("cpu")))  # the engine takes in no more rows than fit
-    weights = model.anatomy.parameters * _BYTES[model.model.dtype]
+    weights = model.anatomy.parameters * _BYTES[model.model.loading.dtype]
     return Total(model.name, len(work.trials), len(asked), prefills, seconds, weights + memory)
 
 

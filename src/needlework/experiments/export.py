@@ -44,20 +44,25 @@ def score_column(name: str) -> str:
     return "score_" + re.sub(r"\W", "_", name)
 
 
-def flat(trial: Row, scores: list[str]) -> dict[str, Any]:
-    """One trial as a flat row: structured columns as JSON text, each score as a column of its own."""
-    row = {f.name: getattr(trial, f.name) for f in fields(Row)}
-    row |= {name: json.dumps(row[name]) for name in row if name in JSON_COLUMNS}
-    return row | {score_column(name): trial.scores.get(name) for name in scores}
+def values(row: Row, scores: list[str]) -> dict[str, Any]:
+    """One trial by column, each score in a column of its own."""
+    own = {f.name: getattr(row, f.name) for f in fields(Row)}
+    return own | {score_column(name): row.scores.get(name) for name in scores}
 
 
-def _trial_columns(store: Store) -> tuple[list[str], list[str]]:
+def flat(row: Row, scores: list[str]) -> dict[str, Any]:
+    """The same for a file: what has parts of its own as JSON text."""
+    return {name: json.dumps(value) if name in JSON_COLUMNS else value for name, value in values(row, scores).items()}
+
+
+def trial_columns(store: Store) -> tuple[list[str], list[str]]:
+    """All columns of a trial, and the names of the scores that stand at their end."""
     scores = store.score_names()
     return [f.name for f in fields(Row)] + [score_column(name) for name in scores], scores
 
 
 def _csv(store: Store, folder: Path) -> list[Path]:
-    columns, scores = _trial_columns(store)
+    columns, scores = trial_columns(store)
     trials, seen = folder / "trials.csv", folder / "observations.csv"
     with whole(trials) as file:
         writer = csv.DictWriter(file, columns)
@@ -89,7 +94,7 @@ def _parquet(store: Store, folder: Path) -> list[Path]:
         import pyarrow.parquet as pq
     except ImportError:
         raise NeedleworkError("parquet needs pyarrow: pip install 'needlework[parquet]', or export to csv") from None
-    columns, scores = _trial_columns(store)
+    columns, scores = trial_columns(store)
     kinds = {name: pa.int64() if name in WHOLE_COLUMNS else pa.string() for name in columns}
     kinds |= {name: pa.float64() for name in ("seconds", *map(score_column, scores))}
     schema = pa.schema(list(kinds.items()), metadata={"needlework_schema_version": str(SCHEMA_VERSION)})

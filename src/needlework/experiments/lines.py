@@ -20,7 +20,7 @@ class PlanError(NeedleworkError):
 
 
 @dataclass
-class Marked:
+class YamlFile:
     """The plain data of a YAML file, and the line of every value by its place."""
 
     path: Path
@@ -37,11 +37,11 @@ class Marked:
         return PlanError(f"{self.path}:{self.line(place)}: {message}")
 
 
-def read(path: str | Path) -> Marked:
+def read(path: str | Path) -> YamlFile:
     """Read a file as plain data; any fault of reading or of YAML is a PlanError."""
-    found = Marked(Path(path))
+    file = YamlFile(Path(path))
     try:
-        text = found.path.read_text(encoding="utf-8")
+        text = file.path.read_text(encoding="utf-8")
     except OSError as error:
         raise PlanError(f"{path}: cannot be read ({error.strerror}); give the path of a plan file") from None
     except UnicodeDecodeError as error:
@@ -50,14 +50,14 @@ def read(path: str | Path) -> Marked:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         if node is None:
             raise PlanError(f"{path}:1: the file is empty; a plan needs at least models and experiments")
-        _Reader(found).read(node)
+        _Reader(file).read(node)
     except yaml.MarkedYAMLError as error:
         mark = _mark(error)
         raise PlanError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {_problem(error, text)}") from None
     except yaml.YAMLError as error:  # a character that YAML forbids: it has a position, not a mark
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1
         raise PlanError(f"{path}:{line}: not valid YAML: {getattr(error, 'reason', error)}") from None
-    return found
+    return file
 
 
 def _mark(error: yaml.MarkedYAMLError) -> Any:
@@ -76,19 +76,19 @@ def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
 class _Reader:
     """Builds the data of one file node by node."""
 
-    def __init__(self, found: Marked) -> None:
-        self.found = found
+    def __init__(self, file: YamlFile) -> None:
+        self.file = file
         self.nodes = 0
         self.loader = yaml.SafeLoader("")
 
     def read(self, node: yaml.Node) -> None:
-        self.found.data = self._value(node, ())
+        self.file.data = self._value(node, ())
 
     def _value(self, node: yaml.Node, place: Place) -> Any:
         self.nodes += 1
-        self.found.lines.setdefault(place, node.start_mark.line + 1)
+        self.file.lines.setdefault(place, node.start_mark.line + 1)
         if self.nodes > _MOST_NODES or len(place) > _DEEPEST:
-            raise self.found.error(place, "the file holds too much or is too deep; aliases may not point to what holds them")
+            raise self.file.error(place, "the file holds too much or is too deep; aliases may not point to what holds them")
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, place)
         if isinstance(node, yaml.SequenceNode):
@@ -97,18 +97,18 @@ class _Reader:
             return self.loader.construct_object(node, deep=True)
         except (yaml.YAMLError, ValueError) as error:
             reason = getattr(error, "problem", None) or error
-            raise self.found.error(place, f"cannot read the value {node.value!r}: {reason}") from None
+            raise self.file.error(place, f"cannot read the value {node.value!r}: {reason}") from None
 
     def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for key_node, value_node in node.value:
             key = self._value(key_node, (*place, "<key>"))
-            self.found.lines.pop((*place, "<key>"), None)
+            self.file.lines.pop((*place, "<key>"), None)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise PlanError(f"{self.found.path}:{line}: the key {key_node.value!r} is not text; put it in quotes")
+                raise PlanError(f"{self.file.path}:{line}: the key {key_node.value!r} is not text; put it in quotes")
             if key in made:
-                raise PlanError(f"{self.found.path}:{line}: the key {key!r} occurs twice; keep one")
-            self.found.lines[(*place, key)] = line
+                raise PlanError(f"{self.file.path}:{line}: the key {key!r} occurs twice; keep one")
+            self.file.lines[(*place, key)] = line
             made[key] = self._value(value_node, (*place, key))
         return made

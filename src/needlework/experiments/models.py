@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +15,8 @@ from needlework.errors import NeedleworkError
 from needlework.experiments.identity import tokenizer_hash, weights_hash
 from needlework.experiments.plan import Model
 from needlework.model.files import fetch, read_tokenizer
-from needlework.requests import Answer, Request
+from needlework.requests import Answer, Request, stop_tokens
+from needlework.tasks.prompts import token_ids
 
 if TYPE_CHECKING:
     from needlework.engine.budget import Costs
@@ -33,7 +35,6 @@ class ModelInfo:
     eos: frozenset[int] = frozenset()
     directory: str = ""  # where it is loaded from
     costs: Costs | None = None  # what prompts and answers take of it
-    _stops: dict[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -47,21 +48,14 @@ class ModelInfo:
 
     def stops(self, text: str | None) -> frozenset[int]:
         """Token ids that end an answer: the model's own, and the task's stop."""
-        if text is None:
-            return self.eos
-        if text not in self._stops:
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-            if len(ids) != 1:
-                raise NeedleworkError(f"stop {text!r} is {len(ids)} tokens of {self.name}; a stop must be one token")
-            self._stops[text] = int(ids[0])
-        return self.eos | {self._stops[text]}
+        return stop_tokens(self.eos, () if text is None else (text,), partial(token_ids, self.tokenizer))
 
     def identity(self) -> dict[str, str]:
         """What a store remembers, and compares before it takes more trials."""
         return {
             "weights": self.weights,
             "tokenizer": self.tokenizer_hash,
-            "dtype": self.model.dtype,
+            "dtype": self.model.loading.dtype,
             "window_rule": self.anatomy.window_rule,
         }
 
@@ -69,14 +63,18 @@ class ModelInfo:
 def look(model: Model) -> ModelInfo:
     """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights."""
     from needlework.engine.budget import Costs
-    from needlework.model.load import blueprint, torch_dtype
+    from needlework.model.load import blueprint, torch_device, torch_dtype
+    from needlework.subject import own_dtype
 
     try:
+        torch_device(model.loading.device)
         place = locate(model)
+        if model.loading.dtype == "auto":  # rows are of one type: from here on, the model says which
+            model = replace(model, loading=model.loading.but(dtype=own_dtype(place)))
         folder, gguf = (place.parent, place.name) if place.is_file() else (place, "")
         weights, words = weights_hash(place), tokenizer_hash(place)
-        value_bytes = torch_dtype(model.dtype).itemsize
-        body = blueprint(place, model.window)  # type: ignore[arg-type]
+        value_bytes = torch_dtype(model.loading.dtype).itemsize
+        body = blueprint(place, model.loading.window)
         tokenizer = read_tokenizer(folder, gguf)
         if tokenizer is None:
             raise NeedleworkError(
@@ -109,7 +107,7 @@ def _eos(folder: Path) -> frozenset[int]:
         except (OSError, ValueError, AttributeError):
             continue
         if ends is not None:
-            return frozenset([ends] if isinstance(ends, int) else ends)
+            return stop_tokens(ends)
     return frozenset()
 
 
@@ -157,9 +155,8 @@ class DiskModels:
     def load(self, info: ModelInfo) -> LoadedModel:
         from needlework.subject import load
 
-        model = info.model
-        how: dict[str, Any] = {"device": model.device, "dtype": model.dtype, "window": model.window}
-        return LoadedSubject(load(info.directory, memory_bytes=self.memory_bytes, **how), model)
+        subject = load(info.directory, memory_bytes=self.memory_bytes, **info.model.loading.model_dump())
+        return LoadedSubject(subject, info.model)
 
 
 class LoadedSubject:
@@ -191,6 +188,6 @@ class LoadedSubject:
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "device": str(self.subject.body.device),
-            "dtype": self.model.dtype,
+            "dtype": self.model.loading.dtype,
             "kernels": self.subject.body.kernels,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from glob import glob
 from pathlib import Path
@@ -13,12 +13,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.experiments.lines import Marked, Place, PlanError, read
+from needlework.experiments.lines import Place, PlanError, YamlFile, read
 from needlework.experiments.schema import (
     NAME,
     NAME_RULE,
     ExperimentFile,
     FastFile,
+    Loading,
     ModelFile,
     PlanFile,
     Settings,
@@ -49,9 +50,7 @@ class Located:
 class Model(Located):
     name: str  # as it stands in tables: a path's last part, or what the plan calls it
     source: str
-    dtype: str = "float32"
-    device: str = "cpu"
-    window: str = "transformers"
+    loading: Loading = field(default_factory=Loading)
     revision: str | None = None
 
 
@@ -99,24 +98,29 @@ class Plan:
     fast: bool = False
     adds: bool = False  # to what a directory holds; else rows that it does not ask for are not counted any more
 
+    def loading(self, **given: Any) -> Plan:
+        """The same plan with all its models loaded as is given (device, dtype, window, kernels; None: as each says itself)."""
+        models = {name: replace(model, loading=model.loading.but(**given)) for name, model in self.models.items()}
+        return replace(self, models=models)
+
 
 def load(path: str | Path, *, fast: bool = False, models: Sequence[str] = (), make_task: MakeTask | None = None) -> Plan:
     """Read and check a plan. `models` replaces the plan's own; `fast` takes its reduced grid."""
-    found = read(path)
-    if not isinstance(found.data, dict):
-        raise found.error((), "a plan is a mapping with the keys models and experiments")
+    file = read(path)
+    if not isinstance(file.data, dict):
+        raise file.error((), "a plan is a mapping with the keys models and experiments")
     try:
-        content = PlanFile.model_validate(found.data)
+        content = PlanFile.model_validate(file.data)
     except ValidationError as error:
-        raise _explain(error, found) from None
+        raise _explain(error, file) from None
     if make_task is None:
         from needlework.tasks import make_task as known_tasks
 
         make_task = known_tasks
-    return _Builder(found, content, fast, models, make_task).plan()
+    return _Builder(file, content, fast, models, make_task).plan()
 
 
-def _explain(error: ValidationError, found: Marked) -> PlanError:
+def _explain(error: ValidationError, file: YamlFile) -> PlanError:
     """All faults at once, each with its line, in the order of the file."""
     faults = []
     for fault in error.errors():
@@ -128,8 +132,8 @@ def _explain(error: ValidationError, found: Marked) -> PlanError:
             message = f"the key {place[-1]!r} is missing" + (f" in {'.'.join(map(str, place[:-1]))}" if place[1:] else "")
         else:
             message = f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {_short(fault['input'])})"
-        faults.append((found.line(place), message))
-    return PlanError("\n".join(f"{found.path}:{line}: {message}" for line, message in sorted(set(faults))))
+        faults.append((file.line(place), message))
+    return PlanError("\n".join(f"{file.path}:{line}: {message}" for line, message in sorted(set(faults))))
 
 
 def _short(value: Any) -> str:
@@ -141,7 +145,7 @@ def _short(value: Any) -> str:
 class _Builder:
     """Turns checked YAML into a Plan: settings handed down, tasks made, intervention texts read."""
 
-    found: Marked
+    file: YamlFile
     content: PlanFile
     fast: bool
     override: Sequence[str]
@@ -152,14 +156,14 @@ class _Builder:
         experiments = []
         for name, spec in self.content.experiments.items():
             if not NAME.fullmatch(name):
-                raise self.found.error(("experiments", name), f"{name!r} is no name; {NAME_RULE}")
+                raise self.file.error(("experiments", name), f"{name!r} is no name; {NAME_RULE}")
             if not (self.fast and spec.fast and spec.fast.skip):
                 experiments.append(self._experiment(name, spec))
         if not experiments:
-            raise self.found.error(("experiments",), "--fast skips every experiment of this plan")
-        text = self.found.path.read_text(encoding="utf-8")
-        name = self.content.name or self.found.path.stem
-        return Plan(self.found.path, name, self.content.about, text, self.models, tuple(experiments), self.fast)
+            raise self.file.error(("experiments",), "--fast skips every experiment of this plan")
+        text = self.file.path.read_text(encoding="utf-8")
+        name = self.content.name or self.file.path.stem
+        return Plan(self.file.path, name, self.content.about, text, self.models, tuple(experiments), self.fast)
 
     def _experiment(self, name: str, spec: ExperimentFile) -> Experiment:
         place: Place = ("experiments", name)
@@ -187,7 +191,7 @@ class _Builder:
         )
 
     def _at(self, place: Place) -> str:
-        return f"{self.found.path}:{self.found.line(place)}"
+        return f"{self.file.path}:{self.file.line(place)}"
 
     def _own(self, place: Place, spec: ExperimentFile, key: str) -> tuple[Place, list[Any]]:
         reduced: FastFile | None = spec.fast if self.fast else None
@@ -202,17 +206,17 @@ class _Builder:
             if level.models is not None:
                 each = enumerate(level.models)
                 return tuple(dict.fromkeys(self._model(spec, self._at((*at, "models", i))) for i, spec in each))
-        raise self.found.error(place, "no models: give models here, for the whole plan, or with --model")
+        raise self.file.error(place, "no models: give models here, for the whole plan, or with --model")
 
     def _model(self, spec: ModelFile, at: str) -> str:
         source = spec.source
-        beside = self.found.path.parent / source
+        beside = self.file.path.parent / source
         if at != "--model" and not Path(source).is_absolute() and beside.exists():
             source = str(beside)  # paths in a plan are read from where the plan is
         name = spec.name or Path(source.rstrip("/")).name or source
-        model = Model(at, name, source, spec.dtype, spec.device, spec.window, spec.revision)
+        model = Model(at, name, source, spec.loading, spec.revision)
         known = self.models.setdefault(name, model)
-        if (known.source, known.dtype, known.window, known.revision) != (source, spec.dtype, spec.window, spec.revision):
+        if replace(known, place=at) != model:
             cure = "--model NAME=PATH" if at == "--model" else "name: ..."
             raise model.error(f"two models are called {name!r} (the other at {known.place}); give one another name: {cure}")
         return name
@@ -220,7 +224,7 @@ class _Builder:
     def _tasks(self, place: Place, specs: list[Any]) -> tuple[NamedTask, ...]:
         made: dict[str, NamedTask] = {}
         for i, spec in enumerate(specs):
-            at = (*place, i) if (*place, i) in self.found.lines else place
+            at = (*place, i) if (*place, i) in self.file.lines else place
             one = self._task(at, spec)
             if one.name in made:
                 raise one.error(f"two tasks are called {one.name!r}; give one another name: ...")
@@ -230,13 +234,13 @@ class _Builder:
     def _task(self, place: Place, spec: Any) -> NamedTask:
         options = {"kind": spec} if isinstance(spec, str) else spec
         if not isinstance(options, dict) or not isinstance(options.get("kind"), str):
-            raise self.found.error(place, "a task is its name, or a mapping with kind: NAME and the task's options")
+            raise self.file.error(place, "a task is its name, or a mapping with kind: NAME and the task's options")
         name = options.get("name", options["kind"])
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise self.found.error((*place, "name"), f"{name!r} is no name; {NAME_RULE}")
+            raise self.file.error((*place, "name"), f"{name!r} is no name; {NAME_RULE}")
         optional = options.get("optional", False)
         if not isinstance(optional, bool):
-            raise self.found.error((*place, "optional"), f"optional is true or false (got {_short(optional)})")
+            raise self.file.error((*place, "optional"), f"optional is true or false (got {_short(optional)})")
         options = {key: value for key, value in options.items() if key not in ("name", "optional")}
         try:
             task = self._beside(self.make_task(options))
@@ -246,19 +250,19 @@ class _Builder:
             raise self._bad_task(error, place, options["kind"]) from None
         except NeedleworkError as error:
             named = [key for key in options if re.search(rf"\b{re.escape(key)}\b", str(error))]
-            raise self.found.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
+            raise self.file.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
 
     def _beside(self, task: Task) -> Task:
         """The task with its files read from where the plan is, if they are there; else from where the command runs."""
-        beside = {key: self.found.path.parent / value for key in task.files if (value := getattr(task, key))}
+        beside = {key: self.file.path.parent / value for key in task.files if (value := getattr(task, key))}
         moved = {key: str(path) for key, path in beside.items() if path.exists() or glob(str(path), recursive=True)}
         return task.model_copy(update=moved) if moved else task
 
     def _bad_task(self, error: ValidationError, place: Place, kind: str) -> PlanError:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
-        told = f"task {kind!r}: {where}: {fault['msg']} (got {_short(fault['input'])})"
-        return self.found.error((*place, *fault["loc"]), told)
+        message = f"task {kind!r}: {where}: {fault['msg']} (got {_short(fault['input'])})"
+        return self.file.error((*place, *fault["loc"]), message)
 
     def _grid(self, place: Place, text: str) -> Grid:
         at = Grid(self._at(place), text)

@@ -1,4 +1,4 @@
-"""Whose a store is: rows made by something else are refused, rows that nobody asks for any more are marked."""
+"""Which models and plan a store belongs to: other models are refused, rows that the plan no longer asks for are marked."""
 
 from __future__ import annotations
 

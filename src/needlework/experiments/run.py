@@ -9,21 +9,22 @@ from contextlib import suppress
 from functools import reduce
 from operator import add
 from pathlib import Path
+from typing import Any
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import rows
 from needlework.experiments.models import DiskModels, LoadedModel, ModelSource
-from needlework.experiments.plan import MakeTask, Plan, load
+from needlework.experiments.plan import Plan
 from needlework.experiments.progress import Bars, bars, summary
 from needlework.experiments.provenance import mark, sign
+from needlework.experiments.result import Result
+from needlework.experiments.shipped import get
 from needlework.experiments.trials import Recording, Trial, Work, chunks, expand
 from needlework.requests import Answer, Prepared, prepare
 from needlework.rescoring import lasting_scores
 from needlework.store import Observation, Row, Store, StoreError, claimed, is_full, writing
 from needlework.tasks.scores import SCORES_VERSION
 from needlework.terminal import say
-
-DONE, FAILED, STOPPED = 0, 1, 130
 
 # A chunk is what an interrupted run may have to compute again, so it is small; it is also what shares a batch.
 CHUNK_TRIALS = 1024
@@ -32,36 +33,34 @@ REUSED_ROWS = 500  # written together
 RECORDED_SPAN = "needle"
 
 
-def run_plan(
-    path: str | Path,
+def run(
+    plan: str | Path | Plan,
     out: str | Path,
     *,
-    fast: bool = False,
     models: Sequence[str] = (),
+    fast: bool = False,
+    device: str | None = None,
+    dtype: Any = None,
+    window: str | None = None,
+    kernels: str | None = None,
     memory_bytes: int | None = None,
     retry_failed: bool = False,
     progress: bool = True,
+    tell: bool = True,
     source: ModelSource | None = None,
-    make_task: MakeTask | None = None,
-) -> int:
-    """Run a plan file: 0 when all is done, 1 when trials of the plan failed or a condition hid nothing, 130 on Ctrl-C.
+) -> Result:
+    """Run a plan (its path, a shipped one's name, or a loaded Plan) into a directory, or what an earlier run left of it.
 
-    Bad input raises before anything is written; a disk that takes nothing more raises and stops the run.
+    `models` replaces the plan's models, `fast` takes its reduced grid; `device`, `dtype`, `window` and `kernels` are as in
+    `nw.load` and go before what the plan says of its models. `memory_bytes` limits prompts and answers. `progress` shows
+    bars, `tell` says at the end what was left out or failed. `source` brings models that do not come from disk or hub.
+
+    Every model is looked at and every trial known before the first one starts: bad input raises before anything is written.
+    Each answer is kept as it comes, so that after Ctrl-C, which is passed on, the same call goes on from there.
     """
-    try:
-        plan = load(path, fast=fast, models=models, make_task=make_task)
-        sound = run(plan, out, source or DiskModels(memory_bytes), retry_failed=retry_failed, progress=progress)
-    except KeyboardInterrupt:
-        say(f"stopped; everything that was finished is in {out}. The same command goes on from there.")
-        return STOPPED
-    return DONE if sound else FAILED
-
-
-def run(
-    plan: Plan, out: str | Path, source: ModelSource, *, retry_failed: bool = False, progress: bool = True, tell: bool = True
-) -> bool:
-    """Run a checked plan: every model is looked at and every trial known before the first one starts. True if none failed."""
-    works = [expand(plan, source.look(model)) for model in plan.models.values()]
+    asked = get(plan, fast=fast, models=models, device=device, dtype=dtype, window=window, kernels=kernels)
+    source = source or DiskModels(memory_bytes)
+    works = [expand(asked, source.look(model)) for model in asked.models.values()]
     for work in works:
         if work.model.costs is not None:
             work.model.costs.check(source.memory_bytes, _largest(work))
@@ -70,21 +69,31 @@ def run(
     with claimed(out) as folder:
         store = Store(folder, create=True)
         try:
-            sign(store, plan, works)
-            unasked = mark(store, plan, works)
-            if retry_failed:
-                store.forget_failed()
-            runs = [_ModelRun(store, work, source) for work in works]
-            if again := sum(one.reuse() for one in runs):
-                say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
-            if not plan.adds:
-                store.set_meta("scores_version", SCORES_VERSION)
-            with bars(plan, works, store, progress) as shown:
-                for one in runs:
-                    one.go(shown)
-            return summary(store, plan, works, unasked, tell)
+            return Result(folder, _into(store, asked, works, source, retry_failed, progress, tell))
+        except KeyboardInterrupt:
+            say(f"everything that was finished is in {folder}; the same command goes on from there")
+            raise
         finally:
             store.close()
+
+
+def _into(
+    store: Store, plan: Plan, works: Sequence[Work], source: ModelSource, retry_failed: bool, progress: bool, tell: bool
+) -> bool:
+    """Ask what a store lacks. True if every trial of the plan was answered, and every condition was one."""
+    sign(store, plan, works)
+    unasked = mark(store, plan, works)
+    if retry_failed:
+        store.forget_failed()
+    runs = [_ModelRun(store, work, source) for work in works]
+    if again := sum(one.reuse() for one in runs):
+        say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
+    if not plan.adds:
+        store.set_meta("scores_version", SCORES_VERSION)
+    with bars(plan, works, store, progress) as shown:
+        for one in runs:
+            one.go(shown)
+    return summary(store, plan, works, unasked, tell)
 
 
 def _largest(work: Work) -> Iterator[Prepared]:
@@ -127,9 +136,9 @@ class _ModelRun:
             self._record(model, recording)
 
     def reuse(self) -> int:
-        """Rows from answers that are there, for whoever lacks them or scores them otherwise now; how many had other scores.
+        """Write the rows that stored answers suffice for; how many of them replace a row with scores of an older kind.
 
-        Equal ids mean equal answers, whoever asked. Scores are each row's own.
+        Trials with equal ids have equal answers, whichever experiment asked first. Each row has its own scores.
         """
         answered = {name for _, _, name in self.done}
         again = 0

@@ -6,13 +6,16 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase
 
 NAME = re.compile(r"[\w.+-]+")
 NAME_RULE = "use letters, digits and . _ + -"
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Window = Literal["transformers", "deepmind"]
+Kernels = Literal["fast", "stock"]
 Count = Annotated[int, Field(ge=1, strict=True)]
 
 
@@ -37,15 +40,34 @@ Seeds = Annotated[list[Annotated[int, Field(ge=0, strict=True)]], BeforeValidato
 Texts = Annotated[list[Annotated[str, Field(min_length=1, strict=True)]], BeforeValidator(_listed), Field(min_length=1)]
 
 
-class ModelFile(Strict):
+class Loading(Strict):
+    """How a model is loaded: the keys of a plan's model, the options of the command line, the arguments of `nw.load`."""
+
+    device: Annotated[str, Field(min_length=1)] = "cpu"
+    dtype: Dtype = "float32"
+    window: Window = "transformers"
+    kernels: Kernels = "fast"
+
+    def but(self, **given: Any) -> Loading:
+        """The same with the values that are given (None: not given) instead of its own."""
+        values = {key: str(value).removeprefix("torch.") for key, value in given.items() if value is not None}
+        try:
+            return Loading(**{**self.model_dump(), **values})
+        except ValidationError as error:
+            fault = error.errors()[0]
+            raise NeedleworkError(f"{'.'.join(map(str, fault['loc']))}={fault['input']!r}: {fault['msg']}") from None
+
+
+class ModelFile(Loading):
     """A model: a zoo name, a directory, a .gguf file or a hub id, and how to load it."""
 
     source: Annotated[str, Field(min_length=1, strict=True)]
     name: Annotated[str, Field(pattern=rf"^{NAME.pattern}$")] | None = None
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    device: str = "cpu"
-    window: Literal["transformers", "deepmind"] = "transformers"
     revision: str | None = None
+
+    @property
+    def loading(self) -> Loading:
+        return Loading(**{key: getattr(self, key) for key in Loading.model_fields})
 
 
 def _model(value: Any) -> Any:

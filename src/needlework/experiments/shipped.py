@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
-from needlework.errors import did_you_mean
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments.lines import PlanError
 from needlework.experiments.plan import Plan, load
 
@@ -30,14 +32,23 @@ def names() -> dict[str, Path]:
     return known
 
 
-def find(plan: str) -> Path:
-    """The file of a plan that is named on the command line: a file wins over a shipped plan of the same name."""
+def find(plan: str | Path) -> Path:
+    """The file of a plan: a file wins over a shipped plan of the same name."""
     path, known = Path(plan), names()
     if path.is_file():
         return path
-    if plan in known:
-        return known[plan]
+    if str(plan) in known:
+        return known[str(plan)]
     if path.exists():  # a directory, say: reading it tells what is wrong
         return path
     beside = [str(file) for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
-    raise PlanError(f"no file and no shipped plan is called {plan!r}; {did_you_mean(plan, [*known, *beside])}")
+    raise PlanError(f"no file and no shipped plan is called {str(plan)!r}; {did_you_mean(str(plan), [*known, *beside])}")
+
+
+def get(plan: str | Path | Plan, *, fast: bool = False, models: Sequence[str] = (), **loading: Any) -> Plan:
+    """A plan by its file or its shipped name, or one that is loaded; `loading` goes before what its models say of it."""
+    if not isinstance(plan, Plan):
+        plan = load(find(plan), fast=fast, models=[models] if isinstance(models, str) else models)
+    elif fast or models:
+        raise NeedleworkError("this plan is loaded already: give fast and models to the function that loads it, or give its path")
+    return plan.loading(**loading)

@@ -215,7 +215,7 @@ class _Expander:
             new_tokens, stop = named.task.ending(self.model.tokenizer)
             return experiment.max_new_tokens or new_tokens, self.model.stops(stop)
         except NeedleworkError as error:
-            raise named.error(f"task {named.name!r}: {error}") from None
+            raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
 
     def _samples(self, named: NamedTask, seed: int) -> list[tuple[Item, str]]:
         key = (named.task.kind, named.task.model_dump_json(), seed)

@@ -50,9 +50,9 @@ def find(folder: Path, path: str, name: str | None) -> Any:
     from datasets import DatasetDict
 
     if path in MMLU and name:
-        found = mmlu_csv(folder, name)
-        if found:
-            return DatasetDict(found)
+        archive = mmlu_csv(folder, name)
+        if archive:
+            return DatasetDict(archive)
     for place in _places(folder, path, name):
         splits = _splits(place)
         if splits:
@@ -70,13 +70,13 @@ def mmlu_csv(folder: Path, subject: str) -> dict[str, Any]:
     """The splits of one subject from the original archive; empty if it is not there."""
     from datasets import Dataset
 
-    found: dict[str, Any] = {}
+    splits: dict[str, Any] = {}
     for root in (folder, folder / "data", folder / "mmlu", folder / "mmlu" / "data"):
         for split, short in _CSV_SPLITS.items():
             file = root / short / f"{subject}_{short}.csv"
             if file.is_file():
-                found.setdefault(split, Dataset.from_list([_question(file, i, row) for i, row in enumerate(_rows(file), 1)]))
-    return found
+                splits.setdefault(split, Dataset.from_list([_question(file, i, row) for i, row in enumerate(_rows(file), 1)]))
+    return splits
 
 
 def _rows(file: Path) -> Iterator[list[str]]:
@@ -94,13 +94,13 @@ def _question(file: Path, line: int, row: list[str]) -> dict[str, Any]:
 def _splits(place: Path) -> dict[str, list[Path]]:
     """Files of one directory by split: test.parquet, test-00000-of-00002.parquet, test/anything.parquet."""
     for suffix in _FORMATS:
-        found: dict[str, list[Path]] = {}
+        files_of: dict[str, list[Path]] = {}
         for file in sorted(place.glob(f"*.{suffix}")):
-            found.setdefault(file.stem.split("-")[0], []).append(file)
-        for file in sorted(place.glob(f"*/*.{suffix}")) if not found else ():
-            found.setdefault(file.parent.name, []).append(file)
-        if found:
-            return {_OTHER_NAMES.get(split, split): files for split, files in found.items()}
+            files_of.setdefault(file.stem.split("-")[0], []).append(file)
+        for file in sorted(place.glob(f"*/*.{suffix}")) if not files_of else ():
+            files_of.setdefault(file.parent.name, []).append(file)
+        if files_of:
+            return {_OTHER_NAMES.get(split, split): files for split, files in files_of.items()}
     return {}
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import PrivateAttr
 
 from needlework.lmeval.questions import Question
-from needlework.requests import Answer
+from needlework.requests import Answer, stop_tokens
 from needlework.store import LM_EVAL, Row
 from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
 
@@ -63,7 +63,7 @@ class Documents(Task):
         ending = None
         if question.mode == "generate":
             asked = question.generations[0]
-            ending = (asked.max_new_tokens, self._eos | self._lm.stop_tokens(asked.until))
+            ending = (asked.max_new_tokens, stop_tokens(self._eos, self._lm.tokens_with(asked.until)))
         return Item(
             id=question.name,
             cluster=question.cluster(),

@@ -13,6 +13,7 @@ from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo,
 from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
 from needlework.experiments.progress import hid_nothing
 from needlework.experiments.run import run
+from needlework.experiments.schema import Loading
 from needlework.interventions import Intervention, parse
 from needlework.lmeval import paper as preset
 from needlework.lmeval.arguments import check_phases
@@ -51,24 +52,30 @@ def evaluate(
     limit: float | None = None,
     shots: int | None = None,
     chat: bool | None = None,
-    device: str = "cpu",
-    dtype: str = "float32",
+    device: str | None = None,
+    dtype: Any = None,
+    window: str | None = None,
+    kernels: str | None = None,
     memory_bytes: int | None = None,
     progress: bool = True,
 ) -> Summary:
-    """Ask everything, or what a stopped evaluation left. Whatever is wrong is said before the model is loaded."""
+    """Ask everything, or what a stopped evaluation left. Whatever is wrong is said before the model is loaded.
+
+    `device`, `dtype`, `window` and `kernels` are as in `nw.load`.
+    """
     acts = [parse(text) for text in interventions]
     for act in acts:
         check_phases(act)
     if not paper and not (tasks and acts):
         raise NeedleworkError("name at least one task and one intervention, e.g. --tasks mini-mmlu --intervene none; or --paper")
-    info = look(Model("eval", Path(str(model)).name, str(model), dtype=dtype, device=device))
+    loading = Loading().but(device=device, dtype=dtype, window=window, kernels=kernels)
+    info = look(Model("eval", Path(str(model)).name, str(model), loading))
     if paper:
         tasks, acts, shots = _paper(info, tasks, acts, shots)
     loaded = find_tasks(tasks, None if data is None else Path(data))
     from needlework.lmeval.model import NeedleworkLM
 
-    lm = NeedleworkLM(info.directory, device=device, dtype=dtype, memory_bytes=memory_bytes)
+    lm = NeedleworkLM(info.directory, memory_bytes=memory_bytes, **info.model.loading.model_dump())
     has_template = bool(getattr(info.tokenizer, "chat_template", None))
     if chat and not has_template:
         raise NeedleworkError(f"{info.name} has no chat template; leave the chat option out")
@@ -80,7 +87,7 @@ def evaluate(
         _check(questions)
         plan = _plan(info, tasks, list(dict.fromkeys(map(str, acts))), questions, lm)
         before = _answered(out)
-        run(plan, out, _HarnessModels(info, lm, memory_bytes), progress=progress)
+        run(plan, out, source=_HarnessModels(info, lm, memory_bytes), progress=progress)
         return _summary(Path(out), plan, info, questions, loaded, shown, before)
 
 
@@ -196,7 +203,7 @@ def _write_files(
     about = {
         "pretrained": info.model.source,
         "intervention": text,
-        "dtype": info.model.dtype,
+        "dtype": info.model.loading.dtype,
         "failed": sum(row.finish == "failed" for row in own),
         **{f"{key}_sha": value for key, value in info.identity().items() if key in ("weights", "tokenizer")},
     }

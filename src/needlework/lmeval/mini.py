@@ -81,15 +81,18 @@ def dataset(form: str, subject: str = "", **_: Any) -> Any:
 
     splits = json.loads((FOLDER / "data" / f"{form}.json").read_text(encoding="utf-8"))
     return DatasetDict(
-        {split: Dataset.from_list([d for d in some if subject in ("", d["subject"])]) for split, some in splits.items()}
+        {
+            split: Dataset.from_list([d for d in split_docs if subject in ("", d["subject"])])
+            for split, split_docs in splits.items()
+        }
     )
 
 
 def files() -> Iterator[tuple[str, str]]:
     """Every file of lmeval/tasks, as (path, text)."""
     for form in (*FORMS, LOOKUP, *world.JUDGEMENTS):
-        lines = {split: ",\n".join(json.dumps(d) for d in some) for split, some in docs(form).items()}
-        text = ",\n".join(f'"{split}": [\n{some}\n]' for split, some in lines.items())
+        lines = {split: ",\n".join(json.dumps(d) for d in split_docs) for split, split_docs in docs(form).items()}
+        text = ",\n".join(f'"{split}": [\n{rows}\n]' for split, rows in lines.items())
         yield f"data/{form}.json", f"{{\n{text}\n}}\n"
     yield "_question_yaml", _QUESTION
     for form, suffix in (("letter", ""), ("cloze", "_cloze")):

@@ -24,7 +24,7 @@ from needlework.errors import NeedleworkError, TrialError
 from needlework.interventions import Intervention, parse
 from needlework.lmeval.arguments import Generation, Pair, check_phases, fit, greedy_settings, split_arguments
 from needlework.model.load import DTYPES, blueprint
-from needlework.requests import Answer, Request
+from needlework.requests import Answer, Request, stop_tokens
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
@@ -169,12 +169,12 @@ class NeedleworkLM(HFLM):
 
     def request(self, asked: Generation, intervention: Intervention) -> Request:
         eos = getattr(self.subject.model.generation_config, "eos_token_id", None)
-        ends = self.stop_tokens(asked.until) | (frozenset([eos]) if isinstance(eos, int) else frozenset(eos or ()))
-        return Request(asked.prompt, intervention, max_new_tokens=asked.max_new_tokens, stop=ends)
+        stop = stop_tokens(eos, self.tokens_with(asked.until))
+        return Request(asked.prompt, intervention, max_new_tokens=asked.max_new_tokens, stop=stop)
 
     @lru_cache(maxsize=64)  # noqa: B019  (one model lives as long as its process)
-    def stop_tokens(self, until: tuple[str, ...]) -> frozenset[int]:
-        """Tokens that end an answer beside the model's own ends: each whose text holds a stop. The text is cut there later."""
+    def tokens_with(self, until: tuple[str, ...]) -> frozenset[int]:
+        """Tokens whose text holds one of these stops: they end an answer, and its text is cut at the stop afterwards."""
         texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
         return frozenset(i for i, text in enumerate(texts) if any(stop and stop in text for stop in until))
 

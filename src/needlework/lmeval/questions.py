@@ -66,11 +66,6 @@ class Question:
     def name(self) -> str:
         return str(self.doc.get("name") or f"{self.task.task_name}/{self.doc_id}")
 
-    @property
-    def tokens(self) -> int:
-        contexts = [len(pair[0]) for some in self.pairs for pair in some] + [len(one.prompt) for one in self.generations]
-        return max(contexts)
-
     def digest(self) -> str:
         """A hash of all that is asked. Two equal documents of one task are two questions, as they are to lm-eval."""
         asked = [self.task.task_name, self.doc_id, self.pairs, [vars(one) for one in self.generations]]
@@ -127,10 +122,10 @@ def find_tasks(names: Sequence[str], data: Path | None) -> Any:
     manager = _manager(names)
     wanted: list[str] = []
     for name in names:
-        found = manager.match_tasks([name]) or ([name] if Path(name).is_file() else [])
-        if not found:
+        matches = manager.match_tasks([name]) or ([name] if Path(name).is_file() else [])
+        if not matches:
             raise NeedleworkError(f"unknown task {name!r}; {_near(name, manager.all_tasks)}")
-        wanted += found
+        wanted += matches
     loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
     with offered(data), quiet():
         try:
@@ -146,8 +141,12 @@ def find_tasks(names: Sequence[str], data: Path | None) -> Any:
 
 def _near(name: str, known: Sequence[str]) -> str:
     """lm-eval has thousands of tasks: the nearest, or where to see them, but never all."""
-    told = did_you_mean(name, known)
-    return told if told.startswith("did") else "`needlework lm-eval ls tasks` lists lm-eval's; ours are mini-mmlu and mini-glue"
+    nearest = did_you_mean(name, known)
+    return (
+        nearest
+        if nearest.startswith("did")
+        else "`needlework lm-eval ls tasks` lists lm-eval's; ours are mini-mmlu and mini-glue"
+    )
 
 
 def _manager(names: Sequence[str]) -> Any:

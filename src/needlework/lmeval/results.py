@@ -82,9 +82,9 @@ def write(folder: Path, results: dict[str, Any], about: Mapping[str, Any], shown
     folder.mkdir(parents=True, exist_ok=True)
     samples = results.pop("samples")
     dump: Callable[[Any], str] = lambda value: json.dumps(value, default=handle_non_serializable, ensure_ascii=False)  # noqa: E731
-    for task, some in samples.items():
+    for task, task_samples in samples.items():
         with whole(folder / f"samples_{file_name(task)}.jsonl") as file:
-            file.writelines(dump(sample) + "\n" for sample in some)
+            file.writelines(dump(sample) + "\n" for sample in task_samples)
     config = {
         "model": "needlework",
         "model_args": {key: about[key] for key in ("pretrained", "intervention", "dtype")},

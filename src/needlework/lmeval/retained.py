@@ -43,13 +43,13 @@ class Lookup:
 
 def lines(trials: Sequence[Row], home: dict[str, str]) -> list[Line]:
     """A line for every (asked name, intervention); `home` says which asked name a task belongs to."""
-    found: dict[tuple[str, str], dict[str, Row]] = {}
+    scored: dict[tuple[str, str], dict[str, Row]] = {}
     for trial in trials:
         if trial.finish != "failed" and "correct" in trial.scores:
-            found.setdefault((home[trial.task], trial.intervention), {})[f"{trial.task}/{trial.prompt_id}"] = trial
+            scored.setdefault((home[trial.task], trial.intervention), {})[f"{trial.task}/{trial.prompt_id}"] = trial
     made = []
-    for (name, text), after in found.items():
-        before = found.get((name, BASELINE), {})
+    for (name, text), after in scored.items():
+        before = scored.get((name, BASELINE), {})
         both = [key for key in after if key in before]
         right = [after[key].scores["correct"] for key in both]
         base = [before[key].scores["correct"] for key in both]

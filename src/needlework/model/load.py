@@ -36,7 +36,7 @@ def load_body(
     """A body and its tokenizer (None if there is none)."""
     precision = torch_dtype(dtype)
     _check_kernels(kernels)
-    place = _device(device)
+    place = torch_device(device)
     origin = _origin(source)
     options = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = _config(origin, {key: value for key, value in options.items() if value is not None})
@@ -204,7 +204,7 @@ def _set_window(config: Any, window: Window) -> None:
         config.attention_window_size += 1
 
 
-def _device(device: str) -> torch.device:
+def torch_device(device: str) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:

@@ -7,7 +7,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from needlework.errors import ZooError
-from needlework.experiments.models import DiskModels
 from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
 from needlework.experiments.run import run
 from needlework.store import Row, Store
@@ -35,7 +34,7 @@ def measure(folder: Path, longest: int, per_depth: int = 40, per_subject: int | 
     experiment = Experiment("card", "card", "", ("card",), tasks, grids, (seed,), "decode", None, None, False)
     plan = Plan(Path("card"), "card", "", "", {"card": Model("card", "card", str(folder))}, (experiment,))
     with TemporaryDirectory(prefix="needlework-") as out:
-        run(plan, out, DiskModels(), progress=False, tell=False)
+        run(plan, out, progress=False, tell=False)
         store = Store(out)
         try:
             return _figures(list(store.rows()))

@@ -1,0 +1,135 @@
+"""What commands share: options with their help, errors as exit codes, tables. `cli.py` has the commands themselves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+
+from needlework.errors import NeedleworkError
+from needlework.terminal import say
+
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+EXAMPLES: list[str] = []  # one for each command, in the order of the commands
+F = TypeVar("F", bound=Callable[..., None])
+Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name from `needlework zoo`.")]
+PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan in YAML, or a shipped one's name (`needlework plans`).")]
+PlanModels = Annotated[
+    list[str],
+    typer.Option("--model", help="Instead of the plan's models; may be repeated. NAME=PATH gives it a name for the tables."),
+]
+Fast = Annotated[bool, typer.Option("--fast", help="Take the plan's reduced grid.")]
+Interventions = Annotated[list[str], typer.Option("--intervene", help="An intervention in text form; may be repeated.")]
+Plugins = Annotated[
+    list[Path], typer.Option("--plugin", help="A Python file that registers interventions or tasks; may be repeated.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+_MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
+Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
+Out = Annotated[Path, typer.Option(help="Directory to write into.")]
+
+_PANEL = "How models are loaded (of a plan: all of them, whatever it says)"
+_option = functools.partial(typer.Option, rich_help_panel=_PANEL)
+Window = Annotated[str | None, _option(help="RecurrentGemma's window rule: transformers (default) or deepmind.")]
+_LOADING = {
+    "device": Annotated[str | None, _option(help="cpu (default), cuda, cuda:1, mps.")],
+    "dtype": Annotated[str | None, _option(help="float32 (default), bfloat16, float16, or auto: what the checkpoint names.")],
+    "window": Window,
+    "kernels": Annotated[str | None, _option(help="fast (default), or stock: transformers' own scans.")],
+}
+_THREADS = Annotated[int | None, _option(min=1, help="Processor threads that torch may use.")]
+LoadingOptions = dict[str, Any]  # those of _LOADING that were given: a command with such a parameter has all these options
+
+
+def command(example: str, name: str | None = None) -> Callable[[F], F]:
+    """Register a command; its help ends with an example."""
+    EXAMPLES.append(example)
+
+    def decorate(function: F) -> F:
+        function.__doc__ = f"{function.__doc__}\n\nExample: `{example}`"
+        body = _with_loading(function) if "loading" in inspect.signature(function).parameters else function
+
+        @functools.wraps(body)
+        def run(*args: Any, **kwargs: Any) -> None:
+            try:
+                body(*args, **kwargs)
+            except NeedleworkError as error:
+                say(f"error: {error}", style="red")
+                raise typer.Exit(BAD_INPUT) from None
+            except KeyboardInterrupt:
+                say("stopped")
+                raise typer.Exit(STOPPED) from None
+
+        app.command(name)(run)
+        return function
+
+    return decorate
+
+
+def _with_loading(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameter `loading` is filled from options: typer sees those in its place."""
+
+    @functools.wraps(function)
+    def filled(*, threads: int | None, **options: Any) -> None:
+        given = {key: value for key in _LOADING if (value := options.pop(key)) is not None}
+        with _threads(threads):
+            function(loading=given, **options)
+
+    signature = inspect.signature(function, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "loading"]
+    kinds = {**_LOADING, "threads": _THREADS}
+    shared = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kinds[key]) for key in kinds]
+    filled.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
+    return filled
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    if count is None:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def read_bytes(text: str | None) -> int | None:
+    """ "8GiB" -> bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise NeedleworkError(f"--memory {text!r} is no amount of memory; write e.g. 8GiB or 500MiB")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def show(table: Any, data: Any = None, as_json: bool = False) -> None:
+    """Print a table as wide as its words need (in a narrow terminal lines run over, and no name is cut), or its data as JSON."""
+    if as_json:
+        return typer.echo(json.dumps(data, indent=1))
+    console = Console()
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).minimum)
+    return console.print(table)
+
+
+def use(plugins: list[Path]) -> None:
+    """Make the interventions and tasks of some files known."""
+    from needlework.plugins import load
+
+    for file in dict.fromkeys(plugins):
+        if not load(file):
+            say(f"{file} registers nothing; its classes need @needlework.register or @needlework.tasks.task", style="yellow")

@@ -1,0 +1,94 @@
+"""`nw.run` and what it gives back: rows as a DataFrame, verdicts, the report."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import fakes
+import pytest
+
+import needlework as nw
+from needlework.experiments.export import export
+from needlework.experiments.plan import load
+from needlework.verdicts import RULES, Verdict
+
+PLAN = """
+name: small
+models: [tiny-griffin]
+experiments:
+  needles:
+    tasks: [{kind: niah, lengths: [64], depths: [0, 100], samples: 2}]
+    interventions: [none, ablate_attention()]
+  facts:
+    tasks: [{kind: cloze_choice, per_subject: 1}]
+    interventions: none
+"""
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory: pytest.TempPathFactory) -> nw.Result:
+    folder = tmp_path_factory.mktemp("result")
+    (folder / "plan.yaml").write_text(PLAN)
+    return nw.run(folder / "plan.yaml", folder / "out", progress=False)
+
+
+def test_rows_are_those_of_the_csv_export_with_values_in_place_of_text(result: nw.Result, tmp_path: Path) -> None:
+    rows = result.rows()
+    with export(result.directory, "csv", tmp_path)[0].open() as file:
+        exported = list(csv.DictReader(file))
+    assert list(rows.columns) == list(exported[0])
+    assert [row["id"] for row in exported] == list(rows["id"])
+    needles = rows[rows.experiment == "needles"].groupby("intervention").score_correct
+    assert needles.mean().to_dict() == {"none": 1.0, "ablate_attention()": 0.0}
+    assert needles.size().to_dict() == {"none": 4, "ablate_attention()": 4}
+    assert set(rows[rows.experiment == "needles"].facts.map(lambda facts: facts["relation"])) == {"code"}
+
+
+def test_rows_that_the_plan_no_longer_asks_for_are_left_out(plan_file: Path, tmp_path: Path) -> None:
+    every = fakes.run_fakes(plan_file, tmp_path / "out").rows()
+    plan_file.write_text(fakes.PLAN.replace("seeds: 0..1", "seeds: 0"))
+    fewer = fakes.run_fakes(plan_file, tmp_path / "out").rows()
+    assert set(every.seed) == {0, 1}
+    assert set(fewer.seed) == {0}
+    assert len(fewer) < len(every)
+
+
+def test_verdicts_and_report_come_with_it(result: nw.Result, tmp_path: Path) -> None:
+    verdicts = result.verdicts()
+    assert [verdict.claim for verdict in verdicts] == [rule.claim for rule in RULES]
+    assert all(isinstance(verdict, Verdict) and verdict.model == "tiny-griffin" for verdict in verdicts)
+    assert result.report() == result.directory / "report.html" == nw.report(result.directory)
+    assert result.report(tmp_path / "a") == tmp_path / "a" / "report.html"
+    assert nw.report([result.directory], str(tmp_path / "b")).is_file()
+    assert (tmp_path / "a" / "report.html").read_text() == (tmp_path / "b" / "report.html").read_text()
+
+
+def test_the_same_call_goes_on_and_a_loaded_plan_will_do(
+    result: nw.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("needlework.subject.load", lambda *_, **__: pytest.fail("loaded, though nothing is left to ask"))
+    plan = result.directory.parent / "plan.yaml"
+    assert nw.run(str(plan), str(result.directory), progress=False) == result == nw.Result(result.directory, True)
+    assert nw.run(load(plan), result.directory, progress=False) == result
+    with pytest.raises(nw.NeedleworkError, match="loaded already"):
+        nw.run(load(plan), tmp_path / "out", fast=True)
+    with pytest.raises(nw.NeedleworkError, match="no shipped plan is called 'head-sparsificaton'; did you mean"):
+        nw.run("head-sparsificaton", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_shipped_plan_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("needlework.experiments.run.expand", lambda plan, _: asked.append(plan) or pytest.skip("as it should"))
+    with pytest.raises(pytest.skip.Exception):
+        nw.run("02", tmp_path / "out", models="mine=tiny-griffin", fast=True)
+    (plan,) = asked
+    assert (plan.path.stem, plan.fast, list(plan.models)) == ("02-head-sparsification", True, ["mine"])
+
+
+def test_without_pandas_rows_say_how_to_get_it(result: nw.Result, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(nw.NeedleworkError, match=r"pip install 'needlework\[pandas\]'"):
+        result.rows()
