@@ -37,7 +37,7 @@ class HalveHeads(nw.Part):
 
     def stands_for(self, scene):
         for layer in self.where(scene.anatomy):
-            yield ChangeOutputs(layer, lambda outputs: outputs * 0.5)
+            yield ChangeOutputs(layer, lambda outputs, place: outputs * 0.5)
 
 
 @task
