@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
 from typing import Any, Literal, TypeVar, get_args
 
 from needlework.errors import NeedleworkError
@@ -18,7 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class HeadScore:
-    """`function(p, log_p)` of attention probabilities and their logarithms [r h q k], or `function(outputs)` of [r h q d].
+    """`function(p)` or `function(p, log_p)` of attention probabilities and their logarithms [r h q k], or of `outputs` [r h q d].
 
     Where a key is hidden, p is exactly 0. `log_p` belongs to the function, which may write over it; the others are to be read.
     """
@@ -26,6 +28,10 @@ class HeadScore:
     name: str
     needs: Needs
     function: Callable[..., Any]
+
+    @cached_property
+    def takes_log_p(self) -> bool:
+        return self.needs == "probabilities" and len(signature(self.function).parameters) > 1
 
 
 def _negative_entropy(p: Any, log_p: Any) -> Any:
@@ -36,7 +42,7 @@ HEAD_SCORES = {
     score.name: score
     for score in (
         HeadScore("entropy", "probabilities", _negative_entropy),
-        HeadScore("l2", "probabilities", lambda p, log_p: p.norm(dim=-1)),
+        HeadScore("l2", "probabilities", lambda p: p.norm(dim=-1)),
         HeadScore("norm", "outputs", lambda outputs: outputs.float().norm(dim=-1)),
     )
 }

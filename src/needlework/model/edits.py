@@ -100,11 +100,12 @@ class LayerEdits:
     def scores_of_probabilities(self, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
         """Those that need probabilities [r h q k], before columns are rewritten. [r q h] `log_p` is used up."""
         scores = self.keep.scores("probabilities") if self.keep is not None else []
-        copies = [log_p.clone() for _ in scores[1:]]  # a score may write over its own
-        return {
-            score.name: _shaped(score.function(p, own), p.shape[:3], score.name).transpose(1, 2)
-            for score, own in zip(scores, [*copies, log_p], strict=False)
-        }
+        takers, values = sum(score.takes_log_p for score in scores), {}
+        for score in scores:
+            takers -= score.takes_log_p  # each may write over its own: only the last one needs no copy
+            own = [log_p.clone() if takers else log_p] if score.takes_log_p else []
+            values[score.name] = _shaped(score.function(p, *own), p.shape[:3], score.name).transpose(1, 2)
+        return values
 
     def scores_of_outputs(self, out: Tensor) -> dict[str, Tensor]:
         """Those that need outputs [r q h d]. [r q h]"""
