@@ -26,7 +26,7 @@ from needlework.rescoring import older_scores, rescore, scoring, stored_item
 from needlework.store import Store
 from needlework.tasks import make_task
 from needlework.tasks import scores as rules
-from needlework.tasks.registry import TASKS
+from needlework.tasks.base import TASKS
 
 SMALL: dict[str, dict[str, Any]] = {  # what makes a kind's samples few and short
     **{key: {"lengths": [48], "depths": [0, 50, 100], "samples": 2, "distractors": 1} for key in ("niah", "niah_choice")},

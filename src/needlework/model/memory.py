@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from needlework.interventions.acts import Half
-from needlework.model.keys import Prefix
-from needlework.model.shared_keys import SharedKV
+from needlework.model.keys import Prefix, SharedKV
 
 _KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> dimension of the batch
 _RECURRENT = ("conv_states", "recurrent_states")

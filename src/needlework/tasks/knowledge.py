@@ -14,8 +14,7 @@ from pydantic import Field
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
-from needlework.tasks.registry import task
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.scores import begins, choice
 from needlework.toy import world
 from needlework.toy.sample import Sample, Stream

@@ -17,9 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.prompts import Piece
-from needlework.tasks.registry import task
 from needlework.tasks.scores import begins, choice, equals, holds, plain
 from needlework.toy.sample import Stream
 

@@ -17,9 +17,8 @@ from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
 from needlework.requests import Answer
 from needlework.tasks import haystack, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.prompts import token_ids
-from needlework.tasks.registry import task
 from needlework.toy import world as toy_world
 from needlework.toy.sample import Stream
 

@@ -15,9 +15,8 @@ from pydantic import Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import english, toy
-from needlework.tasks.base import Item, Mode, Tokenizer
+from needlework.tasks.base import Item, Mode, Tokenizer, task
 from needlework.tasks.prompts import Piece
-from needlework.tasks.registry import task
 from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.scores import begins, words_right
 from needlework.toy import world as toy_world

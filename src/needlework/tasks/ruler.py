@@ -17,10 +17,9 @@ from pydantic import Field, PositiveInt
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, Tokenizer
+from needlework.tasks.base import Item, Mode, Tokenizer, task
 from needlework.tasks.haystack import gather, sentences, weave
 from needlework.tasks.prompts import Piece, token_ids
-from needlework.tasks.registry import task
 from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.ruler_language import LANGUAGES, Language
 from needlework.tasks.ruler_riddles import (
