@@ -218,7 +218,7 @@ def test_stream_draws_fairly_and_refuses_too_many() -> None:
     assert sorted(stream.mixed(range(9))) == list(range(9))
     assert {stream.between(3, 5) for _ in range(100)} == {3, 4, 5}
     with pytest.raises(ValueError, match="different items"):
-        stream.some([1, 2], 3)
+        stream.distinct([1, 2], 3)
 
 
 def test_spans_move_by_one_for_bos() -> None:

@@ -35,8 +35,8 @@ class Reading:
 def readings_of(item: Prepared) -> dict[str, Reading]:
     """What a request needs read: its own prompt, and the twin that a half of its memory comes from."""
     tokens = item.prefill_tokens
-    found = {"own": Reading(item, item.request.prompt[:tokens])}
-    return found | {half: Reading(item, twin[:tokens]) for half, twin in item.twins.items()}
+    own = {"own": Reading(item, item.request.prompt[:tokens])}
+    return own | {half: Reading(item, twin[:tokens]) for half, twin in item.twins.items()}
 
 
 @dataclass
@@ -66,9 +66,9 @@ class Reader:
         by_acts: dict[tuple[object, ...], dict[tuple[object, ...], Reading]] = defaultdict(dict)
         for reading in (reading for reading in readings if not reading.item.one_piece):
             by_acts[reading.item.group[1:]][reading.key] = reading
-        for some in by_acts.values():
-            stems = find_stems([reading.tokens for reading in some.values()], overhead)
-            for key, stem in zip(some, stems, strict=True):
+        for alike in by_acts.values():
+            stems = find_stems([reading.tokens for reading in alike.values()], overhead)
+            for key, stem in zip(alike, stems, strict=True):
                 if stem is not None:
                     self._stems[key] = stem
         for stem in {id(stem): stem for stem in self._stems.values()}.values():
@@ -136,19 +136,19 @@ class Reader:
 
 
 def group(items: Sequence[Prepared]) -> tuple[list[Reading], list[Mapping[str, int]]]:
-    """The distinct readings that requests of one length need, and for each request the places of its own among them."""
-    place: dict[tuple[object, ...], int] = {}
+    """The distinct readings that requests of one length need, and for each request the places among them of those it needs."""
+    place_of: dict[tuple[object, ...], int] = {}
     readings: list[Reading] = []
-    homes: list[Mapping[str, int]] = []
+    places: list[Mapping[str, int]] = []
     for item in items:
-        mine = {}
+        place = {}
         for name, reading in readings_of(item).items():
-            if reading.key not in place:
-                place[reading.key] = len(readings)
+            if reading.key not in place_of:
+                place_of[reading.key] = len(readings)
                 readings.append(reading)
-            mine[name] = place[reading.key]
-        homes.append(mine)
-    return readings, homes
+            place[name] = place_of[reading.key]
+        places.append(place)
+    return readings, places
 
 
 @dataclass

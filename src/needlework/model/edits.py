@@ -245,7 +245,7 @@ def compile_layer(
     """What each row's acts make of one layer. `means`: calibrated head means [heads, dim] by hash."""
     edits = LayerEdits()
 
-    def of(kind: type[A]) -> list[A | None]:
+    def one_a_row(kind: type[A]) -> list[A | None]:
         return [next((act for act in row if isinstance(act, kind)), None) for row in rows]
 
     silences = [[act for act in row if isinstance(act, acts.SilenceHeads)] for row in rows]
@@ -254,7 +254,7 @@ def compile_layer(
             [[any(h in act.heads for act in row) for h in range(heads)] for row in silences], device=device
         )
         edits.means = _means(silences, means, device)
-    keeps = of(acts.KeepBest)
+    keeps = one_a_row(acts.KeepBest)
     if any(keeps):
         names = tuple(sorted({act.by for act in keeps if act}))
         edits.keep = Keep(
@@ -264,17 +264,18 @@ def compile_layer(
             sample=_column([_signed(s & (1 << 64) - 1) for s in samples], device),
             names=names,
         )
-    limits = of(acts.LimitKeys)
+    limits = one_a_row(acts.LimitKeys)
     if any(limits):
         edits.limit = (
             _column([act.tokens if act else EVERYTHING for act in limits], device),
             _column([act.sinks if act else 0 for act in limits], device),
         )
-    exposures = of(acts.ExposeColumns)
+    exposures = one_a_row(acts.ExposeColumns)
     if any(exposures):
         edits.expose = _expose(exposures, device)
-    if any(of(acts.DropAttention)):
-        edits.dropped = torch.tensor([act is not None for act in of(acts.DropAttention)], device=device)
+    drops = one_a_row(acts.DropAttention)
+    if any(drops):
+        edits.dropped = torch.tensor([act is not None for act in drops], device=device)
     edits.functions = tuple(
         (i, samples[i], act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
     )

@@ -81,8 +81,8 @@ class Prefix:
         for row, p in enumerate(prompt.tolist()):
             where.append((p, len(readers[p])))
             readers[p].append(row)
-        most = max(len(some) for some in readers)
-        order = torch.tensor([some + [0] * (most - len(some)) for some in readers], device=key.device)
+        most = max(map(len, readers))
+        order = torch.tensor([rows + [0] * (most - len(rows)) for rows in readers], device=key.device)
         places = [p * most + i for p, i in where]
         straight = places == list(range(order.numel()))
         return cls(key, value, positions, prompt, start, complete, order, torch.tensor(places, device=key.device), straight)

@@ -157,7 +157,7 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     with quiet.load_report() as report:
         try:
-            model, told = loader.from_pretrained(
+            model, loading_info = loader.from_pretrained(
                 str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
             )
         except Exception as error:  # safetensors, OSError, KeyError...: what went wrong is in the message
@@ -166,7 +166,7 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
                 f"{folder}: the weights cannot be loaded ({_conversion_error(report) or first}). Needlework reads safetensors"
                 " (or GGUF): if this is an old checkpoint, load it once with transformers and save_pretrained it again"
             ) from None
-    _refuse_gaps(folder, model, told)
+    _refuse_gaps(folder, model, loading_info)
     return model
 
 
@@ -176,10 +176,12 @@ def _conversion_error(report: list[str]) -> str:
     return f"{match[2]}: {match[1]}" if match else ""
 
 
-def _refuse_gaps(folder: Path, model: Any, told: dict[str, Any]) -> None:
+def _refuse_gaps(folder: Path, model: Any, loading_info: dict[str, Any]) -> None:
     """Every tensor of the model from the files, and every tensor of the files in the model; tied ones count as there."""
-    shapes = [f"{name} is {list(there)} and must be {list(wanted)}" for name, there, wanted in sorted(told["mismatched_keys"])]
-    kinds = {"missing": told["missing_keys"], "not of this model": told["unexpected_keys"], "of another shape": shapes}
+    mismatched = sorted(loading_info["mismatched_keys"])
+    shapes = [f"{name} is {list(stored)} and must be {list(wanted)}" for name, stored, wanted in mismatched]
+    missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
+    kinds = {"missing": missing, "not of this model": unexpected, "of another shape": shapes}
     wrong = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
     if wrong:
         raise NeedleworkError(
@@ -206,9 +208,9 @@ def _set_window(config: Any, window: Window) -> None:
 
 def _device(device: str) -> torch.device:
     try:
-        found = torch.device(device)
+        place = torch.device(device)
     except RuntimeError as error:
         raise NeedleworkError(f"device {device!r}: {str(error).splitlines()[0]}") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if place.type == "cuda" and not torch.cuda.is_available():
         raise NeedleworkError(f"device {device!r}: this machine has no CUDA device that torch can use; choose device='cpu'")
-    return found
+    return place

@@ -65,8 +65,11 @@ class Memory:
             for _, module, name in self._on_modules.values():
                 vars(module)[name] = None
 
-    def slots(self, half: Half | None = None) -> Iterator[Slot]:
+    def slots(self, half: Half | None = None) -> list[Slot]:
         """Every tensor in use, of one half or of both."""
+        return [slot for slot in self._slots() if half in (None, slot.half)]
+
+    def _slots(self) -> Iterator[Slot]:
         for index, layer in enumerate(getattr(self.cache, "layers", ())):
             fields = vars(layer)
             for name, batch_dim in _KV.items():
@@ -83,14 +86,11 @@ class Memory:
             if self._held[path] is not None:
                 yield Slot("recurrent", layer, path, self._held, path)
 
-    def _of(self, half: Half | None) -> list[Slot]:
-        return [slot for slot in self.slots() if half in (None, slot.half)]
-
     def _twin(self, rows: int, tensor: Callable[[Slot], Tensor]) -> Memory:
         """A memory of the same make whose tensors are made from this one's."""
         new = Memory(_shell(self.cache), self._on_modules, rows)
         new.length, new._held = self.length, dict(self._held)
-        for slot in new._of(None):
+        for slot in new.slots():
             slot.put(tensor(slot))
         return new
 
@@ -137,7 +137,7 @@ class Memory:
         first = memories[0]
         if len(memories) == 1:
             return first
-        tables = [{(slot.layer, slot.name): slot for slot in memory._of(None)} for memory in memories]
+        tables = [{(slot.layer, slot.name): slot for slot in memory.slots()} for memory in memories]
         skip = {i for i, layer in enumerate(getattr(first.cache, "layers", ())) if isinstance(layer, SharedKV)}
 
         def joined(slot: Slot) -> Tensor:
@@ -151,19 +151,16 @@ class Memory:
             new.cache.layers[index].join([memory.cache.layers[index] for memory in memories])
         return new
 
-    def clear(self, layers: Sequence[int], rows: Tensor) -> int:
-        """Empty the recurrent half of these cache layers for the rows marked True; how many states were emptied."""
-        emptied = 0
-        for slot in self._of("recurrent"):
+    def clear(self, layers: Sequence[int], rows: Tensor) -> None:
+        """Empty the recurrent half of these cache layers for the rows marked True."""
+        for slot in self.slots("recurrent"):
             if slot.layer in layers:
                 keep = (~rows).to(slot.tensor.device, slot.tensor.dtype)
                 slot.put(slot.tensor * keep.view(-1, *[1] * (slot.tensor.dim() - 1)))
-                emptied += 1
-        return emptied
 
     def nbytes(self, half: Half | None = None) -> int:
         """Bytes held; keys that several rows share count once."""
-        own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in self._of(half))
+        own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in self.slots(half))
         layers = [x for x in getattr(self.cache, "layers", ()) if isinstance(x, SharedKV)]
         return own + (sum(x.prefix_bytes for x in layers) if half in (None, "kv") else 0)
 

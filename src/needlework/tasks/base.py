@@ -147,17 +147,17 @@ def make_task(spec: Mapping[str, Any]) -> Task:
     try:
         return cls(**fields)
     except ValidationError as error:
-        raise NeedleworkError(f"task {kind!r}: {_told(error, cls)}") from None
+        raise NeedleworkError(f"task {kind!r}: {_explained(error, cls)}") from None
     except TypeError as error:  # a key that is no word
         raise NeedleworkError(f"task {kind!r}: {error}") from None
 
 
-def _told(error: ValidationError, cls: type[Task]) -> str:
+def _explained(error: ValidationError, cls: type[Task]) -> str:
     messages = []
-    for one in error.errors():
-        where = ".".join(map(str, one["loc"]))
-        if one["type"] == "extra_forbidden" and len(one["loc"]) == 1:
+    for problem in error.errors():
+        where = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
             messages.append(f"unknown key {where!r}; {did_you_mean(where, list(cls.model_fields))}")
         else:
-            messages.append(f"{where}: {one['msg']}".removeprefix(": "))
+            messages.append(f"{where}: {problem['msg']}".removeprefix(": "))
     return "; ".join(messages)

@@ -140,10 +140,10 @@ class Niah(Retrieval):
 
     def _english(self, tokenizer: Tokenizer, cell: Cell) -> Item:
         stream = cell.stream("needles")
-        some = stream.mixed(self._others())
-        hidden, free = some[: self.distractors], some[self.distractors :]
+        others = stream.mixed(self._others())
+        hidden, free = others[: self.distractors], others[self.distractors :]
         if len(hidden) < self.distractors:
-            raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(some)} are given")
+            raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(others)} are given")
         hay, size = self._hay(tokenizer, cell, hidden)
         slots = [hay.slot(cell.depth), *(stream.below(len(hay.ends)) for _ in hidden)]
         facts = {
@@ -153,8 +153,8 @@ class Niah(Retrieval):
             "needles": len(slots),
         }
 
-        others = [self._pieces(other.key, other.value, "distractor") for other in hidden]
-        needles = [self._pieces(self.key, self.value, "needle"), *others]
+        distractors = [self._pieces(other.key, other.value, "distractor") for other in hidden]
+        needles = [self._pieces(self.key, self.value, "needle"), *distractors]
         draft = Draft(
             context=weave(hay, list(zip(slots, needles, strict=True))),
             question=filled(self.question, self.key, self.value),
@@ -192,9 +192,9 @@ class Niah(Retrieval):
         return OTHERS if self.needle == NEEDLE else ()
 
     def _pieces(self, key: str, value: str, name: str) -> list[Piece]:
-        before, found, after = self.needle.partition("{value}")
+        before, placeholder, after = self.needle.partition("{value}")
         parts = [Piece(filled(before, key, value), (name,))]
-        if found:
+        if placeholder:
             inside = (name, "value") if name == "needle" else (name,)
             parts += [Piece(value, inside), Piece(filled(after, key, value), (name,))]
         return [part for part in parts if part.text]

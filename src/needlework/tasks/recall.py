@@ -81,7 +81,7 @@ class Lists(Retrieval):
     def _asked(self, stream: Stream, keys: list[str], values: list[str], spare: list[str], question: str) -> list[Draft]:
         """One draft for each query of an English list; the asked entry is the needle."""
         drafts = []
-        for j, i in enumerate(stream.some(range(len(keys)), self.queries)):
+        for j, i in enumerate(stream.distinct(range(len(keys)), self.queries)):
             context: list[Piece] = []
             for k, (key, value) in enumerate(zip(keys, values, strict=True)):
                 name = "needle" if k == i else "distractor"
@@ -109,7 +109,7 @@ class Lists(Retrieval):
 def _different(stream: Stream, pool: tuple[str, ...], count: int) -> list[str]:
     if count > len(pool):
         raise NeedleworkError(f"{count} different words are needed, there are {len(pool)}; choose smaller sizes")
-    return stream.some(pool, count)
+    return stream.distinct(pool, count)
 
 
 @task
@@ -154,9 +154,9 @@ class PhoneBook(Lists):
         numbers: dict[str, None] = {}
         while len(numbers) < size + 3:
             numbers[f"{stream.between(200, 999)}-{stream.between(1000, 9999)}"] = None
-        found = list(numbers)
+        listed = list(numbers)
         question = "What is the phone number of {key}?"
-        return self._asked(stream, _different(stream, names, size), found[:size], found[size:], question)
+        return self._asked(stream, _different(stream, names, size), listed[:size], listed[size:], question)
 
 
 @task
@@ -216,12 +216,12 @@ def _orders(stream: Stream, words: list[str]) -> list[list[str]]:
     """Three other orders of some words."""
     if len(set(words)) < 3:
         raise NeedleworkError("copy: these words have too few orders to choose from; use sizes of 4 or more")
-    found: list[list[str]] = []
-    while len(found) < 3:
+    orders: list[list[str]] = []
+    while len(orders) < 3:
         order = stream.mixed(words)
-        if order != words and order not in found:
-            found.append(order)
-    return found
+        if order != words and order not in orders:
+            orders.append(order)
+    return orders
 
 
 def _with_orders(stream: Stream, sample: Sample) -> Sample:

@@ -90,7 +90,7 @@ ALL_FACTS: tuple[tuple[str, str], ...] = tuple((s.name, key) for s in SUBJECTS.v
 _STATEMENTS = {s.name: [text.split() for text in s.statements] for s in SUBJECTS.values()}
 _QUESTIONS = {s.name: [text.split() for text in s.questions] for s in SUBJECTS.values()}
 _KEYS = {
-    (s.name, value): [key for key, its in zip(s.keys, s.values, strict=True) if its == value]
+    (s.name, value): [key for key, value_of_key in zip(s.keys, s.values, strict=True) if value_of_key == value]
     for s in SUBJECTS.values()
     for value in s.options()
 }
@@ -108,7 +108,7 @@ def statement(stream: Stream, fact: tuple[str, str] | None = None) -> list[str]:
 
 
 def _wrong_values(stream: Stream, subject: str, right: str, count: int) -> list[str]:
-    return stream.some([value for value in SUBJECTS[subject].options() if value != right], count)
+    return stream.distinct([value for value in SUBJECTS[subject].options() if value != right], count)
 
 
 def cloze(
@@ -170,7 +170,7 @@ def letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], W
     One list asked four times teaches the look-up four times as fast as four lists asked once.
     """
     subject = stream.pick(SUBJECT_NAMES)
-    options = stream.some(SUBJECTS[subject].options(), stream.between(2, 4))
+    options = stream.distinct(SUBJECTS[subject].options(), stream.between(2, 4))
     lines: list[tuple[list[str], Words]] = []
     for i in stream.mixed(range(len(options))):
         if stream.chance(naming_share):
@@ -185,7 +185,7 @@ def letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], W
 def letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
     """Letter look-up with no knowledge in it: the question names the option itself."""
     subject = stream.pick(SUBJECT_NAMES)
-    options = stream.some(SUBJECTS[subject].options(), 4)
+    options = stream.distinct(SUBJECTS[subject].options(), 4)
     right = stream.below(4)
     body = [*lettered(options), *naming(options[right])]
     return Sample(

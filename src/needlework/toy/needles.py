@@ -126,7 +126,7 @@ def fresh_values(stream: Stream, relation: str, count: int, taken: Sequence[Word
 def needles(stream: Stream, relation: str, count: int) -> list[Needle]:
     """Needles of one relation, about different names, with different values."""
     values = fresh_values(stream, relation, count)
-    return [Needle(relation, name, v) for name, v in zip(stream.some(w.NAMES, count), values, strict=True)]
+    return [Needle(relation, name, v) for name, v in zip(stream.distinct(w.NAMES, count), values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,14 +209,14 @@ def ask(
         spans.append(Span("value", start + len(text) - len(needle.value), start + len(text)))
         prompt += words
     prompt += ["quote" if quote else "answer", ":"]
-    told = [n.value for n in place.needles if n.relation == needle.relation]
+    stated = [n.value for n in place.needles if n.relation == needle.relation]
     return Sample(
         task="niah",
         prompt=tuple(prompt),
         target=tuple(text) if quote else needle.value,
         spans=tuple(spans),
-        distractors=tuple(dict.fromkeys(v for v in told if v != needle.value)),
-        absent=tuple(fresh_values(stream, needle.relation, ABSENT_VALUES, told)),
+        distractors=tuple(dict.fromkeys(v for v in stated if v != needle.value)),
+        absent=tuple(fresh_values(stream, needle.relation, ABSENT_VALUES, stated)),
         relation=needle.relation,
         key=needle.name,
         form=f"{'quote' if quote else 'question'}-{form}",

@@ -53,7 +53,7 @@ class Stream(random.Random):
                 return name
         return name
 
-    def some(self, items: Sequence[T], count: int) -> list[T]:
+    def distinct(self, items: Sequence[T], count: int) -> list[T]:
         """`count` different items, in random order."""
         if count > len(items):
             raise ValueError(f"cannot take {count} different items from {len(items)}")
@@ -64,7 +64,7 @@ class Stream(random.Random):
         return pool[:count]
 
     def mixed(self, items: Sequence[T]) -> list[T]:
-        return self.some(items, len(items))
+        return self.distinct(items, len(items))
 
 
 @dataclass(frozen=True, slots=True)
