@@ -11,12 +11,14 @@ from typing import Any
 
 from pydantic import Field
 
+from needlework import rescoring
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Model
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
+from needlework.store import LM_EVAL, Store
 from needlework.tasks.base import Item, Task
 
 HEADS = 4
@@ -193,3 +195,11 @@ def main() -> int:
 
 if __name__ == "__main__":
     sys.exit(main())
+
+
+def older_scores(store: Store) -> int:
+    """How many rows that a plan asks for have scores of another version."""
+    if store.meta("scores_version") in (None, rescoring.SCORES_VERSION):  # none: no task's row was ever written
+        return 0
+    older = "SELECT count(*) FROM trials WHERE asked AND kind != ? AND scoring NOT LIKE ?"
+    return int(store.db.execute(older, (LM_EVAL, f"{rescoring.SCORES_VERSION}-%")).fetchone()[0])

@@ -14,7 +14,7 @@ from needlework.errors import NeedleworkError
 from needlework.model import quiet
 from needlework.model.body import Body, Kernels
 from needlework.model.families import family
-from needlework.model.files import fetch, read_tokenizer, weight_files
+from needlework.model.files import fetch, first_line, read_tokenizer, weight_files
 from needlework.model.presets import PRESETS
 from needlework.model.probe import probe
 from needlework.model.turns import turn
@@ -117,7 +117,7 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
         with quiet.hub_retries():
             return AutoConfig.from_pretrained(origin.name, **options)
     except Exception as error:  # a configuration can be wrong in many ways, and each raises its own kind
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         if "model_type" in first or "does not recognize" in first or "Unrecognized" in first:
             raise NeedleworkError(
                 f"{origin.name}: this version of transformers does not know the model type ({first}); upgrade transformers,"
@@ -161,7 +161,7 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
                 str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
             )
         except Exception as error:  # safetensors, OSError, KeyError...: what went wrong is in the message
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first = first_line(error)
             raise NeedleworkError(
                 f"{folder}: the weights cannot be loaded ({_conversion_error(report) or first}). Needlework reads safetensors"
                 " (or GGUF): if this is an old checkpoint, load it once with transformers and save_pretrained it again"
@@ -191,9 +191,9 @@ def _refuse_gaps(folder: Path, model: Any, loading_info: dict[str, Any]) -> None
         )
 
 
-def _first_few(names: Collection[str], count: int = 3) -> str:
-    few = ", ".join(sorted(names)[:count])
-    return f"{few}, ..." if len(names) > count else few
+def _first_few(names: Collection[str]) -> str:
+    few = ", ".join(sorted(names)[:3])
+    return f"{few}, ..." if len(names) > 3 else few
 
 
 def _set_window(config: Any, window: Window) -> None:

@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.model.families import Family
 from needlework.model.memory import Memory
-from needlework.model.mixers import Mixer
+from needlework.model.mixers import Mixer, holder
 
 PROBE = "needlework_probe"
 PROBE_TOKENS = 6
@@ -200,8 +200,7 @@ def _stateful(family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[in
     for module, path in paths.items():
         if family.mixer_class and type(module).__name__ == family.mixer_class:
             for name in family.state_names:
-                inner, _, leaf = name.rpartition(".")
-                states[f"{path}.{name}"] = (_number(path), module.get_submodule(inner), leaf)
+                states[f"{path}.{name}"] = (_number(path), *holder(module, name))
     return states
 
 

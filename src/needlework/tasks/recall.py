@@ -17,7 +17,7 @@ from needlework.requests import Answer
 from needlework.tasks import english, toy
 from needlework.tasks.base import Item, Mode, Tokenizer, task
 from needlework.tasks.prompts import Piece
-from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
+from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes, different
 from needlework.tasks.scores import begins, words_right
 from needlework.toy import world as toy_world
 from needlework.toy.sample import Sample, Stream
@@ -106,12 +106,6 @@ class Lists(Retrieval):
         return drafts
 
 
-def _different(stream: Stream, pool: tuple[str, ...], count: int) -> list[str]:
-    if count > len(pool):
-        raise NeedleworkError(f"{count} different words are needed, there are {len(pool)}; choose smaller sizes")
-    return stream.distinct(pool, count)
-
-
 @task
 class Mqar(Lists):
     """Multi-query associative recall: which value stood after this key?"""
@@ -124,7 +118,7 @@ class Mqar(Lists):
         return toy_world.key_values(stream, size, self.queries)
 
     def english_drafts(self, stream: Stream, size: int) -> list[Draft]:
-        words = _different(stream, english.NOUNS, 2 * size + 3)
+        words = different(stream, english.NOUNS, 2 * size + 3, "words", "choose smaller sizes")
         question = "Which word stands after {key} in the list?"
         return self._asked(stream, words[:size], words[size : 2 * size], words[2 * size :], question)
 
@@ -156,7 +150,9 @@ class PhoneBook(Lists):
             numbers[f"{stream.between(200, 999)}-{stream.between(1000, 9999)}"] = None
         listed = list(numbers)
         question = "What is the phone number of {key}?"
-        return self._asked(stream, _different(stream, names, size), listed[:size], listed[size:], question)
+        return self._asked(
+            stream, different(stream, names, size, "names", "choose smaller sizes"), listed[:size], listed[size:], question
+        )
 
 
 @task

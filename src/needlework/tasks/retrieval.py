@@ -135,6 +135,13 @@ def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tup
     return [*read, *asked] * (2 if layout == "jrt" else 1)
 
 
+def different(stream: Stream, pool: Sequence[str], count: int, what: str, cure: str) -> list[str]:
+    """`count` of the pool, no two alike, in random order."""
+    if count > len(pool):
+        raise NeedleworkError(f"{count} different {what} are needed, there are {len(pool)}; {cure}")
+    return stream.distinct(pool, count)
+
+
 if TYPE_CHECKING:
     _Companion = Retrieval
 else:

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from needlework.errors import NeedleworkError
 from needlework.tasks.prompts import Piece
+from needlework.tasks.retrieval import different
 from needlework.tasks.ruler_language import Language
 from needlework.toy.sample import Stream
 
@@ -51,19 +52,13 @@ def _sentence(template: str, mark: str, marked: str, **words: str) -> Hidden:
     return Hidden(before.format(**words), marked, after.format(**words))
 
 
-def _different(stream: Stream, pool: Sequence[str], count: int, what: str) -> list[str]:
-    if count > len(pool):
-        raise NeedleworkError(f"{count} different {what} are needed, there are {len(pool)}; ask for fewer")
-    return stream.distinct(pool, count)
-
-
 def needle_riddles(stream: Stream, language: Language, asked: int, values: int, others: int) -> list[Riddle]:
     """`asked` keys with `values` values each, among `others` keys with one value each.
 
     Several keys are one question in English. In the toy language they are asked one after the other, each riddle with
     the answers to those before it, as in the documents that zoo models were trained on.
     """
-    keys = _different(stream, language.keys, asked + others, "keys")
+    keys = different(stream, language.keys, asked + others, "keys", "ask for fewer")
     numbers = language.numbers(stream, asked * values + others + SPARE)
     needles = [_sentence(language.needle, "value", numbers[i], key=keys[i // values]) for i in range(asked * values)]
     rest = numbers[asked * values :]
@@ -87,7 +82,7 @@ def needle_riddles(stream: Stream, language: Language, asked: int, values: int, 
 def variable_riddle(stream: Stream, language: Language, chains: int, hops: int) -> Riddle:
     """Chains of names that hand one value on; which names have the first chain's value? All sentences of it are needles."""
     length = hops + 1
-    keys = _different(stream, language.keys, chains * length + SPARE, "names")
+    keys = different(stream, language.keys, chains * length + SPARE, "names", "ask for fewer")
     numbers = language.numbers(stream, chains)
     chosen = [keys[c * length : (c + 1) * length] for c in range(chains)]
     sentences: list[list[Hidden]] = []

@@ -22,9 +22,6 @@ class Subject:
     def options(self) -> Words:
         return tuple(dict.fromkeys(self.values))
 
-    def value_of(self, key: str) -> str:
-        return self.values[self.keys.index(key)]
-
 
 def _matched(name: str, keys: Words, values: Words) -> Words:
     """A value for each key, each value used as equally often as the counts allow, by a shuffle fixed for all time."""
@@ -139,6 +136,21 @@ def lettered(options: Sequence[str]) -> list[str]:
     return [word for letter, option in zip(w.LETTERS, options, strict=False) for word in (option, letter)]
 
 
+def _letter_sample(task: str, form: str, prompt: Words, right: int, subject: str, key: str | None = None) -> Sample:
+    """A question whose options are the four letters."""
+    return Sample(
+        task=task,
+        prompt=prompt,
+        target=(w.LETTERS[right],),
+        choices=tuple((letter,) for letter in w.LETTERS),
+        answer=right,
+        distractors=tuple((letter,) for i, letter in enumerate(w.LETTERS) if i != right),
+        subject=subject,
+        key=key,
+        form=form,
+    )
+
+
 def letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before: Sequence[str] = ()) -> Sample:
     """The same facts with four lettered options: the answer is the letter, which stands in the context only."""
     subject, key = fact or stream.pick(ALL_FACTS)
@@ -146,17 +158,7 @@ def letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before
     options = stream.mixed([value, *_wrong_values(stream, subject, value, 3)])
     right = options.index(value)
     body = [*lettered(options), "question", ":", *_filled(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
-    return Sample(
-        task="letter",
-        prompt=(*before, *body),
-        target=(w.LETTERS[right],),
-        choices=tuple((letter,) for letter in w.LETTERS),
-        answer=right,
-        distractors=tuple((letter,) for i, letter in enumerate(w.LETTERS) if i != right),
-        subject=subject,
-        key=key,
-        form="letter",
-    )
+    return _letter_sample("letter", "letter", (*before, *body), right, subject, key)
 
 
 def naming(option: str) -> list[str]:
@@ -188,13 +190,4 @@ def letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
     options = stream.distinct(SUBJECTS[subject].options(), 4)
     right = stream.below(4)
     body = [*lettered(options), *naming(options[right])]
-    return Sample(
-        task="letter_lookup",
-        prompt=(*before, *body),
-        target=(w.LETTERS[right],),
-        choices=tuple((letter,) for letter in w.LETTERS),
-        answer=right,
-        distractors=tuple((letter,) for i, letter in enumerate(w.LETTERS) if i != right),
-        subject=subject,
-        form="lookup",
-    )
+    return _letter_sample("letter_lookup", "lookup", (*before, *body), right, subject)

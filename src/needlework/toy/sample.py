@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,7 +13,6 @@ T = TypeVar("T")
 Words = tuple[str, ...]
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
-BOS_OFFSET = 1  # every word is one token and the tokenizer puts one BOS before the first: token index = word index + 1
 
 
 class Stream(random.Random):
@@ -69,14 +68,11 @@ class Stream(random.Random):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Words start..stop-1 of a prompt, by name. In tokens: the same range moved by `BOS_OFFSET`."""
+    """Words start..stop-1 of a prompt, by name. Every word is one token; the tokenizer puts one BOS before the first."""
 
     name: str
     start: int
     stop: int
-
-    def tokens(self) -> tuple[int, int]:
-        return self.start + BOS_OFFSET, self.stop + BOS_OFFSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +112,3 @@ class Sample:
 
     def named(self, name: str) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.name == name)
-
-    def words_of(self, span: Span) -> Words:
-        return self.prompt[span.start : span.stop]
-
-    def twin(self, value: Words) -> Sample:
-        """The same prompt with another value in the needle, word for word as long; its target follows."""
-        spans = self.named("value")
-        if not spans or any(span.stop - span.start != len(value) for span in spans):
-            raise ValueError(f"a twin needs a value as long as this sample's own, got {value}")
-        prompt = list(self.prompt)
-        for span in spans:
-            prompt[span.start : span.stop] = value
-        kept = self.target[: len(self.target) - len(value)]  # a quoted sentence keeps its beginning
-        return replace(self, prompt=tuple(prompt), target=(*kept, *value))
