@@ -1,4 +1,4 @@
-"""What the engine is asked and what it answers. Token ids and values, no torch."""
+"""What the engine is asked and what it answers: Request, Prepared, Answer. Token ids and values, no torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Request:
 
     @property
     def key(self) -> int:
-        """What random choices hang on, and what names the sample to observers and to functions of one's own."""
+        """Names the sample: random choices are seeded with it, and observers and functions of your own are given it."""
         return sample_key(self.prompt) if self.sample is None else self.sample
 
     @property

@@ -115,7 +115,7 @@ class Rescored:
 
 
 def rescore_directory(directory: Path | str) -> Rescored:
-    """The same for a run's directory, while nobody else writes into it."""
+    """`rescore` for a run's directory, which is claimed meanwhile so that nobody else writes into it."""
     store = Store(directory)
     try:
         with claimed(directory):

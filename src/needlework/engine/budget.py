@@ -1,4 +1,4 @@
-"""How much fits into memory at once."""
+"""How much fits into memory at once: estimates of cost, and batches cut to a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many trials decoding together: the only decode loop there is."""
+"""The decode loop: many trials take one token each per step; finished rows leave, others join."""
 
 from __future__ import annotations
 

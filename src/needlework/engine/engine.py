@@ -1,8 +1,8 @@
-"""Prefill once, fork the memory, then decode every intervention, or score every option, in one batch.
+"""The engine: takes requests, batches them within a memory budget, and hands back answers as they finish.
 
 Requests that agree on their prompt and on what is done to it in prefill share one reading of it. Prompts of one length
-are read together; then each request gets a row of its own that reads the shared keys where they lie, and rows of all
-lengths decode as one batch that is refilled as rows finish.
+are read together; then their memory is forked: each request gets a row of its own that reads the shared keys where they
+lie. Rows of all lengths decode as one batch, which is refilled as rows finish; options are scored in one forward.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A loaded model that can be fed tokens while acts apply: prefill, step and fork are all there is."""
+"""A loaded model that is fed tokens while acts apply: sessions, memory, compiled edits, forwards."""
 
 from __future__ import annotations
 

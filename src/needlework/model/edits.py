@@ -1,4 +1,4 @@
-"""Acts on one attention layer, compiled for a batch: small tensors with one entry a row, and the maths on them."""
+"""Acts on one attention layer, compiled for a batch: small tensors with one entry a row, and their maths."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ class LayerEdits:
         return before & near
 
     def scores_of_probabilities(self, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
-        """Those that need probabilities [r h q k], before columns are rewritten. [r q h] `log_p` is used up."""
+        """[rows, queries, heads] of each score of probabilities [rows, heads, queries, keys], taken before columns are rewritten.
+
+        `log_p` is used up.
+        """
         scores = self.keep.scores("probabilities") if self.keep is not None else []
         copies = [log_p.clone() for _ in scores[1:]]  # a score may write over its own
         return {
@@ -107,7 +110,7 @@ class LayerEdits:
         }
 
     def scores_of_outputs(self, out: Tensor) -> dict[str, Tensor]:
-        """Those that need outputs [r q h d]. [r q h]"""
+        """[rows, queries, heads] of each score of outputs [rows, queries, heads, dim]."""
         scores = self.keep.scores("outputs") if self.keep is not None else []
         by_head = out.transpose(1, 2)
         return {score.name: _shaped(score.function(by_head), by_head.shape[:3], score.name).transpose(1, 2) for score in scores}

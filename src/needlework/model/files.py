@@ -1,6 +1,7 @@
-"""Which files of a model directory are read: its weights, exactly those that count for its identity, and its tokenizer.
+"""Which files of a model directory are read: its weights and its tokenizer.
 
-Free of torch. A directory may come from anybody, so what its files say is checked before anything acts on it.
+The weights are exactly the files that a model's identity is hashed from. Free of torch. A directory may come from anybody,
+so what its files say is checked before anything acts on it.
 """
 
 from __future__ import annotations

@@ -86,8 +86,8 @@ class Memory:
             if self._held[path] is not None:
                 yield Slot("recurrent", layer, path, self._held, path)
 
-    def _twin(self, rows: int, tensor: Callable[[Slot], Tensor]) -> Memory:
-        """A memory of the same make whose tensors are made from this one's."""
+    def _rebuilt(self, rows: int, tensor: Callable[[Slot], Tensor]) -> Memory:
+        """A memory of the same structure whose tensors are computed from this one's."""
         new = Memory(_shell(self.cache), self._on_modules, rows)
         new.length, new._held = self.length, dict(self._held)
         for slot in new.slots():
@@ -100,7 +100,7 @@ class Memory:
         With `recurrent_rows` the two halves come from different rows: that is how memory is swapped.
         """
         source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
-        new = self._twin(
+        new = self._rebuilt(
             len(rows), lambda slot: slot.tensor.index_select(slot.batch_dim, source[slot.half].to(slot.tensor.device))
         )
         for layer in getattr(new.cache, "layers", ()):
@@ -111,7 +111,7 @@ class Memory:
     def share(self, rows: Tensor, recurrent_rows: Tensor | None = None) -> Memory:
         """As `select`, but all rows read this memory's keys where they lie instead of copying them."""
         source = rows if recurrent_rows is None else recurrent_rows
-        new = self._twin(
+        new = self._rebuilt(
             len(rows),
             lambda slot: slot.tensor if slot.half == "kv" else slot.tensor.index_select(0, source.to(slot.tensor.device)),
         )
@@ -145,7 +145,7 @@ class Memory:
                 return slot.tensor
             return torch.cat([table[slot.layer, slot.name].tensor for table in tables], slot.batch_dim)
 
-        new = first._twin(sum(memory.rows for memory in memories), joined)
+        new = first._rebuilt(sum(memory.rows for memory in memories), joined)
         new.length = max(memory.length for memory in memories)
         for index in skip:
             new.cache.layers[index].join([memory.cache.layers[index] for memory in memories])

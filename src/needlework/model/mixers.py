@@ -1,4 +1,4 @@
-"""Hooks for what the attention function cannot reach: recurrent mixers, and attention modules as whole blocks.
+"""Hooks for what the attention function cannot reach: recurrent mixers, and whole attention modules.
 
 A mixer's memory is cut by showing it each token alone, as the only token of a sequence of its own. That needs no knowledge
 of the mixer: convolution, state-space and delta-rule memories are all cut the same way, and the token's own path stays.
@@ -106,7 +106,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _with_rows(output: Any, rows: Tensor, other: Tensor) -> Any:
-    """The module's output with the marked rows replaced by those of `other`, which has no others."""
+    """The module's output with the marked rows replaced by `other`, which holds these rows and no more."""
     hidden = _first(output).clone()
     hidden[rows] = other
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

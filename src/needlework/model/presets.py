@@ -1,4 +1,4 @@
-"""Configurations of the paper's models, from their public values, so that anyone can inspect them without a download."""
+"""Public configurations of the paper's models: they can be inspected without a download."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stores of version 1 brought up to date: what version 2 writes beside each row is read from what a store says of its plan."""
+"""Stores of version 1 are brought to version 2: the new columns are read from what the store says of its plan."""
 
 from __future__ import annotations
 

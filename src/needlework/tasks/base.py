@@ -47,7 +47,7 @@ class Item:
     facts: Mapping[str, Any] = field(default_factory=dict)  # context_tokens, depth_percent, in_window, subject, layout ...
     ending: tuple[int, frozenset[int]] | None = None  # most new tokens and what stops them, where each sample has its own
     stem: str = ""  # samples that begin alike are asked together, so that the beginning is read once
-    digest: str = ""  # what makes its answer what it is; by default its tokens, spans, twins and options
+    digest: str = ""  # what identifies it in trial ids; by default its tokens, spans, twins and options
     also: tuple[Item, ...] = ()  # further prompts of the same sample: their options come after its own
 
 

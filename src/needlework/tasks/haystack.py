@@ -1,4 +1,4 @@
-"""Haystacks: text to hide needles in, from the user's files or from the built-in generator, cut to a number of tokens.
+"""Haystacks: text to hide needles in, from files or from the built-in generator, cut to a number of tokens.
 
 The toy world makes its own (`needlework.toy.needles.scene`), by the same rule: a needle goes in after a sentence end.
 """

@@ -1,4 +1,4 @@
-"""What a model knows without being told: facts of the toy world, asked as cloze and as letter choice, and judgements.
+"""What a model knows from training: facts of the toy world as cloze and as letter choice, and judgements.
 
 The cloze has no answer letter to look up; the letter choice has, and so needs in-context retrieval on top of knowledge
 (Bick et al. 2025). Both are asked about the same facts, so that their difference is the look-up.

@@ -1,4 +1,4 @@
-"""Prompts of your own: a JSONL file with a prompt and the right answer in each line, and the needle if it holds one.
+"""Prompts of your own: a JSONL file with a prompt, its right answer and perhaps the needle in each line.
 
 A prompt is used as it stands; nothing is generated, so every seed asks the same. The needle's tokens are found by the same
 rule as everywhere (`prompts.py`), so interventions that expose or watch them work.

@@ -1,4 +1,4 @@
-"""Prompts in pieces: the text is put together from named parts, so where a needle stands is known and never searched for.
+"""Prompts put together from named pieces, so that where a needle stands is known and never searched for.
 
 A part's characters are known while the text is built; the tokenizer's own offsets turn them into tokens. Where one token
 would hold both needle and other text, the text is tokenized in parts there. Every span is decoded again and compared.

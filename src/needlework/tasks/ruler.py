@@ -1,4 +1,4 @@
-"""RULER's retrieval family at any length, written from its definitions (Hsieh et al. 2024), with words of our own.
+"""RULER's retrieval family at any length, written from its definitions (Hsieh and others, 2024).
 
 single: one needle. multikey: more needles about other keys (`keys: full`: nothing but needles). multivalue: one key with
 several values. multiquery: several keys are asked. variables: values handed on from name to name. common_words and

@@ -1,4 +1,4 @@
-"""Samples of the toy world as items: every word is one token, so spans, options and twins are always possible."""
+"""Samples of the toy world as items. Every word is one token, so spans, options and twins are always possible."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Needles in haystacks: values that are true in one document alone, hidden among sentences about other things."""
+"""Needles in haystacks: values that are true in one document alone, hidden among other sentences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recall without a haystack: key-value lists (multi-query associative recall), phone books and copying."""
+"""Recall in the toy language: key-value lists (multi-query associative recall), phone books and copying."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The two shared things of the toy world: a Sample (one question with its answer) and a Stream (seeded chance)."""
+"""What all of the toy world is made with: a Sample (a question and its answer) and a Stream (seeded chance)."""
 
 from __future__ import annotations
 

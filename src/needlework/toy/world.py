@@ -1,4 +1,4 @@
-"""The toy language: everything that tasks and training ask of the zoo's models. Free of torch and of outside text.
+"""The toy language as tasks and training import it. Free of torch and of outside text.
 
 All data are endless and seeded. A `Stream(split, ...)` hashes its split's name into its seed; training documents use
 the split "train" and nothing else may, so whatever is made from another split is held out by construction. The facts

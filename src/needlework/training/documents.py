@@ -1,4 +1,4 @@
-"""Training documents: rows of exactly one length, made of the same Samples that tasks ask, answers weighted.
+"""Training documents: rows of one length, made of the same Samples that tasks ask, with answers weighted.
 
 A row is a pure function of (seed, step, row number), so a resumed training sees the data it would have seen.
 """

