@@ -114,9 +114,7 @@ def test_decoding_after_prefill_is_the_full_forward(name: str) -> None:
     subject = cases.subject(name)
     whole = subject.logits(IDS)
     apart = cases.apart(subject.logits(IDS, prompt_tokens=13), whole)
-    if name in ("zamba2", "nemotron_h"):
-        assert "clamps the time step" in subject.body.family.decode_drift
+    if name in ("zamba2", "nemotron_h"):  # prefill clamps the time step at its minimum, single-token decode does not
         assert 1e-5 < apart < cases.between_routes(name)
     else:
-        assert subject.body.family.decode_drift == ""
         assert apart < cases.between_routes(name)

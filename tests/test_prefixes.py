@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from needlework.engine.stems import Stem, find_stems
+from needlework.engine.prefill import Stem, find_stems
 
 prompts = st.lists(st.lists(st.integers(1, 2), min_size=1, max_size=9).map(tuple), min_size=1, max_size=14, unique=True)
 

@@ -1,4 +1,4 @@
-"""Watching attention without changing it: figures of every head, summed as they stream by, and the patterns themselves.
+"""Watching attention without changing it: sums over every head, or the attention patterns themselves.
 
 What is seen is what the model computed: after `limit_context`, before columns are rewritten and heads are silenced.
 """

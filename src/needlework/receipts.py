@@ -28,9 +28,9 @@ class Receipt:
         """Both together: what was done by one and then by the other."""
         counts = {key: dict(count) for key, count in self.counts.items()}
         for key, count in other.counts.items():
-            mine = counts.setdefault(key, {})
+            total = counts.setdefault(key, {})
             for what, number in count.items():
-                mine[what] = mine.get(what, 0) + number
+                total[what] = total.get(what, 0) + number
         return Receipt(counts, self.swapped + other.swapped, self.notes + other.notes)
 
     @classmethod
@@ -79,7 +79,7 @@ class Tally:
             self._rows = (slots, slots.tolist())
         return self._rows[1]
 
-    def receipt(self, slot: int, swapped: tuple[str, ...] = (), notes: tuple[str, ...] = ()) -> Receipt:
+    def receipt(self, slot: int) -> Receipt:
         counts: dict[tuple[int, str], Count] = defaultdict(dict)
         for (layer, phase, what), numbers in self._constant.items():
             if numbers[slot]:
@@ -87,4 +87,4 @@ class Tally:
         for (layer, phase, what), tensor in self._tensors.items():
             if number := int(tensor[slot]):
                 counts[layer, phase][what] = counts[layer, phase].get(what, 0) + number
-        return Receipt(dict(counts), swapped, notes)
+        return Receipt(dict(counts))

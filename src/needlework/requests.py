@@ -1,4 +1,4 @@
-"""What the engine is asked and what it answers. Token ids and values, no torch."""
+"""What the engine is asked and what it answers: Request, Prepared, Answer. Token ids and values, no torch."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
+Finish = Literal["stop", "length", "scored", "failed"]
+
 
 @dataclass(frozen=True)
 class Request:
@@ -50,7 +52,7 @@ class Request:
 
     @property
     def key(self) -> int:
-        """What random choices hang on, and what names the sample to observers and to functions of one's own."""
+        """Names the sample: random choices are seeded with it, and observers and functions of your own are given it."""
         return sample_key(self.prompt) if self.sample is None else self.sample
 
     @property
@@ -72,7 +74,7 @@ class Answer:
     logprobs: tuple[float, ...] = ()  # of each token
     margins: tuple[float, ...] = ()  # best logit minus second best, at each step
     receipt: Receipt = field(default_factory=Receipt)
-    finish: Literal["stop", "length", "scored", "failed"] = "scored"
+    finish: Finish = "scored"
     error: str = ""
     text: str = ""
     option_logprobs: tuple[tuple[float, ...], ...] = ()  # of every token of every option
@@ -245,9 +247,9 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
     first_decoded = len(request.prompt) - request.decodes_last
     last = len(request.prompt) + request.steps - 1
     acts: dict[Phase, tuple[Act, ...]] = {}
-    for phase, some in lowered.items():
-        mine = []
-        for act in some:
+    for phase, acts_of_phase in lowered.items():
+        kept = []
+        for act in acts_of_phase:
             if isinstance(act, ClearState):
                 if act.position >= last:
                     raise NeedleworkError(f"reset_state at {act.position}: no token is read there (at most {last - 1})")
@@ -259,10 +261,10 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
                 if (act.position >= first_decoded) != (phase == "decode"):
                     continue
             if not isinstance(act, SwapHalf):
-                mine.append(act)
-        acts[phase] = tuple(mine)
-    done = {act for some in acts.values() for act in some}
-    for act in (act for some in lowered.values() for act in some if isinstance(act, ClearState)):
+                kept.append(act)
+        acts[phase] = tuple(kept)
+    done = {act for kept in acts.values() for act in kept}
+    for act in (act for acts_of_phase in lowered.values() for act in acts_of_phase if isinstance(act, ClearState)):
         if act not in done:
             phase = "decode" if act.position >= first_decoded else "prefill"
             raise NeedleworkError(f"reset_state at {act.position}: that token is read in {phase}; use that phase or 'both'")

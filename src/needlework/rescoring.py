@@ -30,14 +30,6 @@ def scoring(task: Task) -> str:
     return f"{SCORES_VERSION}-{hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:12]}"
 
 
-def older_scores(store: Store) -> int:
-    """How many rows that count have scores of another version; `needlework rescore` computes them again."""
-    if store.meta("scores_version") in (None, SCORES_VERSION):  # none: no task's row was ever written
-        return 0
-    older = "SELECT count(*) FROM trials WHERE asked AND kind != ? AND scoring NOT LIKE ?"
-    return int(store.db.execute(older, (LM_EVAL, f"{SCORES_VERSION}-%")).fetchone()[0])
-
-
 class _NotStored(tuple[int, ...]):
     """Tokens that a row does not keep: a score that reads them must fail, not come out otherwise."""
 
@@ -123,7 +115,7 @@ class Rescored:
 
 
 def rescore_directory(directory: Path | str) -> Rescored:
-    """The same for a run's directory, while nobody else writes into it."""
+    """`rescore` for a run's directory, which is claimed meanwhile so that nobody else writes into it."""
     store = Store(directory)
     try:
         with claimed(directory):

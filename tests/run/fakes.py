@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import Field
 
-from needlework import cli, tasks
+from needlework import cli, rescoring, tasks
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
 from needlework.experiments import run
@@ -21,6 +21,7 @@ from needlework.experiments.plan import Model, load
 from needlework.experiments.result import Result
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
+from needlework.store import LM_EVAL, Store
 from needlework.tasks.base import Item, Task
 
 HEADS = 4
@@ -197,6 +198,14 @@ def main() -> None:
     run.DiskModels = lambda _: FakeModels(FakeActor(float(pause)))  # type: ignore[assignment,misc]
     tasks.make_task = make_task
     cli.app(["run", plan, "--out", out])
+
+
+def older_scores(store: Store) -> int:
+    """How many rows that a plan asks for have scores of another version."""
+    if store.meta("scores_version") in (None, rescoring.SCORES_VERSION):  # none: no task's row was ever written
+        return 0
+    older = "SELECT count(*) FROM trials WHERE asked AND kind != ? AND scoring NOT LIKE ?"
+    return int(store.db.execute(older, (LM_EVAL, f"{rescoring.SCORES_VERSION}-%")).fetchone()[0])
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
+import fakes
 import pytest
 
 from needlework.experiments import run
 from needlework.experiments.models import DiskModels
-from needlework.rescoring import older_scores, rescore
+from needlework.rescoring import rescore
 from needlework.store import Row, Store
 
 HERE = Path(__file__).parent / "version1"
@@ -55,7 +56,7 @@ def test_rows_say_what_version_2_says(old: Path) -> None:
     }
     assert {t.asked for t in rows.values()} == {1}
     assert {t.scoring for t in rows.values()} == {""}
-    assert older_scores(store) == ROWS
+    assert fakes.older_scores(store) == ROWS
     for key, was in old_rows().items():
         assert rows[key].scores == json.loads(was["scores"])
         assert rows[key].output == was["output"]
@@ -73,7 +74,7 @@ def test_a_migrated_store_is_rescored_and_keeps_what_it_cannot_know(old: Path) -
     rows = new_rows(store)
     for key, was in old_rows().items():
         assert rows[key].scores == json.loads(was["scores"])
-    assert older_scores(store) == 0
+    assert fakes.older_scores(store) == 0
     store.db.execute("UPDATE trials SET scores = json_set(scores, '$.correct', 7) WHERE mode != 'perplexity'")
     assert rescore(store).changed == ROWS - 4, "what can be computed is computed"
     assert {key: t.scores for key, t in new_rows(store).items()} == {key: t.scores for key, t in rows.items()}
@@ -96,7 +97,7 @@ def test_a_run_of_version_1_goes_on_and_asks_nothing_again(old: Path, capsys: py
     for key, was in old_rows().items():
         assert rows[key].scores == json.loads(was["scores"])
         assert rows[key].logprobs == json.loads(was["logprobs"])
-    assert older_scores(store) == 0
+    assert fakes.older_scores(store) == 0
     assert store.meta("migrated_from") is None
     assert rescore(store).changed == 0
     assert len(store.observations()) == 32, "recordings of the same samples are kept"

@@ -22,11 +22,11 @@ from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Model
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
-from needlework.rescoring import older_scores, rescore, scoring, stored_item
+from needlework.rescoring import rescore, scoring, stored_item
 from needlework.store import Store
 from needlework.tasks import make_task
 from needlework.tasks import scores as rules
-from needlework.tasks.registry import TASKS
+from needlework.tasks.base import TASKS
 
 SMALL: dict[str, dict[str, Any]] = {  # what makes a kind's samples few and short
     **{key: {"lengths": [48], "depths": [0, 50, 100], "samples": 2, "distractors": 1} for key in ("niah", "niah_choice")},
@@ -124,19 +124,19 @@ def test_no_model_tokenizer_or_torch_is_needed(all_kinds: Path) -> None:
 def test_a_store_of_older_scores_is_told_and_mended(all_kinds: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = table(all_kinds)
     store = Store(all_kinds)
-    assert older_scores(store) == 0
+    assert fakes.older_scores(store) == 0
     task = make_task({"kind": "niah"})
     old = scoring(task)
     for module in ("needlework.rescoring", "needlework.tasks.scores"):
         monkeypatch.setattr(f"{module}.SCORES_VERSION", 99)
     assert scoring(task) != old
-    assert older_scores(store) == len(before)
+    assert fakes.older_scores(store) == len(before)
     monkeypatch.setattr(rules, "plain", lambda text: text)  # a rule that changes what is found
     again = rescore(store)
     assert 0 < again.changed < again.rows
-    assert older_scores(store) == 0
+    assert fakes.older_scores(store) == 0
     monkeypatch.undo()
-    assert older_scores(store) == len(before)
+    assert fakes.older_scores(store) == len(before)
     assert rescore(store).changed == again.changed
     store.close()
     assert table(all_kinds) == before
@@ -150,13 +150,13 @@ def test_the_command_says_how_many_changed(plan_file: Path, tmp_path: Path, monk
     store.db.execute("UPDATE trials SET scores = '{}' WHERE experiment = 'look'")
     store.db.execute("UPDATE trials SET scoring = ''")
     store.set_meta("scores_version", 1)
-    assert older_scores(store) == 146
+    assert fakes.older_scores(store) == 146
     store.close()
     shown = CliRunner().invoke(app, ["rescore", str(out)])
     assert shown.exit_code == 0
     assert shown.stdout.splitlines()[-1] == "6 of 146 rows have new scores"
     assert "8 rows could not be scored and keep what they have, for instance fake_choice: unknown task kind" in shown.stderr
-    assert older_scores(Store(out)) == 8, "what could not be scored is still told"
+    assert fakes.older_scores(Store(out)) == 8, "what could not be scored is still told"
     counts = json.loads(CliRunner().invoke(app, ["rescore", str(out), "--json"]).stdout)
     assert (counts["rows"], counts["changed"], counts["kept"]) == (146, 0, 8)
     assert CliRunner().invoke(app, ["rescore", str(tmp_path / "nowhere")]).exit_code == 2

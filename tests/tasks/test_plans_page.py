@@ -15,7 +15,7 @@ from token_kinds import make
 from needlework.experiments.plan import load
 from needlework.experiments.schema import ExperimentFile, FastFile, ModelFile, PlanFile
 from needlework.tasks import TASKS, Task
-from needlework.tasks.needles import Other
+from needlework.tasks.niah import Other
 from needlework.tasks.own_prompts import Line, OwnPrompts
 from needlework.tasks.retrieval import Retrieval
 

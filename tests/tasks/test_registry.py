@@ -11,7 +11,7 @@ import pytest
 
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
-from needlework.tasks import TASKS, Item, Task, make_task, registry, task
+from needlework.tasks import TASKS, Item, Task, base, make_task, task
 
 KINDS = {
     *("niah", "niah_choice", "ruler", "ruler_choice", "mqar", "mqar_choice", "phone_book", "phone_book_choice"),
@@ -65,11 +65,11 @@ def test_a_new_task_in_one_decorator(clean: None, toy: Any) -> None:
 
 
 def test_a_plug_in_is_found(clean: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    point = EntryPoint("echo", f"{__name__}:Echo", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == registry.GROUP else [])
+    point = EntryPoint("echo", f"{__name__}:Echo", base.GROUP)
+    monkeypatch.setattr(base, "entry_points", lambda group: [point] if group == base.GROUP else [])
     assert make_task({"kind": "echo"}).kind == "echo"
-    broken = EntryPoint("bad", "no.such.module:Echo", registry.GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [broken])
+    broken = EntryPoint("bad", "no.such.module:Echo", base.GROUP)
+    monkeypatch.setattr(base, "entry_points", lambda group: [broken])
     with pytest.raises(NeedleworkError, match="plug-in 'bad'"):
         make_task({"kind": "something"})
 

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from needlework.requests import Answer
 from needlework.tasks import english
-from needlework.tasks.needles import KEY, NEEDLE, OTHERS, QUESTION, VALUE, filled
+from needlework.tasks.niah import KEY, NEEDLE, OTHERS, QUESTION, VALUE, filled
 from needlework.tasks.retrieval import BASE_LEAD, CHAT_END
 from needlework.toy.sample import Stream
 

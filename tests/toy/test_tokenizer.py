@@ -32,8 +32,8 @@ def test_decode_gives_the_text_back(loaded) -> None:  # type: ignore[no-untyped-
         assert ids == [world.WORD_ID[word] for word in (world.BOS, *sample.prompt)]
         assert loaded.decode(ids, skip_special_tokens=True) == sample.text
         span = sample.named("needle")[0]
-        start, stop = span.tokens()
-        assert loaded.decode(ids[start:stop]) == " ".join(sample.words_of(span))
+        start, stop = span.start + 1, span.stop + 1  # BOS stands before the first word
+        assert loaded.decode(ids[start:stop]) == " ".join(sample.prompt[span.start : span.stop])
 
 
 def test_every_word_comes_back_alone(loaded) -> None:  # type: ignore[no-untyped-def]

@@ -1,1 +1,1 @@
-"""Prefill once, fork the memory, decode every trial in one batch."""
+"""The engine: prompts are read once, their memory is forked, and all trials decode in one batch."""

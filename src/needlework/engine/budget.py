@@ -1,4 +1,4 @@
-"""How much fits into memory at once."""
+"""How much fits into memory at once: estimates of cost, and batches cut to a limit."""
 
 from __future__ import annotations
 
@@ -113,17 +113,17 @@ class Budget:
         used = 0
         for pair in sorted(requests, key=order):
             item = pair[1]
-            mine = {reading.key for reading in readings_of(item).values()}
+            own_keys = {reading.key for reading in readings_of(item).values()}
             row, prompt = self.costs.row(item), self.costs.prompt(item.prefill_tokens)
-            cost = row + len(mine - keys) * prompt
+            cost = row + len(own_keys - keys) * prompt
             other = batch and (
                 batch[0][1].prefill_tokens != item.prefill_tokens or batch[0][1].request.decodes_last != item.request.decodes_last
             )
             if batch and (other or used + cost > self.limit or len(batch) >= most):
                 yield batch
-                batch, keys, used, cost = [], set(), 0, row + len(mine) * prompt
+                batch, keys, used, cost = [], set(), 0, row + len(own_keys) * prompt
             batch.append(pair)
-            keys |= mine
+            keys |= own_keys
             used += cost
         if batch:
             yield batch

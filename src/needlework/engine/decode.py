@@ -1,4 +1,4 @@
-"""Many trials decoding together: the only decode loop there is."""
+"""The decode loop: many trials take one token each per step; finished rows leave, others join."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from needlework.model.body import Body, Rows
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt, Tally
-from needlework.requests import Answer, Prepared
+from needlework.requests import Answer, Finish, Prepared
 
 NOT_FINITE = "the logits are not finite"
 
@@ -26,7 +26,7 @@ class Track:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
-    finish: str = ""
+    finish: Finish | None = None
     error: str = ""
 
     def take(self, token: int, logprob: float, margin: float, finite: bool) -> None:
@@ -44,9 +44,10 @@ class Track:
             self.finish = "length"
 
     def answer(self) -> Answer:
+        assert self.finish is not None
         receipt = replace(self.receipt, notes=self.prepared.notes(self.receipt))
         error = self.error or self.prepared.failure(receipt)
-        finish = "failed" if error else self.finish
+        finish: Finish = "failed" if error else self.finish
         return Answer(
             tuple(self.tokens),
             tuple(self.logprobs),

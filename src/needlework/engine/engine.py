@@ -1,8 +1,8 @@
-"""Prefill once, fork the memory, then decode every intervention, or score every option, in one batch.
+"""The engine: takes requests, batches them within a memory budget, and hands back answers as they finish.
 
 Requests that agree on their prompt and on what is done to it in prefill share one reading of it. Prompts of one length
-are read together; then each request gets a row of its own that reads the shared keys where they lie, and rows of all
-lengths decode as one batch that is refilled as rows finish.
+are read together; then their memory is forked: each request gets a row of its own that reads the shared keys where they
+lie. Rows of all lengths decode as one batch, which is refilled as rows finish; options are scored in one forward.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ class Engine:
         if tokens == 0:
             memory, logits = self.body.new_memory(len(batch)), None
         else:
-            readings, homes = group([item for _, item in batch])
+            readings, places = group([item for _, item in batch])
             read = self.reader.read(readings)
-            memory = self._fork(read.memory, homes)
-            own = [home["own"] for home in homes]
-            for track, home in zip(tracks, homes, strict=True):
-                swapped = tuple(half for half in track.prepared.twins if home[half] != home["own"])
-                track.receipt = replace(read.receipts[home["own"]], swapped=swapped)
+            memory = self._fork(read.memory, places)
+            own = [place["own"] for place in places]
+            for track, place in zip(tracks, places, strict=True):
+                swapped = tuple(half for half in track.prepared.twins if place[half] != place["own"])
+                track.receipt = replace(read.receipts[place["own"]], swapped=swapped)
             logits = read.logits[torch.tensor(own, device=self.body.device)]
         if decodes_last:
             fed = torch.tensor([item.request.prompt[-1] for _, item in batch], device=self.body.device)
@@ -134,10 +134,13 @@ class Engine:
         alive = [t for t in tracks if not t.finish]
         return Decoder(self.body, alive, memory, fed[rows], torch.full_like(rows, tokens)), done
 
-    def _fork(self, memory: Memory, homes: Sequence[Mapping[str, int]]) -> Memory:
-        """A row for each request: its keys from one reading, its recurrent state from the same or from a twin's."""
-        kv = torch.tensor([home.get("kv", home["own"]) for home in homes], device=self.body.device)
-        recurrent = torch.tensor([home.get("recurrent", home["own"]) for home in homes], device=self.body.device)
+    def _fork(self, memory: Memory, places: Sequence[Mapping[str, int]]) -> Memory:
+        """A row for each request: its keys from one reading, its recurrent state from the same one or from a twin's.
+
+        `places` says for each request in which row of the memory its own reading and its twins' are.
+        """
+        kv = torch.tensor([place.get("kv", place["own"]) for place in places], device=self.body.device)
+        recurrent = torch.tensor([place.get("recurrent", place["own"]) for place in places], device=self.body.device)
         straight = torch.arange(memory.rows, device=self.body.device)
         if self._alone and torch.equal(kv, straight) and torch.equal(recurrent, straight):
             return memory  # nothing is forked and nothing will join: the stock path serves as it is

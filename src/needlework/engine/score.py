@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from needlework.interventions.base import Intervention
 from needlework.model.body import Body
 from needlework.model.memory import Memory
 from needlework.receipts import Tally
-from needlework.requests import Answer, Prepared, Request, prepare
+from needlework.requests import Answer, Finish, Prepared, Request, prepare
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ def score(body: Body, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> 
         logprobs = tuple(scores[r][0] for r in own)
         finite = all(math.isfinite(value) for option in logprobs for value in option)
         error = item.failure(receipt) if finite else NOT_FINITE
-        finish: Literal["scored", "failed"] = "failed" if error else "scored"
+        finish: Finish = "failed" if error else "scored"
         greedy = tuple(scores[r][1] for r in own)
         answers.append((i, Answer(receipt=receipt, finish=finish, error=error, option_logprobs=logprobs, greedy=greedy)))
     return answers
@@ -67,9 +66,9 @@ def _one_length(body: Body, read: Read, rows: Mapping[int, _Option], tally: Tall
         slots = torch.tensor(list(rows), device=body.device)
         heads = torch.cat([heads, _continuations(body, read.memory, place, list(rows.values()), tokens, slots, tally)], 1)
     logprobs = heads.log_softmax(-1)
-    each = logprobs.gather(2, tokens[..., None])[..., 0].tolist()
+    of_tokens = logprobs.gather(2, tokens[..., None])[..., 0].tolist()
     greedy = (logprobs.argmax(-1) == tokens).all(1).tolist()
-    return {r: (tuple(logs), best) for r, logs, best in zip(rows, each, greedy, strict=True)}
+    return {r: (tuple(logs), best) for r, logs, best in zip(rows, of_tokens, greedy, strict=True)}
 
 
 def _continuations(
@@ -78,8 +77,8 @@ def _continuations(
     """Logits after every token of every option but its last, [rows, length - 1, vocabulary]."""
     forked = memory.share(place) if body.shareable else memory.select(place)
     acts, samples = [row.item.acts["prefill"] for row in rows], [row.item.sample for row in rows]
-    plans = body.compile(acts, samples, "prefill", slots)
-    return body.feed(tokens[:, :-1], forked, "prefill", plans, tally, keep="all")
+    compiled = body.compile(acts, samples, "prefill", slots)
+    return body.feed(tokens[:, :-1], forked, "prefill", compiled, tally, keep="all")
 
 
 def logits(
@@ -118,11 +117,11 @@ def logits(
         if body.observer is not None:
             body.observer.begin(asked, body.device)
         if split:
-            plans = body.compile([item.acts["prefill"] for item in items], samples, "prefill", slots)
-            parts.append(body.feed(ids[:, :split], memory, "prefill", plans, tally, keep="all"))
-        plans = body.compile([item.acts["decode"] for item in items], samples, "decode", slots)
+            compiled = body.compile([item.acts["prefill"] for item in items], samples, "prefill", slots)
+            parts.append(body.feed(ids[:, :split], memory, "prefill", compiled, tally, keep="all"))
+        compiled = body.compile([item.acts["decode"] for item in items], samples, "decode", slots)
         for t in range(split, ids.shape[1]):
-            parts.append(body.feed(ids[:, t : t + 1], memory, "decode", plans, tally))
+            parts.append(body.feed(ids[:, t : t + 1], memory, "decode", compiled, tally))
     return torch.cat(parts, 1)
 
 

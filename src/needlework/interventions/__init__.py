@@ -1,4 +1,4 @@
-"""What can be done to a model: frozen values that compose with `+` and have a text form. Free of torch."""
+"""Everything that can be done to a model, to be imported from here. Free of torch."""
 
 from needlework.interventions.acts import ChangeOutputs
 from needlework.interventions.attention import (

@@ -1,7 +1,7 @@
-"""The small vocabulary that every intervention is lowered to: what happens in one layer, in one phase, to one row.
+"""Acts: what an intervention does in one layer and one phase to one prompt.
 
-An intervention says what a person means; acts say what `model/attention.py` and `model/mixers.py` do. A new intervention only has
-to say which acts it stands for.
+An intervention says what a person means. It is lowered (translated) to acts, which `model/attention.py` and `model/mixers.py`
+carry out. A new intervention only has to say which acts it stands for.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Act:
 
     @property
     def of_sample(self) -> bool:
-        """Whether it hangs on which sample it is done to: then samples with a common beginning cannot share its reading."""
+        """Whether it does something else to each sample: then samples that begin alike cannot share one prefill."""
         return False
 
 
@@ -94,7 +94,7 @@ class Place:
 
 @dataclass(frozen=True)
 class ChangeOutputs(Act):
-    """The open end of the vocabulary: `function(outputs, place)` reads or replaces what the heads of one row say.
+    """For whatever no other act does: `function(outputs, place)` reads or replaces what the heads of one row say.
 
     `outputs` [queries, heads, dim] may be written to; what the function returns, of the same shape, goes on. A prompt
     comes in one block of queries or in several, a decoded token in one of its own.

@@ -1,4 +1,4 @@
-"""What can be done to a model. Every intervention is a frozen value: `+` composes, `str()` and `parse()` round-trip."""
+"""What an intervention is: a frozen value; `+` composes, `str()` and `parse()` round-trip."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Intervention(BaseModel):
     side: ClassVar[Literal["attention", "recurrent", "memory", "none"]] = "none"
 
     def __init__(self, /, *values: Any, **fields: Any) -> None:
-        """Values without names are those of the fields of one's own, in order: `KeepHeads(2)`."""
+        """Positional values go to the intervention's own fields in their order: `KeepHeads(2)` is `KeepHeads(k=2)`."""
         own = [key for key in type(self).model_fields if key not in Part.model_fields] if values else []
         if len(values) > len(own):
             raise NeedleworkError(f"{self.name}: {len(values)} values without names; it has {', '.join(own) or 'no fields'}")
@@ -90,7 +90,7 @@ class Part(Intervention):
 
     @property
     def revision(self) -> int:
-        """Rises when what it does changes under the same text: answers of before are then no answers to it."""
+        """Raised when the same text comes to mean something else, so that older answers are not taken for answers to it."""
         return 0
 
     def stands_for(self, scene: Scene) -> Iterable[Act]:

@@ -1,6 +1,6 @@
-"""What heads are ranked by while a model runs: the one table of scores. Free of torch: scores call methods of what they get.
+"""The table of head scores: what `KeepHeads` ranks heads by. Free of torch: scores call methods of their arguments.
 
-Axes: r rows, h heads, q queries, k keys, d width of a head's output. Every score is [r h q], and the highest are kept.
+Every score is [rows, heads, queries], and the heads with the highest are kept.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from typing import Any, Literal, TypeVar, get_args
 from needlework.errors import NeedleworkError
 
 Needs = Literal["probabilities", "outputs"]
-RANDOM = "random"  # no score: `model/edits.py` draws heads by a hash of where they stand
+RANDOM = "random"  # not in the table: `model/edits.py` draws heads by a hash of sample, layer, position and head
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
 class HeadScore:
-    """`function(p)` or `function(p, log_p)` of attention probabilities and their logarithms [r h q k], or of `outputs` [r h q d].
+    """`function(p)` or `function(p, log_p)` of attention probabilities and their logarithms, [rows, heads, queries, keys],
+    or `function(outputs)` of head outputs, [rows, heads, queries, dim].
 
     Where a key is hidden, p is exactly 0. `log_p` belongs to the function, which may write over it; the others are to be read.
     """

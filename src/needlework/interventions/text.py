@@ -1,4 +1,4 @@
-"""The text form of interventions: `keep_heads(k=2, phase='decode') + ablate_recurrent(layers=[0, 1])`, or `none`."""
+"""Interventions from text: `keep_heads(k=2, phase='decode') + ablate_recurrent(layers=[0, 1])`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scans ask of their arguments. The compiled kernels trust shapes blindly, so nothing else may reach them."""
+"""Checks of the shapes and types that scans are given. The compiled kernels trust them blindly."""
 
 import torch
 from torch import Tensor

@@ -5,26 +5,21 @@ A block is a group of channels of one batch row; neighbouring groups are walked 
 
 from typing import Any
 
-import numba
 import numpy as np
 from torch import Tensor
 
 from needlework.kernels.jit import TOKENS, arrays, column_blocks, columns, compiled, run_blocks, tokens_of
+from needlework.kernels.tiles import DENSE, MATRIX, helper
 from needlework.kernels.vector_math import ONE, ZERO, sigmoid
 
-_MATRIX = "float32[:,::1]"  # weight, bias and their gradients: [taps or 1, channels]
-_DENSE = "float32[:,:,::1]"
 
-_helper = numba.njit(fastmath={"contract"}, error_model="numpy")
-
-
-@_helper  # type: ignore[untyped-decorator]
+@helper  # type: ignore[untyped-decorator]
 def _add_product(left: Any, right: Any, total: Any) -> None:
     for c in range(total.size):
         total[c] += left[c] * right[c]
 
 
-@_helper  # type: ignore[untyped-decorator]
+@helper  # type: ignore[untyped-decorator]
 def _token(x: Any, context: Any, row: int, t: int, low: int, high: int) -> Any:
     """The channels of token t; tokens before the first come from the context, [batch, taps - 1, channels]."""
     if t < 0:
@@ -34,7 +29,7 @@ def _token(x: Any, context: Any, row: int, t: int, low: int, high: int) -> Any:
     return values[start + low : start + high]
 
 
-@_helper  # type: ignore[untyped-decorator]
+@helper  # type: ignore[untyped-decorator]
 def _convolve(x: Any, context: Any, weight: Any, bias: Any, row: int, t: int, low: int, high: int, out: Any) -> None:
     taps = weight.shape[0]
     out[:] = bias[0, low:high]
@@ -42,13 +37,13 @@ def _convolve(x: Any, context: Any, weight: Any, bias: Any, row: int, t: int, lo
         _add_product(weight[tap, low:high], _token(x, context, row, t - taps + 1 + tap, low, high), out)
 
 
-@_helper  # type: ignore[untyped-decorator]
+@helper  # type: ignore[untyped-decorator]
 def _silu(values: Any) -> None:
     for c in range(values.size):
         values[c] *= sigmoid(values[c])
 
 
-@compiled(TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", _DENSE)
+@compiled(TOKENS, DENSE, MATRIX, MATRIX, "boolean", DENSE)
 def _forward(first: int, stop: int, x: Any, context: Any, weight: Any, bias: Any, silu: bool, out: Any) -> None:
     at = first
     while at < stop:
@@ -60,7 +55,7 @@ def _forward(first: int, stop: int, x: Any, context: Any, weight: Any, bias: Any
                 _silu(here)
 
 
-@_helper  # type: ignore[untyped-decorator]
+@helper  # type: ignore[untyped-decorator]
 def _silu_grad(before: Any, grad: Any) -> None:
     """From the gradient of silu(before) to that of `before`, in place of `before`."""
     for c in range(grad.size):
@@ -68,7 +63,7 @@ def _silu_grad(before: Any, grad: Any) -> None:
         before[c] = grad[c] * s * (ONE + before[c] * (ONE - s))
 
 
-@compiled(TOKENS, _DENSE, _MATRIX, _MATRIX, "boolean", TOKENS, _DENSE, _DENSE, _DENSE, _DENSE)
+@compiled(TOKENS, DENSE, MATRIX, MATRIX, "boolean", TOKENS, DENSE, DENSE, DENSE, DENSE)
 def _backward(
     first: int,
     stop: int,

@@ -1,4 +1,4 @@
-"""The whole RG-LRU after its gates' projections on the CPU: gates, input scale and recurrence in one pass, both ways.
+"""The whole RG-LRU after its gates' projections on the CPU, in one pass forward and one backward.
 
 Blocks and tiles are those of `tiles`. The backward pass computes the gates anew instead of keeping them.
 """

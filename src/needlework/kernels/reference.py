@@ -1,4 +1,4 @@
-"""The recurrences written out token by token: slow, obvious, and the oracle that every fast scan is tested against."""
+"""The recurrences written out token by token: slow, obvious, and what every fast scan is tested against."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Backward of `selective_scan_cpu`: tile by tile from the end, the states of a tile anew from its saved first one."""
+"""Backward pass of `selective_scan_cpu`. From the last tile to the first; states are recomputed from each tile's saved one."""
 
 from typing import Any
 

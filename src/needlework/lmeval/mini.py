@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from needlework.tasks.base import make_task
 from needlework.tasks.knowledge import Questions
-from needlework.tasks.registry import make_task
 from needlework.toy import world
 from needlework.toy.sample import Sample
 

@@ -290,8 +290,8 @@ def _partly_hidden(visible: Tensor) -> list[slice]:
 def _visible_by_position(forward: Forward, layer: int, keys: SharedPrefix, positions: Tensor, queries: slice) -> Tensor | None:
     """Shared keys have no place in the model's own mask: rows may be of different lengths. Causality and window decide."""
     window = forward.windows[layer]
-    one = forward.positions.shape[1] == 1
-    if one and keys.prefix.complete and (window is None or keys.count <= window):
+    one_query = forward.positions.shape[1] == 1
+    if one_query and keys.prefix.complete and (window is None or keys.count <= window):
         return None
     q = forward.positions[:, None, queries, None]
     k = positions[:, None, None, :]

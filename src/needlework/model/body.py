@@ -1,4 +1,4 @@
-"""A loaded model that can be fed tokens while acts apply: prefill, step and fork are all there is."""
+"""A loaded model that is fed tokens while acts apply: sessions, memory, compiled edits, forwards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from needlework.model.attention import NAME, Forward, Observer, current
 from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family
 from needlework.model.memory import Memory
-from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, hooked
+from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, holder, hooked
 from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
 from needlework.model.quiet import slow_kernel_hints
@@ -110,11 +110,10 @@ class Body:
     def _clear_rows(self, mixer: Mixer, rows: Tensor) -> None:
         """A mixer's memory is emptied for these rows while the model runs."""
         for name in mixer.state_names:
-            path, _, leaf = name.rpartition(".")
-            holder = mixer.module.get_submodule(path)
-            state = getattr(holder, leaf)
+            module, leaf = holder(mixer.module, name)
+            state = getattr(module, leaf)
             if state is not None:
-                setattr(holder, leaf, state * (~rows).to(state.dtype).view(-1, *[1] * (state.dim() - 1)))
+                setattr(module, leaf, state * (~rows).to(state.dtype).view(-1, *[1] * (state.dim() - 1)))
         if self._memory is not None and not mixer.state_names:
             self._memory.clear([mixer.cache_layer], rows)
 
@@ -122,8 +121,7 @@ class Body:
         stateful = {}
         for mixer in self.mixers:
             for name in mixer.state_names:
-                path, _, leaf = name.rpartition(".")
-                stateful[f"{mixer.layer}.{name}"] = (mixer.cache_layer, mixer.module.get_submodule(path), leaf)
+                stateful[f"{mixer.layer}.{name}"] = (mixer.cache_layer, *holder(mixer.module, name))
         return Memory(self.family.make_cache(self.model.config), stateful, rows)
 
     def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:

@@ -1,4 +1,4 @@
-"""Acts on one attention layer, compiled for a batch: small tensors with one entry a row, and the maths on them."""
+"""Acts on one attention layer, compiled for a batch: small tensors with one entry a row, and their maths."""
 
 from __future__ import annotations
 
@@ -98,7 +98,10 @@ class LayerEdits:
         return before & near
 
     def scores_of_probabilities(self, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
-        """Those that need probabilities [r h q k], before columns are rewritten. [r q h] `log_p` is used up."""
+        """[rows, queries, heads] of each score of probabilities [rows, heads, queries, keys], taken before columns are rewritten.
+
+        `log_p` is used up.
+        """
         scores = self.keep.scores("probabilities") if self.keep is not None else []
         takers, values = sum(score.takes_log_p for score in scores), {}
         for score in scores:
@@ -108,7 +111,7 @@ class LayerEdits:
         return values
 
     def scores_of_outputs(self, out: Tensor) -> dict[str, Tensor]:
-        """Those that need outputs [r q h d]. [r q h]"""
+        """[rows, queries, heads] of each score of outputs [rows, queries, heads, dim]."""
         scores = self.keep.scores("outputs") if self.keep is not None else []
         by_head = out.transpose(1, 2)
         return {score.name: _shaped(score.function(by_head), by_head.shape[:3], score.name).transpose(1, 2) for score in scores}
@@ -246,7 +249,7 @@ def compile_layer(
     """What each row's acts make of one layer. `means`: calibrated head means [heads, dim] by hash."""
     edits = LayerEdits()
 
-    def of(kind: type[A]) -> list[A | None]:
+    def one_a_row(kind: type[A]) -> list[A | None]:
         return [next((act for act in row if isinstance(act, kind)), None) for row in rows]
 
     silences = [[act for act in row if isinstance(act, acts.SilenceHeads)] for row in rows]
@@ -255,7 +258,7 @@ def compile_layer(
             [[any(h in act.heads for act in row) for h in range(heads)] for row in silences], device=device
         )
         edits.means = _means(silences, means, device)
-    keeps = of(acts.KeepBest)
+    keeps = one_a_row(acts.KeepBest)
     if any(keeps):
         names = tuple(sorted({act.by for act in keeps if act}))
         edits.keep = Keep(
@@ -265,17 +268,18 @@ def compile_layer(
             sample=_column([_signed(s & (1 << 64) - 1) for s in samples], device),
             names=names,
         )
-    limits = of(acts.LimitKeys)
+    limits = one_a_row(acts.LimitKeys)
     if any(limits):
         edits.limit = (
             _column([act.tokens if act else EVERYTHING for act in limits], device),
             _column([act.sinks if act else 0 for act in limits], device),
         )
-    exposures = of(acts.ExposeColumns)
+    exposures = one_a_row(acts.ExposeColumns)
     if any(exposures):
         edits.expose = _expose(exposures, device)
-    if any(of(acts.DropAttention)):
-        edits.dropped = torch.tensor([act is not None for act in of(acts.DropAttention)], device=device)
+    drops = one_a_row(acts.DropAttention)
+    if any(drops):
+        edits.dropped = torch.tensor([act is not None for act in drops], device=device)
     edits.functions = tuple(
         (i, samples[i], act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
     )

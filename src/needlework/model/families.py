@@ -18,7 +18,6 @@ class Family:
     state_names: tuple[str, ...] = ()  # where such a mixer keeps its state
     no_mixer: str = ""  # why there is no recurrent side that could be switched off by itself
     dense_masks: bool = False  # the model computes with its masks, so it must be given real ones
-    decode_drift: str = ""  # why decoding differs from a full forward by the model's own doing
     make_cache: Callable[[Any], Any] = lambda config: DynamicCache(config=config)
     deepmind_window: bool = False  # trained with one key more than transformers shows
     continues: bool = False  # its own code takes several tokens at once after a prefill, as the tests show
@@ -61,7 +60,6 @@ def _minimax_cache(config: Any) -> Any:
     return Cache()
 
 
-_TIME_STEP = "prefill clamps the time step at its minimum, single-token decode does not"
 _SHORT_CONVOLUTIONS = "its short convolutions sit inside attention and feed-forward layers"
 _NOTHING_ELSE = (
     "bailing_hybrid",
@@ -75,6 +73,7 @@ _NOTHING_ELSE = (
     "lfm2_moe",
     "llama",
     "mamba2",
+    "nemotron_h",
     "olmo_hybrid",
     "qwen3",
     "qwen3_5",
@@ -82,11 +81,11 @@ _NOTHING_ELSE = (
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
+    "zamba2",
 )
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_NOTHING_ELSE, Family(continues=True)),
-    **dict.fromkeys(("zamba2", "nemotron_h"), Family(continues=True, decode_drift=_TIME_STEP)),
     **dict.fromkeys(("glm5_next", "glm5_next_text", "qwen4_exp", "qwen4_exp_text"), Family(continues=True, dense_masks=True)),
     **dict.fromkeys(("inkling", "inkling_text"), Family(continues=True, no_mixer=_SHORT_CONVOLUTIONS)),
     "hrm_text": Family(continues=True, no_mixer="it recurs over depth, not over tokens"),

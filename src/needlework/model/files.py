@@ -1,6 +1,7 @@
-"""Which files of a model directory are read: its weights, exactly those that count for its identity, and its tokenizer.
+"""Which files of a model directory are read: its weights and its tokenizer.
 
-Free of torch. A directory may come from anybody, so what its files say is checked before anything acts on it.
+The weights are exactly the files that a model's identity is hashed from. Free of torch. A directory may come from anybody,
+so what its files say is checked before anything acts on it.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def read_tokenizer(directory: Path, gguf: str = "", **options: Any) -> Any:
     except Exception as error:  # many kinds, all of which mean that there is none to be had
         if gguf:
             return None
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         raise NeedleworkError(f"{directory}: the tokenizer cannot be read ({first})") from None
 
 
@@ -103,5 +104,10 @@ def fetch(name: str, revision: str | None = None, code: bool = False) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
     except Exception as error:  # the hub raises many kinds; all mean that the model cannot be had
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         raise NeedleworkError(f"{name!r} could not be had from the hub ({first}); check name and network") from None
+
+
+def first_line(error: Exception) -> str:
+    """What a library's error says, without the advice that follows."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -14,7 +14,7 @@ from needlework.errors import NeedleworkError
 from needlework.model import quiet
 from needlework.model.body import Body, Kernels
 from needlework.model.families import family
-from needlework.model.files import fetch, read_tokenizer, weight_files
+from needlework.model.files import fetch, first_line, read_tokenizer, weight_files
 from needlework.model.presets import PRESETS
 from needlework.model.probe import probe
 from needlework.model.turns import turn
@@ -117,7 +117,7 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
         with quiet.hub_retries():
             return AutoConfig.from_pretrained(origin.name, **options)
     except Exception as error:  # a configuration can be wrong in many ways, and each raises its own kind
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        first = first_line(error)
         if "model_type" in first or "does not recognize" in first or "Unrecognized" in first:
             raise NeedleworkError(
                 f"{origin.name}: this version of transformers does not know the model type ({first}); upgrade transformers,"
@@ -157,16 +157,16 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     with quiet.load_report() as report:
         try:
-            model, told = loader.from_pretrained(
+            model, loading_info = loader.from_pretrained(
                 str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
             )
         except Exception as error:  # safetensors, OSError, KeyError...: what went wrong is in the message
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            first = first_line(error)
             raise NeedleworkError(
                 f"{folder}: the weights cannot be loaded ({_conversion_error(report) or first}). Needlework reads safetensors"
                 " (or GGUF): if this is an old checkpoint, load it once with transformers and save_pretrained it again"
             ) from None
-    _refuse_gaps(folder, model, told)
+    _refuse_gaps(folder, model, loading_info)
     return model
 
 
@@ -176,10 +176,12 @@ def _conversion_error(report: list[str]) -> str:
     return f"{match[2]}: {match[1]}" if match else ""
 
 
-def _refuse_gaps(folder: Path, model: Any, told: dict[str, Any]) -> None:
+def _refuse_gaps(folder: Path, model: Any, loading_info: dict[str, Any]) -> None:
     """Every tensor of the model from the files, and every tensor of the files in the model; tied ones count as there."""
-    shapes = [f"{name} is {list(there)} and must be {list(wanted)}" for name, there, wanted in sorted(told["mismatched_keys"])]
-    kinds = {"missing": told["missing_keys"], "not of this model": told["unexpected_keys"], "of another shape": shapes}
+    mismatched = sorted(loading_info["mismatched_keys"])
+    shapes = [f"{name} is {list(stored)} and must be {list(wanted)}" for name, stored, wanted in mismatched]
+    missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
+    kinds = {"missing": missing, "not of this model": unexpected, "of another shape": shapes}
     wrong = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
     if wrong:
         raise NeedleworkError(
@@ -189,9 +191,9 @@ def _refuse_gaps(folder: Path, model: Any, told: dict[str, Any]) -> None:
         )
 
 
-def _first_few(names: Collection[str], count: int = 3) -> str:
-    few = ", ".join(sorted(names)[:count])
-    return f"{few}, ..." if len(names) > count else few
+def _first_few(names: Collection[str]) -> str:
+    few = ", ".join(sorted(names)[:3])
+    return f"{few}, ..." if len(names) > 3 else few
 
 
 def _set_window(config: Any, window: Window) -> None:
@@ -206,9 +208,9 @@ def _set_window(config: Any, window: Window) -> None:
 
 def torch_device(device: str) -> torch.device:
     try:
-        found = torch.device(device)
+        place = torch.device(device)
     except RuntimeError as error:
         raise NeedleworkError(f"device {device!r}: {str(error).splitlines()[0]}") from None
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if place.type == "cuda" and not torch.cuda.is_available():
         raise NeedleworkError(f"device {device!r}: this machine has no CUDA device that torch can use; choose device='cpu'")
-    return found
+    return place

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from needlework.interventions.acts import Half
-from needlework.model.keys import Prefix
-from needlework.model.shared_keys import SharedKV
+from needlework.model.keys import Prefix, SharedKV
 
 _KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> dimension of the batch
 _RECURRENT = ("conv_states", "recurrent_states")
@@ -66,8 +65,11 @@ class Memory:
             for _, module, name in self._on_modules.values():
                 vars(module)[name] = None
 
-    def slots(self, half: Half | None = None) -> Iterator[Slot]:
+    def slots(self, half: Half | None = None) -> list[Slot]:
         """Every tensor in use, of one half or of both."""
+        return [slot for slot in self._slots() if half in (None, slot.half)]
+
+    def _slots(self) -> Iterator[Slot]:
         for index, layer in enumerate(getattr(self.cache, "layers", ())):
             fields = vars(layer)
             for name, batch_dim in _KV.items():
@@ -84,14 +86,11 @@ class Memory:
             if self._held[path] is not None:
                 yield Slot("recurrent", layer, path, self._held, path)
 
-    def _of(self, half: Half | None) -> list[Slot]:
-        return [slot for slot in self.slots() if half in (None, slot.half)]
-
-    def _twin(self, rows: int, tensor: Callable[[Slot], Tensor]) -> Memory:
-        """A memory of the same make whose tensors are made from this one's."""
+    def _rebuilt(self, rows: int, tensor: Callable[[Slot], Tensor]) -> Memory:
+        """A memory of the same structure whose tensors are computed from this one's."""
         new = Memory(_shell(self.cache), self._on_modules, rows)
         new.length, new._held = self.length, dict(self._held)
-        for slot in new._of(None):
+        for slot in new.slots():
             slot.put(tensor(slot))
         return new
 
@@ -101,7 +100,7 @@ class Memory:
         With `recurrent_rows` the two halves come from different rows: that is how memory is swapped.
         """
         source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
-        new = self._twin(
+        new = self._rebuilt(
             len(rows), lambda slot: slot.tensor.index_select(slot.batch_dim, source[slot.half].to(slot.tensor.device))
         )
         for layer in getattr(new.cache, "layers", ()):
@@ -112,7 +111,7 @@ class Memory:
     def share(self, rows: Tensor, recurrent_rows: Tensor | None = None) -> Memory:
         """As `select`, but all rows read this memory's keys where they lie instead of copying them."""
         source = rows if recurrent_rows is None else recurrent_rows
-        new = self._twin(
+        new = self._rebuilt(
             len(rows),
             lambda slot: slot.tensor if slot.half == "kv" else slot.tensor.index_select(0, source.to(slot.tensor.device)),
         )
@@ -138,7 +137,7 @@ class Memory:
         first = memories[0]
         if len(memories) == 1:
             return first
-        tables = [{(slot.layer, slot.name): slot for slot in memory._of(None)} for memory in memories]
+        tables = [{(slot.layer, slot.name): slot for slot in memory.slots()} for memory in memories]
         skip = {i for i, layer in enumerate(getattr(first.cache, "layers", ())) if isinstance(layer, SharedKV)}
 
         def joined(slot: Slot) -> Tensor:
@@ -146,25 +145,22 @@ class Memory:
                 return slot.tensor
             return torch.cat([table[slot.layer, slot.name].tensor for table in tables], slot.batch_dim)
 
-        new = first._twin(sum(memory.rows for memory in memories), joined)
+        new = first._rebuilt(sum(memory.rows for memory in memories), joined)
         new.length = max(memory.length for memory in memories)
         for index in skip:
             new.cache.layers[index].join([memory.cache.layers[index] for memory in memories])
         return new
 
-    def clear(self, layers: Sequence[int], rows: Tensor) -> int:
-        """Empty the recurrent half of these cache layers for the rows marked True; how many states were emptied."""
-        emptied = 0
-        for slot in self._of("recurrent"):
+    def clear(self, layers: Sequence[int], rows: Tensor) -> None:
+        """Empty the recurrent half of these cache layers for the rows marked True."""
+        for slot in self.slots("recurrent"):
             if slot.layer in layers:
                 keep = (~rows).to(slot.tensor.device, slot.tensor.dtype)
                 slot.put(slot.tensor * keep.view(-1, *[1] * (slot.tensor.dim() - 1)))
-                emptied += 1
-        return emptied
 
     def nbytes(self, half: Half | None = None) -> int:
         """Bytes held; keys that several rows share count once."""
-        own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in self._of(half))
+        own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in self.slots(half))
         layers = [x for x in getattr(self.cache, "layers", ()) if isinstance(x, SharedKV)]
         return own + (sum(x.prefix_bytes for x in layers) if half in (None, "kv") else 0)
 

@@ -1,4 +1,4 @@
-"""Hooks for what the attention function cannot reach: recurrent mixers, and attention modules as whole blocks.
+"""Hooks for what the attention function cannot reach: recurrent mixers, and whole attention modules.
 
 A mixer's memory is cut by showing it each token alone, as the only token of a sequence of its own. That needs no knowledge
 of the mixer: convolution, state-space and delta-rule memories are all cut the same way, and the token's own path stays.
@@ -106,7 +106,7 @@ def _first(output: Any) -> Tensor:
 
 
 def _with_rows(output: Any, rows: Tensor, other: Tensor) -> Any:
-    """The module's output with the marked rows replaced by those of `other`, which has no others."""
+    """The module's output with the marked rows replaced by `other`, which holds these rows and no more."""
     hidden = _first(output).clone()
     hidden[rows] = other
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
@@ -123,7 +123,7 @@ def _each_token_alone(mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any
     """What the mixer says to each token of the marked rows when it is shown that token and nothing else."""
     rows, tokens = forward.positions.shape
     chosen = cut.nonzero()[:, 0]
-    kept = [getattr(*_holder(mixer.module, name)) for name in mixer.state_names]
+    kept = [getattr(*holder(mixer.module, name)) for name in mixer.state_names]
 
     def lone(value: Any, part: slice) -> Any:
         """[rows, tokens, ...] -> [chosen rows * some tokens, 1, ...]; anything that is not per token stays as it is."""
@@ -147,7 +147,7 @@ def _each_token_alone(mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any
             out = _first(mixer.module.forward(*plain, **named))
         pieces.append(out.reshape(len(chosen), part.stop - part.start, *out.shape[2:]))
     for name, value in zip(mixer.state_names, kept, strict=True):
-        setattr(*_holder(mixer.module, name), value)
+        setattr(*holder(mixer.module, name), value)
     return torch.cat(pieces, 1)
 
 
@@ -172,6 +172,7 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") or hasattr(value, "update_conv_state")
 
 
-def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The submodule that has a state, and the name of the state there."""
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf

@@ -1,38 +1,22 @@
-"""Configurations of the paper's models, from their public values, so that anyone can inspect them without a download."""
+"""Public configurations of the paper's models: they can be inspected without a download."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
-def _recurrent_gemma_2b() -> Any:
+def _recurrent_gemma(layers: int, width: int, heads: int) -> Any:
     from transformers import RecurrentGemmaConfig
 
     return RecurrentGemmaConfig(
-        num_hidden_layers=26,
+        num_hidden_layers=layers,
         vocab_size=256_000,
-        hidden_size=2560,
-        intermediate_size=15_360,
-        num_attention_heads=10,
+        hidden_size=width,
+        intermediate_size=6 * width,
+        num_attention_heads=heads,
         num_key_value_heads=1,
-        lru_width=2560,
-        attention_window_size=2048,
-        conv1d_width=4,
-        block_types=("recurrent", "recurrent", "attention"),
-    )
-
-
-def _recurrent_gemma_9b() -> Any:
-    from transformers import RecurrentGemmaConfig
-
-    return RecurrentGemmaConfig(
-        num_hidden_layers=38,
-        vocab_size=256_000,
-        hidden_size=4096,
-        intermediate_size=24_576,
-        num_attention_heads=16,
-        num_key_value_heads=1,
-        lru_width=4096,
+        lru_width=width,
         attention_window_size=2048,
         conv1d_width=4,
         block_types=("recurrent", "recurrent", "attention"),
@@ -63,8 +47,8 @@ def _jamba_mini() -> Any:
     )
 
 
-PRESETS = {
-    "recurrentgemma-2b": _recurrent_gemma_2b,
-    "recurrentgemma-9b": _recurrent_gemma_9b,
+PRESETS: dict[str, Callable[[], Any]] = {
+    "recurrentgemma-2b": lambda: _recurrent_gemma(layers=26, width=2560, heads=10),
+    "recurrentgemma-9b": lambda: _recurrent_gemma(layers=38, width=4096, heads=16),
     "jamba-mini-1.6": _jamba_mini,
 }

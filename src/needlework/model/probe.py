@@ -21,7 +21,7 @@ from transformers.masking_utils import sdpa_mask
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.model.families import Family
 from needlework.model.memory import Memory
-from needlework.model.mixers import Mixer
+from needlework.model.mixers import Mixer, holder
 
 PROBE = "needlework_probe"
 PROBE_TOKENS = 6
@@ -148,7 +148,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
     mixers: tuple[Mixer, ...] = ()
     device = next(model.parameters()).device
     paths = {module: path for path, module in model.named_modules()}
-    stateful = _stateful(model, family, paths)
+    stateful = _stateful(family, paths)
     memory = Memory(family.make_cache(model.config), stateful, rows=1)
     ids = (torch.arange(PROBE_TOKENS, device=device) % config.vocab_size)[None]
     log = _Log()
@@ -161,7 +161,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
         if family.mixer_class:
             cache_layers = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
         mixers = tuple(Mixer(_number(paths[m]), m, cache_layer, family.state_names) for m, cache_layer in cache_layers.items())
-    layers = _layers(model, paths, calls, index_of, mixers, memory)
+    layers = _layers(paths, calls, index_of, mixers, memory)
     anatomy = Anatomy(
         model_type=config.model_type,
         architecture=type(model).__name__,
@@ -195,13 +195,12 @@ def _parameter_names(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
 
 
-def _stateful(model: Any, family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[int, nn.Module, str]]:
+def _stateful(family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[int, nn.Module, str]]:
     states = {}
     for module, path in paths.items():
         if family.mixer_class and type(module).__name__ == family.mixer_class:
             for name in family.state_names:
-                inner, _, leaf = name.rpartition(".")
-                states[f"{path}.{name}"] = (_number(path), module.get_submodule(inner), leaf)
+                states[f"{path}.{name}"] = (_number(path), *holder(module, name))
     return states
 
 
@@ -219,7 +218,6 @@ def _layer_indices(paths: list[str]) -> dict[str, int]:
 
 
 def _layers(
-    model: Any,
     paths: dict[nn.Module, str],
     calls: list[_Call],
     index_of: dict[str, int],
@@ -243,11 +241,11 @@ def _layers(
             kv_bytes,
         )
     for mixer in mixers:
-        slots = [slot.tensor for slot in memory.slots() if slot.half == "recurrent" and slot.layer == mixer.cache_layer]
+        slots = [slot.tensor for slot in memory.slots("recurrent") if slot.layer == mixer.cache_layer]
         state = sum(x.numel() * x.element_size() for x in slots)
         name = type(mixer.module).__name__
         recurrent[mixer.layer] = RecurrentPart(paths[mixer.module], name, _parameters(mixer.module), state)
-    count = max([_stack_size(model, paths), *(1 + i for i in (*attention, *recurrent))])
+    count = max([_stack_size(paths), *(1 + i for i in (*attention, *recurrent))])
     return tuple(Layer(i, attention.get(i), recurrent.get(i)) for i in range(count))
 
 
@@ -255,7 +253,7 @@ def _parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _stack_size(model: Any, paths: dict[nn.Module, str]) -> int:
+def _stack_size(paths: dict[nn.Module, str]) -> int:
     """Length of the longest list of layers at the top of the text model."""
     lists = [m for m, path in paths.items() if isinstance(m, nn.ModuleList) and not re.search(r"\.\d+\.", path)]
     sizes = [len(m) for m in lists if len({type(x).__name__ for x in m}) <= 3 and "vis" not in paths[m]]

@@ -1,4 +1,4 @@
-"""Keeping back what transformers says where it does not hold, or where an error says it better. Undone afterwards."""
+"""Withholding log messages that do not apply here or that our own error says better. Undone afterwards."""
 
 from __future__ import annotations
 

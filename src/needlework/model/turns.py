@@ -21,16 +21,16 @@ _holder: int | None = None  # the thread whose turn it is
 def turn() -> Iterator[None]:
     """Wait until no other thread uses a model. The thread whose turn it is cannot have another one: it would wait for itself."""
     global _holder
-    here = threading.get_ident()
-    if _holder == here:
+    thread = threading.get_ident()
+    if _holder == thread:
         gc.collect()  # an iteration that was dropped half way may linger in a reference cycle; this ends it
-    if _holder == here:
+    if _holder == thread:
         raise NeedleworkError(
             "a model is already answering in this thread: inside an intervention no model can be asked, and an iteration over"
             " engine.run(...) must be finished or closed first"
         )
     with _taken:
-        _holder = here
+        _holder = thread
         try:
             yield
         finally:

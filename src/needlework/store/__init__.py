@@ -1,4 +1,4 @@
-"""One SQLite file per run. Whoever reads or writes a run imports from here."""
+"""The store of a run. Whoever reads or writes a run imports from here."""
 
 from needlework.store.database import Store
 from needlework.store.disk import StoreError, claimed, is_full, writing

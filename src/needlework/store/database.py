@@ -117,18 +117,18 @@ class Store:
             self.db.executemany(statement, values)
 
     def done(self) -> dict[RowKey, str]:
-        """Every trial that is there, and what its scores are of."""
+        """The key of every stored trial, and the hash of what scored it."""
         return {row[:4]: row[4] for row in self.db.execute("SELECT experiment, model, task, id, scoring FROM trials")}
 
     def mark_asked(self, wanted: AbstractSet[RowKey], where: str, values: Sequence[Any]) -> int:
-        """Note which rows of those are asked for; how many are not."""
+        """Of the rows that `where` selects, note which ones the plan asks for; how many it does not."""
         rows = self.db.execute(f"SELECT experiment, model, task, id, asked FROM trials WHERE {where}", values).fetchall()
         changed = [(1 - asked, *row) for *row, asked in rows if (tuple(row) in wanted) != bool(asked)]
         self._write("UPDATE trials SET asked = ? WHERE experiment = ? AND model = ? AND task = ? AND id = ?", changed)
         return sum(tuple(row) not in wanted for *row, _ in rows)
 
     def observed(self) -> set[Recording]:
-        """(experiment, model, task) of every recording that is there."""
+        """Every recording that is stored."""
         return set(self.db.execute("SELECT DISTINCT experiment, model, task FROM observations"))
 
     def note_recording(self, recording: Recording, content: str) -> None:

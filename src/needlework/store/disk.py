@@ -1,4 +1,4 @@
-"""A run's directory on the disk: who owns it, what it means that nothing can be written, and how it is read all the same."""
+"""A run's directory on the disk: claiming it, naming what keeps it from being written, reading it all the same."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ class StoreError(NeedleworkError):
 
 
 def is_full(error: BaseException) -> bool:
-    """The disk has no room left, whoever met it."""
+    """Whether an error, of SQLite or of the system, says that the disk is full."""
     return sqlite_code(error) == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
 
 
 def sqlite_code(error: BaseException) -> int:
-    """SQLite's own word for what went wrong; 0 for other errors."""
+    """SQLite's primary result code; 0 for other errors."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """What goes wrong in here is the disk's fault, and told as that."""
+    """Errors of SQLite and of the system inside this block become a StoreError that says what to do."""
     try:
         yield
     except (sqlite3.Error, OSError) as error:

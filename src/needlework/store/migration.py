@@ -1,4 +1,4 @@
-"""Stores of version 1 brought up to date: what version 2 writes beside each row is read from what a store says of its plan."""
+"""Stores of version 1 are brought to version 2: the new columns are read from what the store says of its plan."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _described(db: sqlite3.Connection, experiments: Mapping[str, Any]) -> Iterat
     for row, name, model, task, seed, mode, facts, scores in db.execute(f"SELECT {names} FROM trials"):
         experiment = experiments.get(name, {})
         tasks = experiment.get("tasks", {})
-        if any(one["kind"] == LM_EVAL for one in tasks.values()):
+        if any(task_of_plan["kind"] == LM_EVAL for task_of_plan in tasks.values()):
             kind, ability, boundary, asked = LM_EVAL, _LM_EVAL_ABILITIES.get(mode, ""), "decode", True
         else:
             kind, boundary = tasks.get(task, {}).get("kind", ""), experiment.get("boundary", "")
@@ -66,7 +66,7 @@ def _described(db: sqlite3.Connection, experiments: Mapping[str, Any]) -> Iterat
 def _greedy(facts: Mapping[str, Any], scores: Mapping[str, float]) -> list[bool]:
     """Which options the model would have said, as far as version 1 tells: the right one, and then none beside it."""
     if "greedy" in facts:  # lm-eval's rows have them all
-        return [bool(one) for one in facts["greedy"]]
+        return [bool(said) for said in facts["greedy"]]
     right, texts = facts.get("answer_option"), facts.get("options", [])
     if scores.get("top1") != 1 or right is None or not texts:
         return []

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 SCHEMA_VERSION = 2
-# Rises when an intervention, a phase or a task's prompt changes its meaning: old answers are then no answers. A changed
+# Raised when an intervention, a phase or a task's prompt changes its meaning: old answers are then asked for again. A changed
 # score raises tasks.scores.SCORES_VERSION instead: old answers stay, and are scored again.
 SEMANTICS_VERSION = 2
 LM_EVAL = "lm-eval"  # kind of the rows that lm-evaluation-harness asks for and scores: no plan asks for them

@@ -3,8 +3,7 @@
 from typing import Any
 
 from needlework.tasks import knowledge, niah, own_prompts, perplexity, recall, ruler
-from needlework.tasks.base import Item, Mode, Task, Tokenizer
-from needlework.tasks.registry import TASKS, load_plugins, make_task, task
+from needlework.tasks.base import TASKS, Item, Mode, Task, Tokenizer, load_plugins, make_task, task
 
 __all__ = [
     "TASKS",

@@ -1,4 +1,4 @@
-"""Haystacks: text to hide needles in, from the user's files or from the built-in generator, cut to a number of tokens.
+"""Haystacks: text to hide needles in, from files or from the built-in generator, cut to a number of tokens.
 
 The toy world makes its own (`needlework.toy.needles.scene`), by the same rule: a needle goes in after a sentence end.
 """
@@ -46,7 +46,7 @@ def read(pattern: str) -> tuple[str, ...]:
     paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
     if not paths:
         raise NeedleworkError(f"haystack: no file matches {pattern!r}; give a pattern such as texts/*.txt")
-    found: list[str] = []
+    parts: list[str] = []
     for path in paths:
         try:
             text = Path(path).read_text(encoding="utf-8").strip()
@@ -54,15 +54,15 @@ def read(pattern: str) -> tuple[str, ...]:
             raise NeedleworkError(f"haystack: {path} is not UTF-8 text; convert it or leave it out of the pattern") from None
         if text:
             first, *rest = split(text)
-            found += ["\n\n" + first, *rest]
-    if not found:
+            parts += ["\n\n" + first, *rest]
+    if not parts:
         raise NeedleworkError(f"haystack: the files that match {pattern!r} are all empty")
-    return tuple(found)
+    return tuple(parts)
 
 
 def split(text: str) -> list[str]:
     """Sentences of a text; joined again they are the text."""
-    cuts = [0, *(found.end() for found in _END.finditer(text))]
+    cuts = [0, *(match.end() for match in _END.finditer(text))]
     parts = [text[a:b] for a, b in zip(cuts, (*cuts[1:], len(text)), strict=True)]
     return [part for part in parts if part]
 
@@ -71,9 +71,9 @@ def sentences(source: str | None, stream: Stream, start_anywhere: bool) -> Itera
     """Sentences without end: of the files (over again when they run out), or made up when no files are named."""
     if source is None:
         return english.sentences(stream)
-    found = read(source)
-    first = stream.below(len(found)) if start_anywhere else 0
-    return chain(found[first:], cycle(found))
+    parts = read(source)
+    first = stream.below(len(parts)) if start_anywhere else 0
+    return chain(parts[first:], cycle(parts))
 
 
 def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int, whole: bool = False) -> Haystack:

@@ -1,4 +1,4 @@
-"""What a model knows without being told: facts of the toy world, asked as cloze and as letter choice, and judgements.
+"""What a model knows from training: facts of the toy world as cloze and as letter choice, and judgements.
 
 The cloze has no answer letter to look up; the letter choice has, and so needs in-context retrieval on top of knowledge
 (Bick et al. 2025). Both are asked about the same facts, so that their difference is the look-up.
@@ -14,8 +14,7 @@ from pydantic import Field
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
-from needlework.tasks.registry import task
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.scores import begins, choice
 from needlework.toy import world
 from needlework.toy.sample import Sample, Stream
@@ -81,6 +80,19 @@ def answered(sample: Sample) -> list[str]:
     return [*sample.prompt, *sample.target, sample.stop]
 
 
+class Chosen:
+    """Mixed into tasks that are answered by the likeliest of an item's options; there are four unless a task says otherwise."""
+
+    mode: ClassVar[Mode] = "choices"
+
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return choice(item, answer)
+
+    @property
+    def chance(self) -> float:
+        return 0.25
+
+
 @task
 class Cloze(Facts):
     """Complete a fact; right if the first word of the answer is the value, out of the whole vocabulary."""
@@ -101,26 +113,17 @@ class Cloze(Facts):
 
 
 @task
-class ClozeChoice(Cloze):
+class ClozeChoice(Chosen, Cloze):
     """The same questions as `cloze`: the likeliest of four values. `top1` is the cloze score, from the same pass."""
 
     kind = "cloze_choice"
-    mode: ClassVar[Mode] = "choices"
-
-    def score(self, item: Item, answer: Answer) -> dict[str, float]:
-        return choice(item, answer)
-
-    @property
-    def chance(self) -> float:
-        return 0.25
 
 
 @task
-class Letter(Facts):
+class Letter(Chosen, Facts):
     """Four lettered options, as in MMLU: the likeliest letter."""
 
     kind = "letter"
-    mode: ClassVar[Mode] = "choices"
 
     def asked(self, stream: Stream, fact: tuple[str, str]) -> Sample:
         before: list[str] = []
@@ -128,20 +131,12 @@ class Letter(Facts):
             before += answered(world.letter_choice(stream, fact=self.shown(stream, fact)))
         return world.letter_choice(stream, fact=fact, before=before)
 
-    def score(self, item: Item, answer: Answer) -> dict[str, float]:
-        return choice(item, answer)
-
-    @property
-    def chance(self) -> float:
-        return 0.25
-
 
 @task
-class LetterLookup(Questions):
+class LetterLookup(Chosen, Questions):
     """Letter look-up with no knowledge in it: the question names the option itself. What `letter` loses to retrieval."""
 
     kind = "letter_lookup"
-    mode: ClassVar[Mode] = "choices"
     samples: int = Field(100, ge=1)
 
     def named_samples(self, seed: int) -> Iterator[tuple[str, Sample]]:
@@ -152,20 +147,12 @@ class LetterLookup(Questions):
                 before += answered(world.letter_lookup(stream))
             yield f"{self.kind}/{i}", world.letter_lookup(stream, before=before)
 
-    def score(self, item: Item, answer: Answer) -> dict[str, float]:
-        return choice(item, answer)
-
-    @property
-    def chance(self) -> float:
-        return 0.25
-
 
 @task
-class Judgements(Questions):
+class Judgements(Chosen, Questions):
     """Yes or no, as in GLUE: is a sentence well formed, does one follow from another, do two say the same?"""
 
     kind = "judgements"
-    mode: ClassVar[Mode] = "choices"
     judgements: tuple[Literal["acceptability", "entailment", "paraphrase"], ...] = world.JUDGEMENTS  # type: ignore[assignment]
     samples: int = Field(50, ge=1)  # of each
 
@@ -177,9 +164,6 @@ class Judgements(Questions):
                 for _ in range(self.shots):
                     before += answered(world.judgement(stream, kind))
                 yield f"{kind}/{i}", world.judgement(stream, kind, before=before)
-
-    def score(self, item: Item, answer: Answer) -> dict[str, float]:
-        return choice(item, answer)
 
     @property
     def chance(self) -> float:

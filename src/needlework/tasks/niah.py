@@ -10,27 +10,61 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, Tokenizer
+from needlework.tasks.base import Item, Mode, Tokenizer, task
 from needlework.tasks.haystack import Haystack, gather, sentences, weave
-from needlework.tasks.needles import GRADED, KEY, NEEDLE, OTHERS, QUESTION, VALUE, Other, filled
 from needlework.tasks.prompts import Piece, token_ids
-from needlework.tasks.registry import task
 from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.scores import begins, graded, holds, words_right
 from needlework.toy import world as toy_world
 from needlework.toy.sample import Stream
 
+# The paper's needle, and needles like it about other cities for distractors, wrong options and twins.
+NEEDLE = "The best thing to do in {key} is {value}."
+KEY, VALUE = "San Francisco", "eat a sandwich and sit in Dolores Park on a sunny day"
+QUESTION = "What is the best thing to do in {key}?"
+GRADED = {"eat a sandwich": 1.0, "dolores park": 0.5, "sit in dolores park": 0.5, "on a sunny day": 1.0}
 LENGTHS = (250, 677, 1105, 1532, 1959, 2387, 2814, 3241, 3669, 4096)
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
 Depths = Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], Field(min_length=1)]
 RESERVE = 200
 TOY_LENGTHS = (64, 128, 192, 256)
 QUESTION_ROOM = 24  # words around the context of a toy prompt, at most
+
+
+class Other(BaseModel):
+    """Another needle of the same kind: put into the context as a distractor, or offered as an option only."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    key: str = ""
+    value: str
+
+
+OTHERS = tuple(
+    Other(key=key, value=value)
+    for key, value in (
+        ("Chicago", "climb a tower and look over the lake on a windy day"),
+        ("Lisbon", "ride a tram and drink coffee in the old town on a warm morning"),
+        ("Toronto", "rent a boat and row around the islands on a quiet afternoon"),
+        ("Vienna", "hear an opera and walk in the palace garden on a mild evening"),
+        ("Nairobi", "watch the lions and camp beside the river on a clear night"),
+        ("Oslo", "take a sauna and swim in the cold harbour on a bright day"),
+        ("Kyoto", "visit a temple and sit under the maple trees on a foggy morning"),
+        ("Lima", "eat grilled fish and watch the surfers on a cloudy day"),
+        ("Dublin", "hear a fiddle and talk to strangers in a pub on a rainy night"),
+        ("Sydney", "take a ferry and have a picnic on the beach on a hot day"),
+        ("Cairo", "buy some spices and float down the river on a golden evening"),
+        ("Prague", "cross the bridge and feed the swans on a snowy morning"),
+    )
+)
+
+
+def filled(template: str, key: str, value: str) -> str:
+    return template.replace("{key}", key).replace("{value}", value)
 
 
 @task
@@ -106,10 +140,10 @@ class Niah(Retrieval):
 
     def _english(self, tokenizer: Tokenizer, cell: Cell) -> Item:
         stream = cell.stream("needles")
-        some = stream.mixed(self._others())
-        hidden, free = some[: self.distractors], some[self.distractors :]
+        others = stream.mixed(self._others())
+        hidden, free = others[: self.distractors], others[self.distractors :]
         if len(hidden) < self.distractors:
-            raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(some)} are given")
+            raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(others)} are given")
         hay, size = self._hay(tokenizer, cell, hidden)
         slots = [hay.slot(cell.depth), *(stream.below(len(hay.ends)) for _ in hidden)]
         facts = {
@@ -119,8 +153,8 @@ class Niah(Retrieval):
             "needles": len(slots),
         }
 
-        others = [self._pieces(other.key, other.value, "distractor") for other in hidden]
-        needles = [self._pieces(self.key, self.value, "needle"), *others]
+        distractors = [self._pieces(other.key, other.value, "distractor") for other in hidden]
+        needles = [self._pieces(self.key, self.value, "needle"), *distractors]
         draft = Draft(
             context=weave(hay, list(zip(slots, needles, strict=True))),
             question=filled(self.question, self.key, self.value),
@@ -158,9 +192,9 @@ class Niah(Retrieval):
         return OTHERS if self.needle == NEEDLE else ()
 
     def _pieces(self, key: str, value: str, name: str) -> list[Piece]:
-        before, found, after = self.needle.partition("{value}")
+        before, placeholder, after = self.needle.partition("{value}")
         parts = [Piece(filled(before, key, value), (name,))]
-        if found:
+        if placeholder:
             inside = (name, "value") if name == "needle" else (name,)
             parts += [Piece(value, inside), Piece(filled(after, key, value), (name,))]
         return [part for part in parts if part.text]

@@ -1,4 +1,4 @@
-"""Prompts of your own: a JSONL file with a prompt and the right answer in each line, and the needle if it holds one.
+"""Prompts of your own: a JSONL file with a prompt, its right answer and perhaps the needle in each line.
 
 A prompt is used as it stands; nothing is generated, so every seed asks the same. The needle's tokens are found by the same
 rule as everywhere (`prompts.py`), so interventions that expose or watch them work.
@@ -17,9 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.prompts import Piece
-from needlework.tasks.registry import task
 from needlework.tasks.scores import begins, choice, equals, holds, plain
 from needlework.toy.sample import Stream
 

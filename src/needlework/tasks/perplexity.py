@@ -17,9 +17,8 @@ from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
 from needlework.requests import Answer
 from needlework.tasks import haystack, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.prompts import token_ids
-from needlework.tasks.registry import task
 from needlework.toy import world as toy_world
 from needlework.toy.sample import Stream
 
@@ -54,11 +53,11 @@ class Perplexity(Task):
         size = self.tokens or min(DEFAULT_TOKENS, max_tokens or DEFAULT_TOKENS)
         if max_tokens is not None and size > max_tokens:
             raise NeedleworkError(f"perplexity: tokens: {size} is more than the {max_tokens} that the model holds")
-        made = toy.resolve(self.world, tokenizer) == "toy" and self.text is None
-        texts = self._toy(tokenizer, seed, size) if made else self._written(tokenizer, seed, size)
+        in_toy = toy.resolve(self.world, tokenizer) == "toy" and self.text is None
+        texts = self._toy(tokenizer, seed, size) if in_toy else self._written(tokenizer, seed, size)
         for i, (ids, spans) in enumerate(islice(texts, self.samples)):
             name = f"perplexity/{i}"
-            facts = {"tokens": len(ids), "source": "toy" if made else self.text or "english"}
+            facts = {"tokens": len(ids), "source": "toy" if in_toy else self.text or "english"}
             shown = tokenizer.decode(list(ids), skip_special_tokens=True)
             yield Item(id=name, cluster=name, prompt=ids, prompt_text=shown, target="", spans=spans, facts=facts)
 
@@ -76,8 +75,8 @@ class Perplexity(Task):
             "nll_rest": [value for value, hit in zip(logs, recall, strict=True) if not hit],
             "nll_answer": [value for i, value in enumerate(logs, 1) if i in answers],
         }
-        scores = {name: -sum(some) / len(some) for name, some in parts.items() if some}
-        counts = {name.replace("nll", "tokens"): float(len(some)) for name, some in parts.items()}
+        scores = {name: -sum(values) / len(values) for name, values in parts.items() if values}
+        counts = {name.replace("nll", "tokens"): float(len(values)) for name, values in parts.items()}
         return {**scores, **counts}
 
     def _written(self, tokenizer: Tokenizer, seed: int, size: int) -> Iterator[tuple[tuple[int, ...], dict[str, Span]]]:

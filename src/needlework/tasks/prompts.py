@@ -1,4 +1,4 @@
-"""Prompts in pieces: the text is put together from named parts, so where a needle stands is known and never searched for.
+"""Prompts put together from named pieces, so that where a needle stands is known and never searched for.
 
 A part's characters are known while the text is built; the tokenizer's own offsets turn them into tokens. Where one token
 would hold both needle and other text, the text is tokenized in parts there. Every span is decoded again and compared.
@@ -41,8 +41,8 @@ def token_ids(tokenizer: Tokenizer, text: str, special: bool = False) -> tuple[i
 def token_offsets(tokenizer: Tokenizer, text: str, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
     """Token ids with the characters that each comes from."""
     try:
-        made = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
-        return [int(i) for i in made["input_ids"]], [(int(a), int(b)) for a, b in made["offset_mapping"]]
+        encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
+        return [int(i) for i in encoding["input_ids"]], [(int(a), int(b)) for a, b in encoding["offset_mapping"]]
     except (NotImplementedError, KeyError):
         raise NeedleworkError(
             "this tokenizer cannot say which characters its tokens come from, so needles cannot be placed; "
@@ -59,7 +59,7 @@ def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, 
     text = "".join(piece.text for piece in pieces)
     wanted = {name: list(_ranges(pieces, name)) for name in dict.fromkeys(n for p in pieces for n in p.names)}
     ids, offsets = token_offsets(tokenizer, text, special)
-    _drop_end(tokenizer, text, ids, offsets)
+    _drop_end(tokenizer, ids, offsets)
     edges = {edge for name, ranges in wanted.items() if name not in optional for r in ranges for edge in r}
     where = _Map(text, offsets)
     split = sorted(edge for edge in edges if where.joined_at(edge))
@@ -93,7 +93,7 @@ def _ranges(pieces: Sequence[Piece], name: str) -> Iterator[tuple[int, int]]:
         at += len(piece.text)
 
 
-def _drop_end(tokenizer: Tokenizer, text: str, ids: list[int], offsets: list[tuple[int, int]]) -> None:
+def _drop_end(tokenizer: Tokenizer, ids: list[int], offsets: list[tuple[int, int]]) -> None:
     """Take off the end-of-text token that some tokenizers append: nothing could follow it."""
     end = getattr(tokenizer, "eos_token_id", None)
     while ids and ids[-1] == end and offsets[-1][0] == offsets[-1][1]:
@@ -136,9 +136,9 @@ def _in_parts(tokenizer: Tokenizer, text: str, edges: Sequence[int], special: bo
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     for start, end in zip((0, *edges), (*edges, len(text)), strict=True):
-        some, where = token_offsets(tokenizer, text[start:end], special and start == 0)
-        _drop_end(tokenizer, text, some, where)
-        ids += some
+        part_ids, where = token_offsets(tokenizer, text[start:end], special and start == 0)
+        _drop_end(tokenizer, part_ids, where)
+        ids += part_ids
         offsets += [(a + start, b + start) for a, b in where]
     whole = token_ids(tokenizer, text, special=False)
     plain = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
@@ -155,11 +155,11 @@ def _verified(tokenizer: Tokenizer, ids: Sequence[int], tokens: tuple[int, int] 
     """The range, if decoding it gives the words back."""
     if tokens is None:
         raise NeedleworkError(f"no token range holds the {name} {words!r} alone; choose other words for it")
-    found = ids[tokens[0] : tokens[1]]
+    inside = ids[tokens[0] : tokens[1]]
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if unknown is not None and unknown in found:
+    if unknown is not None and unknown in inside:
         raise NeedleworkError(f"the tokenizer does not know all words of the {name} {words!r}; choose words it knows")
-    shown = tokenizer.decode(list(found), clean_up_tokenization_spaces=False).strip()
+    shown = tokenizer.decode(list(inside), clean_up_tokenization_spaces=False).strip()
     if shown == words:
         return tokens
     alone = tokenizer.decode(list(token_ids(tokenizer, words)), clean_up_tokenization_spaces=False).strip()

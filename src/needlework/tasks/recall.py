@@ -15,10 +15,9 @@ from pydantic import Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import english, toy
-from needlework.tasks.base import Item, Mode, Tokenizer
+from needlework.tasks.base import Item, Mode, Tokenizer, task
 from needlework.tasks.prompts import Piece
-from needlework.tasks.registry import task
-from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
+from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes, different
 from needlework.tasks.scores import begins, words_right
 from needlework.toy import world as toy_world
 from needlework.toy.sample import Sample, Stream
@@ -82,7 +81,7 @@ class Lists(Retrieval):
     def _asked(self, stream: Stream, keys: list[str], values: list[str], spare: list[str], question: str) -> list[Draft]:
         """One draft for each query of an English list; the asked entry is the needle."""
         drafts = []
-        for j, i in enumerate(stream.some(range(len(keys)), self.queries)):
+        for j, i in enumerate(stream.distinct(range(len(keys)), self.queries)):
             context: list[Piece] = []
             for k, (key, value) in enumerate(zip(keys, values, strict=True)):
                 name = "needle" if k == i else "distractor"
@@ -107,12 +106,6 @@ class Lists(Retrieval):
         return drafts
 
 
-def _different(stream: Stream, pool: tuple[str, ...], count: int) -> list[str]:
-    if count > len(pool):
-        raise NeedleworkError(f"{count} different words are needed, there are {len(pool)}; choose smaller sizes")
-    return stream.some(pool, count)
-
-
 @task
 class Mqar(Lists):
     """Multi-query associative recall: which value stood after this key?"""
@@ -125,7 +118,7 @@ class Mqar(Lists):
         return toy_world.key_values(stream, size, self.queries)
 
     def english_drafts(self, stream: Stream, size: int) -> list[Draft]:
-        words = _different(stream, english.NOUNS, 2 * size + 3)
+        words = different(stream, english.NOUNS, 2 * size + 3, "words", "choose smaller sizes")
         question = "Which word stands after {key} in the list?"
         return self._asked(stream, words[:size], words[size : 2 * size], words[2 * size :], question)
 
@@ -155,9 +148,11 @@ class PhoneBook(Lists):
         numbers: dict[str, None] = {}
         while len(numbers) < size + 3:
             numbers[f"{stream.between(200, 999)}-{stream.between(1000, 9999)}"] = None
-        found = list(numbers)
+        listed = list(numbers)
         question = "What is the phone number of {key}?"
-        return self._asked(stream, _different(stream, names, size), found[:size], found[size:], question)
+        return self._asked(
+            stream, different(stream, names, size, "names", "choose smaller sizes"), listed[:size], listed[size:], question
+        )
 
 
 @task
@@ -217,12 +212,12 @@ def _orders(stream: Stream, words: list[str]) -> list[list[str]]:
     """Three other orders of some words."""
     if len(set(words)) < 3:
         raise NeedleworkError("copy: these words have too few orders to choose from; use sizes of 4 or more")
-    found: list[list[str]] = []
-    while len(found) < 3:
+    orders: list[list[str]] = []
+    while len(orders) < 3:
         order = stream.mixed(words)
-        if order != words and order not in found:
-            found.append(order)
-    return found
+        if order != words and order not in orders:
+            orders.append(order)
+    return orders
 
 
 def _with_orders(stream: Stream, sample: Sample) -> Sample:

@@ -128,11 +128,18 @@ def swapped(draft: Draft, value: str) -> Draft:
 
 def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tuple[str, str, str]) -> list[Piece]:
     """The paper's blocks: context and question; the same twice (JRT); or the question before the context."""
-    told = [Piece(frame[0]), *context, Piece(frame[2])]
+    read = [Piece(frame[0]), *context, Piece(frame[2])]
     asked = [Piece(frame[1]), Piece(question, ("question",)), Piece(frame[2])]
     if layout == "question_first":
-        return [*asked, *told]
-    return [*told, *asked] * (2 if layout == "jrt" else 1)
+        return [*asked, *read]
+    return [*read, *asked] * (2 if layout == "jrt" else 1)
+
+
+def different(stream: Stream, pool: Sequence[str], count: int, what: str, cure: str) -> list[str]:
+    """`count` of the pool, no two alike, in random order."""
+    if count > len(pool):
+        raise NeedleworkError(f"{count} different {what} are needed, there are {len(pool)}; {cure}")
+    return stream.distinct(pool, count)
 
 
 if TYPE_CHECKING:

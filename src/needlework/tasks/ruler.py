@@ -1,4 +1,4 @@
-"""RULER's retrieval family at any length, written from its definitions (Hsieh et al. 2024), with words of our own.
+"""RULER's retrieval family at any length, written from its definitions (Hsieh and others, 2024).
 
 single: one needle. multikey: more needles about other keys (`keys: full`: nothing but needles). multivalue: one key with
 several values. multiquery: several keys are asked. variables: values handed on from name to name. common_words and
@@ -17,10 +17,9 @@ from pydantic import Field, PositiveInt
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, Tokenizer
+from needlework.tasks.base import Item, Mode, Tokenizer, task
 from needlework.tasks.haystack import gather, sentences, weave
 from needlework.tasks.prompts import Piece, token_ids
-from needlework.tasks.registry import task
 from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.ruler_language import LANGUAGES, Language
 from needlework.tasks.ruler_riddles import (
@@ -83,10 +82,10 @@ class Ruler(Retrieval):
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         targets = item.facts["targets"]
         if len(targets) == 1 and item.facts["world"] == "toy":
-            found = float(begins(answer.text, targets[0]))
+            share = float(begins(answer.text, targets[0]))
         else:
-            found = share_found(answer.text, targets)
-        return {"correct": float(found == 1), "found": found}
+            share = share_found(answer.text, targets)
+        return {"correct": float(share == 1), "found": share}
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
         """An answer of several parts does not end at the first full stop."""
@@ -117,17 +116,17 @@ class Ruler(Retrieval):
         if full and fill < MOST_OPTIONS:
             raise NeedleworkError(f"{room} tokens hold fewer than {MOST_OPTIONS + 1} needles; use a greater length")
         riddles = self._riddles(stream, language, fill if self.keys == "full" else self.keys)
-        used = sum(len(token_ids(tokenizer, " " + one.text)) for one in riddles[0].hidden)
+        used = sum(len(token_ids(tokenizer, " " + sentence.text)) for sentence in riddles[0].hidden)
         if used > room:
             raise NeedleworkError(f"the needles need {used} tokens, there are {room}; use a greater length or fewer needles")
-        made = self.haystack is None or language.world == "toy"
-        source = language.sentences(stream) if made else sentences(self.haystack, stream, start_anywhere=True)
+        built_in = self.haystack is None or language.world == "toy"
+        source = language.sentences(stream) if built_in else sentences(self.haystack, stream, start_anywhere=True)
         hay = gather(tokenizer, source, 0 if full else room - used, whole=language.world == "toy")
         slots = [stream.below(len(hay.ends)) for _ in riddles[0].hidden]
         order = slots if not riddles[0].ordered else sorted(slots)
         drafts = []
         for riddle in riddles:
-            context = weave(hay, [(s, one.pieces()) for s, one in zip(order, riddle.hidden, strict=True)])
+            context = weave(hay, [(slot, sentence.pieces()) for slot, sentence in zip(order, riddle.hidden, strict=True)])
             drafts.append(self._draft(language, riddle, context, hay.tokens + used))
         return drafts
 

@@ -40,10 +40,10 @@ class Language:
 
     def numbers(self, stream: Stream, count: int) -> list[str]:
         """Different values."""
-        found: dict[str, None] = {}
-        while len(found) < count:
-            found[self.number(stream)] = None
-        return list(found)
+        values: dict[str, None] = {}
+        while len(values) < count:
+            values[self.number(stream)] = None
+        return list(values)
 
     def listed(self, keys: Sequence[str]) -> str:
         return ", ".join(keys[:-1]) + f" and {keys[-1]}" if len(keys) > 1 else keys[0]

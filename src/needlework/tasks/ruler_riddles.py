@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from needlework.errors import NeedleworkError
 from needlework.tasks.prompts import Piece
+from needlework.tasks.retrieval import different
 from needlework.tasks.ruler_language import Language
 from needlework.toy.sample import Stream
 
@@ -51,19 +52,13 @@ def _sentence(template: str, mark: str, marked: str, **words: str) -> Hidden:
     return Hidden(before.format(**words), marked, after.format(**words))
 
 
-def _some(stream: Stream, pool: Sequence[str], count: int, what: str) -> list[str]:
-    if count > len(pool):
-        raise NeedleworkError(f"{count} different {what} are needed, there are {len(pool)}; ask for fewer")
-    return stream.some(pool, count)
-
-
 def needle_riddles(stream: Stream, language: Language, asked: int, values: int, others: int) -> list[Riddle]:
     """`asked` keys with `values` values each, among `others` keys with one value each.
 
     Several keys are one question in English. In the toy language they are asked one after the other, each riddle with
     the answers to those before it, as in the documents that zoo models were trained on.
     """
-    keys = _some(stream, language.keys, asked + others, "keys")
+    keys = different(stream, language.keys, asked + others, "keys", "ask for fewer")
     numbers = language.numbers(stream, asked * values + others + SPARE)
     needles = [_sentence(language.needle, "value", numbers[i], key=keys[i // values]) for i in range(asked * values)]
     rest = numbers[asked * values :]
@@ -87,17 +82,17 @@ def needle_riddles(stream: Stream, language: Language, asked: int, values: int, 
 def variable_riddle(stream: Stream, language: Language, chains: int, hops: int) -> Riddle:
     """Chains of names that hand one value on; which names have the first chain's value? All sentences of it are needles."""
     length = hops + 1
-    keys = _some(stream, language.keys, chains * length + SPARE, "names")
+    keys = different(stream, language.keys, chains * length + SPARE, "names", "ask for fewer")
     numbers = language.numbers(stream, chains)
     chosen = [keys[c * length : (c + 1) * length] for c in range(chains)]
-    told: list[list[Hidden]] = []
+    sentences: list[list[Hidden]] = []
     for number, names in zip(numbers, chosen, strict=True):
         steps = [_sentence(language.given, "key", names[0], value=number)]
         steps += [_sentence(language.copied, "key", b, other=a) for a, b in pairwise(names)]
-        told.append(steps)
-    told[0] = [replace(step, name="needle") for step in told[0]]
+        sentences.append(steps)
+    sentences[0] = [replace(step, name="needle") for step in sentences[0]]
     turns = stream.mixed([c for c in range(chains) for _ in range(length)])
-    waiting = [iter(steps) for steps in told]
+    waiting = [iter(steps) for steps in sentences]
     hidden = [next(waiting[c]) for c in turns]
     wrong = stream.mixed([name for names in chosen[1:] for name in names])
     return Riddle(hidden, language.who.format(value=numbers[0]), chosen[0][::-1], wrong, keys[-SPARE:], ordered=True)

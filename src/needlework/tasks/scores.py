@@ -67,7 +67,7 @@ def choice(item: Item, answer: Answer, against: str = "all") -> dict[str, float]
         )
     logs, right = answer.totals, item.answer
     sets = {"all": range(len(logs)), **option_sets(item)}
-    scores = {f"correct_{name}": _first_best(logs, some, right) for name, some in sets.items()}
+    scores = {f"correct_{name}": _first_best(logs, among, right) for name, among in sets.items()}
     scores["correct"] = scores.pop("correct_all") if against == "all" else scores[f"correct_{against}"]
     if all(item.options):  # a row of an old store does not know its options' tokens
         per_token = [value / len(option) for value, option in zip(logs, item.options, strict=True)]
@@ -86,5 +86,5 @@ def option_sets(item: Item) -> dict[str, list[int]]:
     }
 
 
-def _first_best(logs: Sequence[float], some: Sequence[int], right: int) -> float:
-    return float(max(some, key=lambda i: logs[i]) == right)
+def _first_best(logs: Sequence[float], among: Sequence[int], right: int) -> float:
+    return float(max(among, key=lambda i: logs[i]) == right)

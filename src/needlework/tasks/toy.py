@@ -1,4 +1,4 @@
-"""Samples of the toy world as items: every word is one token, so spans, options and twins are always possible."""
+"""Samples of the toy world as items. Every word is one token, so spans, options and twins are always possible."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def toy_item(
         twins={"twin": encoded(tokenizer, twin[0])} if twin else {},
         twin_target=" ".join(twin[1]) if twin else "",
         facts={
-            **_told(sample),
+            **_known_facts(sample),
             **option_facts(kinds, [" ".join(option) for option in options]),
             **placed_facts(spans, len(prompt), window),
             **facts,
@@ -116,10 +116,11 @@ def placed_facts(spans: Mapping[str, Span], prompt_tokens: int, window: int | No
     return {"needle_distance_tokens": distance, "in_window": window is None or distance <= window}
 
 
-def _told(sample: Sample) -> dict[str, Any]:
+def _known_facts(sample: Sample) -> dict[str, Any]:
+    """What the sample says about itself, as facts of its item."""
     names = ("subject", "relation", "key", "form", "layout", "depth_percent", "context_tokens")
-    told = {name: getattr(sample, name) for name in names if getattr(sample, name) is not None}
-    return {**told, "world": "toy", **({"needles": 1 + len(sample.distractors)} if sample.named("needle") else {})}
+    known = {name: getattr(sample, name) for name in names if getattr(sample, name) is not None}
+    return {**known, "world": "toy", **({"needles": 1 + len(sample.distractors)} if sample.named("needle") else {})}
 
 
 def _options(sample: Sample, absent: int, in_context: int | None, name: str) -> tuple[list[str], list[Words]]:
@@ -131,13 +132,13 @@ def _options(sample: Sample, absent: int, in_context: int | None, name: str) -> 
         raise NeedleworkError(f"absent: {absent} is more than the {len(sample.absent)} values that can be offered")
     value = _value(sample)
     lead = sample.target[: len(sample.target) - len(value)]
-    some = [("true", sample.target)]
+    options = [("true", sample.target)]
     others = Stream("distractors", name).mixed(sample.distractors)[:in_context]
-    some += [("context", (*lead, *v)) for v in others]
-    some += [("absent", (*lead, *v)) for v in sample.absent[:absent]]
-    if len(some) < 2:
+    options += [("context", (*lead, *v)) for v in others]
+    options += [("absent", (*lead, *v)) for v in sample.absent[:absent]]
+    if len(options) < 2:
         return [], []
-    mixed = Stream("options", name).mixed(some)
+    mixed = Stream("options", name).mixed(options)
     return [kind for kind, _ in mixed], [words for _, words in mixed]
 
 
@@ -150,8 +151,8 @@ def _value(sample: Sample) -> Words:
 def _value_spans(sample: Sample) -> list[tuple[int, int]]:
     """Where the value stands: at the end of every copy of the needle. Nothing if some copy holds no value."""
     value = _value(sample)
-    found = [(span.stop - len(value), span.stop) for span in sample.named("needle")]
-    return found if all(sample.prompt[start:stop] == value for start, stop in found) else []
+    places = [(span.stop - len(value), span.stop) for span in sample.named("needle")]
+    return places if all(sample.prompt[start:stop] == value for start, stop in places) else []
 
 
 def _twin(sample: Sample) -> tuple[Words, Words] | None:

@@ -22,9 +22,6 @@ class Subject:
     def options(self) -> Words:
         return tuple(dict.fromkeys(self.values))
 
-    def value_of(self, key: str) -> str:
-        return self.values[self.keys.index(key)]
-
 
 def _matched(name: str, keys: Words, values: Words) -> Words:
     """A value for each key, each value used as equally often as the counts allow, by a shuffle fixed for all time."""
@@ -90,7 +87,7 @@ ALL_FACTS: tuple[tuple[str, str], ...] = tuple((s.name, key) for s in SUBJECTS.v
 _STATEMENTS = {s.name: [text.split() for text in s.statements] for s in SUBJECTS.values()}
 _QUESTIONS = {s.name: [text.split() for text in s.questions] for s in SUBJECTS.values()}
 _KEYS = {
-    (s.name, value): [key for key, its in zip(s.keys, s.values, strict=True) if its == value]
+    (s.name, value): [key for key, value_of_key in zip(s.keys, s.values, strict=True) if value_of_key == value]
     for s in SUBJECTS.values()
     for value in s.options()
 }
@@ -108,7 +105,7 @@ def statement(stream: Stream, fact: tuple[str, str] | None = None) -> list[str]:
 
 
 def _wrong_values(stream: Stream, subject: str, right: str, count: int) -> list[str]:
-    return stream.some([value for value in SUBJECTS[subject].options() if value != right], count)
+    return stream.distinct([value for value in SUBJECTS[subject].options() if value != right], count)
 
 
 def cloze(
@@ -139,6 +136,21 @@ def lettered(options: Sequence[str]) -> list[str]:
     return [word for letter, option in zip(w.LETTERS, options, strict=False) for word in (option, letter)]
 
 
+def _letter_sample(task: str, form: str, prompt: Words, right: int, subject: str, key: str | None = None) -> Sample:
+    """A question whose options are the four letters."""
+    return Sample(
+        task=task,
+        prompt=prompt,
+        target=(w.LETTERS[right],),
+        choices=tuple((letter,) for letter in w.LETTERS),
+        answer=right,
+        distractors=tuple((letter,) for i, letter in enumerate(w.LETTERS) if i != right),
+        subject=subject,
+        key=key,
+        form=form,
+    )
+
+
 def letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before: Sequence[str] = ()) -> Sample:
     """The same facts with four lettered options: the answer is the letter, which stands in the context only."""
     subject, key = fact or stream.pick(ALL_FACTS)
@@ -146,17 +158,7 @@ def letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before
     options = stream.mixed([value, *_wrong_values(stream, subject, value, 3)])
     right = options.index(value)
     body = [*lettered(options), "question", ":", *_filled(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
-    return Sample(
-        task="letter",
-        prompt=(*before, *body),
-        target=(w.LETTERS[right],),
-        choices=tuple((letter,) for letter in w.LETTERS),
-        answer=right,
-        distractors=tuple((letter,) for i, letter in enumerate(w.LETTERS) if i != right),
-        subject=subject,
-        key=key,
-        form="letter",
-    )
+    return _letter_sample("letter", "letter", (*before, *body), right, subject, key)
 
 
 def naming(option: str) -> list[str]:
@@ -170,7 +172,7 @@ def letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], W
     One list asked four times teaches the look-up four times as fast as four lists asked once.
     """
     subject = stream.pick(SUBJECT_NAMES)
-    options = stream.some(SUBJECTS[subject].options(), stream.between(2, 4))
+    options = stream.distinct(SUBJECTS[subject].options(), stream.between(2, 4))
     lines: list[tuple[list[str], Words]] = []
     for i in stream.mixed(range(len(options))):
         if stream.chance(naming_share):
@@ -185,16 +187,7 @@ def letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], W
 def letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
     """Letter look-up with no knowledge in it: the question names the option itself."""
     subject = stream.pick(SUBJECT_NAMES)
-    options = stream.some(SUBJECTS[subject].options(), 4)
+    options = stream.distinct(SUBJECTS[subject].options(), 4)
     right = stream.below(4)
     body = [*lettered(options), *naming(options[right])]
-    return Sample(
-        task="letter_lookup",
-        prompt=(*before, *body),
-        target=(w.LETTERS[right],),
-        choices=tuple((letter,) for letter in w.LETTERS),
-        answer=right,
-        distractors=tuple((letter,) for i, letter in enumerate(w.LETTERS) if i != right),
-        subject=subject,
-        form="lookup",
-    )
+    return _letter_sample("letter_lookup", "lookup", (*before, *body), right, subject)

@@ -44,13 +44,13 @@ def _other(stream: Stream, items: Sequence[str], not_this: str) -> str:
 
 def changed(stream: Stream, c: Clause) -> Clause:
     """The same clause with one content word replaced by another of its kind: no longer the same claim."""
-    which = stream.below(4)
-    if which == 0:
+    part = stream.below(4)
+    if part == 0:
         return Clause((*c.subject[:-1], _other(stream, w.PEOPLE, c.subject[-1])), c.verb, c.thing, c.place, c.time)
-    if which == 1:
+    if part == 1:
         verbs = [verb for verb in w.VERBS if verb != _SAME[c.verb]]
         return Clause(c.subject, _other(stream, verbs, c.verb), c.thing, c.place, c.time)
-    if which == 2:
+    if part == 2:
         return Clause(c.subject, c.verb, (*c.thing[:-1], _other(stream, w.THINGS, c.thing[-1])), c.place, c.time)
     return Clause(c.subject, c.verb, c.thing, (*c.place[:-1], _other(stream, w.PLACES, c.place[-1])), c.time)
 

@@ -1,4 +1,4 @@
-"""Needles in haystacks: values that are true in one document alone, hidden among sentences about other things."""
+"""Needles in haystacks: values that are true in one document alone, hidden among other sentences."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def sentence(stream: Stream) -> list[str]:
     return words
 
 
-def haystack(stream: Stream, words: int, fact_share: float = FACT_SHARE) -> list[list[str]]:
+def haystack(stream: Stream, words: int) -> list[list[str]]:
     """Sentences of at most `words` words together, short of it by less than the shortest sentence."""
     sentences: list[list[str]] = []
     left = words
     while left >= SHORTEST_SENTENCE:
-        new = statement(stream) if stream.chance(fact_share) else sentence(stream)
+        new = statement(stream) if stream.chance(FACT_SHARE) else sentence(stream)
         if len(new) <= left:
             sentences.append(new)
             left -= len(new)
@@ -126,7 +126,7 @@ def fresh_values(stream: Stream, relation: str, count: int, taken: Sequence[Word
 def needles(stream: Stream, relation: str, count: int) -> list[Needle]:
     """Needles of one relation, about different names, with different values."""
     values = fresh_values(stream, relation, count)
-    return [Needle(relation, name, v) for name, v in zip(stream.some(w.NAMES, count), values, strict=True)]
+    return [Needle(relation, name, v) for name, v in zip(stream.distinct(w.NAMES, count), values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,6 @@ def ask(
     layout: str = "plain",
     form: int = 0,
     quote: bool = False,
-    before: Sequence[str] = (),
 ) -> Sample:
     """The question about needle `index` of a scene, in one of three layouts.
 
@@ -201,7 +200,7 @@ def ask(
     blocks = [block, block] if layout == "jrt" else [block]
     text = needle.sentence()[:-1]
     lead = 2 + (len(question) if layout == "question_first" else 0)
-    prompt = list(before)
+    prompt: list[str] = []
     spans: list[Span] = []
     for words in blocks:
         start = len(prompt) + lead + place.starts[index]
@@ -209,14 +208,14 @@ def ask(
         spans.append(Span("value", start + len(text) - len(needle.value), start + len(text)))
         prompt += words
     prompt += ["quote" if quote else "answer", ":"]
-    told = [n.value for n in place.needles if n.relation == needle.relation]
+    stated = [n.value for n in place.needles if n.relation == needle.relation]
     return Sample(
         task="niah",
         prompt=tuple(prompt),
         target=tuple(text) if quote else needle.value,
         spans=tuple(spans),
-        distractors=tuple(dict.fromkeys(v for v in told if v != needle.value)),
-        absent=tuple(fresh_values(stream, needle.relation, ABSENT_VALUES, told)),
+        distractors=tuple(dict.fromkeys(v for v in stated if v != needle.value)),
+        absent=tuple(fresh_values(stream, needle.relation, ABSENT_VALUES, stated)),
         relation=needle.relation,
         key=needle.name,
         form=f"{'quote' if quote else 'question'}-{form}",
@@ -234,12 +233,9 @@ def niah(
     depth_percent: float | None = None,
     relation: str = "code",
     layout: str = "plain",
-    form: int | None = None,
     quote: bool = False,
-    before: Sequence[str] = (),
 ) -> Sample:
     """One needle in a haystack, with `distractors` more needles of the same relation about other names."""
     hidden = needles(stream, relation, 1 + distractors)
     place = scene(stream, hidden, context_tokens, depth_percent)
-    chosen = stream.below(2) if form is None else form
-    return ask(stream, place, layout=layout, form=chosen, quote=quote, before=before)
+    return ask(stream, place, layout=layout, form=stream.below(2), quote=quote)

@@ -1,4 +1,4 @@
-"""Recall without a haystack: key-value lists (multi-query associative recall), phone books and copying."""
+"""Recall in the toy language: key-value lists (multi-query associative recall), phone books and copying."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ PLAIN_WORDS: Words = (*w.THINGS, *w.PLACES, *w.LOOKS, *w.PEOPLE)
 
 def key_values(stream: Stream, pairs: int, queries: int = 1) -> list[Sample]:
     """One list of pairs, asked for `queries` of its keys one after the other: each prompt holds those before it."""
-    keys = stream.some(w.NAMES, pairs)
-    values = stream.some(PLAIN_WORDS, pairs)
+    keys = stream.distinct(w.NAMES, pairs)
+    values = stream.distinct(PLAIN_WORDS, pairs)
     prompt = ["pairs", ":"]
     spans = []
     for key, value in zip(keys, values, strict=True):
@@ -21,7 +21,7 @@ def key_values(stream: Stream, pairs: int, queries: int = 1) -> list[Sample]:
     prompt += [".", "ask", ":"]
     spare = [word for word in PLAIN_WORDS if word not in values]
     samples = []
-    for i in stream.some(range(pairs), queries):
+    for i in stream.distinct(range(pairs), queries):
         prompt.append(keys[i])
         samples.append(
             Sample(
@@ -30,7 +30,7 @@ def key_values(stream: Stream, pairs: int, queries: int = 1) -> list[Sample]:
                 target=(values[i],),
                 spans=(spans[i],),
                 distractors=tuple((value,) for j, value in enumerate(values) if j != i),
-                absent=tuple((value,) for value in stream.some(spare, 3)),
+                absent=tuple((value,) for value in stream.distinct(spare, 3)),
                 relation="pair",
                 key=keys[i],
                 context_tokens=2 * pairs,
@@ -47,10 +47,10 @@ def any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
     Names with words alone teach a look-up of names and words: neither an option as key nor a letter as value follows from
     it, nor another way to ask. Here they meet in every combination, so each is learnt beside others that are known.
     """
-    options = [facts.SUBJECTS[subject].options() for subject in stream.some(facts.SUBJECT_NAMES, 2)]
+    options = [facts.SUBJECTS[subject].options() for subject in stream.distinct(facts.SUBJECT_NAMES, 2)]
     keys, values = stream.pick((w.NAMES, options[0])), stream.pick((PLAIN_WORDS, w.LETTERS, options[1]))
     pairs = stream.between(2, min(most, len(keys), len(values)))
-    listed = list(zip(stream.some(keys, pairs), stream.some(values, pairs), strict=True))
+    listed = list(zip(stream.distinct(keys, pairs), stream.distinct(values, pairs), strict=True))
     named = stream.chance(0.5)
     words = [word for pair in listed for word in pair]
     words = words if named else ["pairs", ":", *words, ".", "ask", ":"]
@@ -64,7 +64,7 @@ def any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
 
 def phone_book(stream: Stream, entries: int, queries: int = 1) -> list[Sample]:
     """A list of names and numbers of four digits; later prompts hold the earlier questions and answers."""
-    names = stream.some(w.NAMES, entries)
+    names = stream.distinct(w.NAMES, entries)
     numbers: list[Words] = []
     while len(numbers) < entries + 3:
         number = tuple(stream.pick(w.DIGITS) for _ in range(4))
@@ -76,7 +76,7 @@ def phone_book(stream: Stream, entries: int, queries: int = 1) -> list[Sample]:
         spans.append(Span("needle", len(prompt), len(prompt) + 5))
         prompt += [name, *number, "."]
     samples = []
-    for i in stream.some(range(entries), queries):
+    for i in stream.distinct(range(entries), queries):
         prompt += ["question", ":", "what", "is", "the", "phone", "number", "of", names[i], "?", "answer", ":"]
         samples.append(
             Sample(

@@ -1,11 +1,11 @@
-"""The two shared things of the toy world: a Sample (one question with its answer) and a Stream (seeded chance)."""
+"""What all of the toy world is made with: a Sample (a question and its answer) and a Stream (seeded chance)."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -13,7 +13,6 @@ T = TypeVar("T")
 Words = tuple[str, ...]
 
 TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
-BOS_OFFSET = 1  # every word is one token and the tokenizer puts one BOS before the first: token index = word index + 1
 
 
 class Stream(random.Random):
@@ -53,7 +52,7 @@ class Stream(random.Random):
                 return name
         return name
 
-    def some(self, items: Sequence[T], count: int) -> list[T]:
+    def distinct(self, items: Sequence[T], count: int) -> list[T]:
         """`count` different items, in random order."""
         if count > len(items):
             raise ValueError(f"cannot take {count} different items from {len(items)}")
@@ -64,19 +63,16 @@ class Stream(random.Random):
         return pool[:count]
 
     def mixed(self, items: Sequence[T]) -> list[T]:
-        return self.some(items, len(items))
+        return self.distinct(items, len(items))
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Words start..stop-1 of a prompt, by name. In tokens: the same range moved by `BOS_OFFSET`."""
+    """Words start..stop-1 of a prompt, by name. Every word is one token; the tokenizer puts one BOS before the first."""
 
     name: str
     start: int
     stop: int
-
-    def tokens(self) -> tuple[int, int]:
-        return self.start + BOS_OFFSET, self.stop + BOS_OFFSET
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +112,3 @@ class Sample:
 
     def named(self, name: str) -> tuple[Span, ...]:
         return tuple(span for span in self.spans if span.name == name)
-
-    def words_of(self, span: Span) -> Words:
-        return self.prompt[span.start : span.stop]
-
-    def twin(self, value: Words) -> Sample:
-        """The same prompt with another value in the needle, word for word as long; its target follows."""
-        spans = self.named("value")
-        if not spans or any(span.stop - span.start != len(value) for span in spans):
-            raise ValueError(f"a twin needs a value as long as this sample's own, got {value}")
-        prompt = list(self.prompt)
-        for span in spans:
-            prompt[span.start : span.stop] = value
-        kept = self.target[: len(self.target) - len(value)]  # a quoted sentence keeps its beginning
-        return replace(self, prompt=tuple(prompt), target=(*kept, *value))

@@ -1,4 +1,4 @@
-"""The toy language: everything that tasks and training ask of the zoo's models. Free of torch and of outside text.
+"""The toy language as tasks and training import it. Free of torch and of outside text.
 
 All data are endless and seeded. A `Stream(split, ...)` hashes its split's name into its seed; training documents use
 the split "train" and nothing else may, so whatever is made from another split is held out by construction. The facts
@@ -12,37 +12,29 @@ from needlework.toy.facts import (
     ALL_FACTS,
     SUBJECT_NAMES,
     SUBJECTS,
-    Subject,
     cloze,
     letter_choice,
     letter_lookup,
     statement,
 )
 from needlework.toy.judgements import KINDS as JUDGEMENTS
-from needlework.toy.judgements import acceptability, entailment, judgement, paraphrase
+from needlework.toy.judgements import judgement
 from needlework.toy.needles import (
     LAYOUTS,
     RELATION_NAMES,
     RELATIONS,
-    Needle,
-    Relation,
-    Scene,
-    ask,
-    haystack,
     needles,
     niah,
     scene,
     sentence,
 )
 from needlework.toy.recall import copying, key_values, phone_book
-from needlework.toy.sample import BOS_OFFSET, EVAL_SPLIT, Sample, Span, Stream, Words
-from needlework.toy.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
+from needlework.toy.sample import EVAL_SPLIT, Sample, Words
+from needlework.toy.words import BOS, PAD, UNK, VOCABULARY, WORD_ID
 
 __all__ = [
     "ALL_FACTS",
     "BOS",
-    "BOS_OFFSET",
-    "EOS",
     "EVAL_SPLIT",
     "JUDGEMENTS",
     "LAYOUTS",
@@ -54,27 +46,16 @@ __all__ = [
     "UNK",
     "VOCABULARY",
     "WORD_ID",
-    "Needle",
-    "Relation",
     "Sample",
-    "Scene",
-    "Span",
-    "Stream",
-    "Subject",
     "Words",
-    "acceptability",
-    "ask",
     "cloze",
     "copying",
-    "entailment",
-    "haystack",
     "judgement",
     "key_values",
     "letter_choice",
     "letter_lookup",
     "needles",
     "niah",
-    "paraphrase",
     "phone_book",
     "scene",
     "sentence",

@@ -41,23 +41,23 @@ def model(recipe: Recipe) -> Any:
 
     torch.manual_seed(recipe.seed)
     try:
-        made = model_class(recipe.architecture)(configuration(recipe)).float()
+        built = model_class(recipe.architecture)(configuration(recipe)).float()
     except ZooError:
         raise
     except Exception as error:  # classes check their configuration in many ways, and all of it comes from the recipe
         raise ZooError(f"recipe {recipe.name}: {recipe.architecture} refuses this config: {error}") from None
     with torch.no_grad():
         for part, std in recipe.initial_std.items():
-            for weight in _named(made, recipe, "initial_std", part, vectors=False):
+            for weight in _named(built, recipe, "initial_std", part, vectors=False):
                 weight.mul_(std / weight.std())
         for part, (first, last) in recipe.initial_range.items():
-            for weight in _named(made, recipe, "initial_range", part, vectors=True):
+            for weight in _named(built, recipe, "initial_range", part, vectors=True):
                 weight.copy_(torch.linspace(first, last, len(weight)))
-    return made
+    return built
 
 
-def _named(made: Any, recipe: Recipe, key: str, part: str, *, vectors: bool) -> list[Any]:
-    chosen = [p for name, p in made.named_parameters() if part in name and (p.ndim == 1) == vectors]
+def _named(built: Any, recipe: Recipe, key: str, part: str, *, vectors: bool) -> list[Any]:
+    chosen = [p for name, p in built.named_parameters() if part in name and (p.ndim == 1) == vectors]
     if not chosen:
         kind = "vector" if vectors else "matrix"
         raise ZooError(f"recipe {recipe.name}: {key} names {part!r}, and no {kind} of the model is called so")

@@ -46,7 +46,7 @@ def as_dict(figures: dict[str, Figure]) -> dict[str, dict[str, float]]:
 
 
 def as_dicts(effects: Effects) -> dict[str, dict[str, dict[str, float]]]:
-    return {text: as_dict(some) for text, some in effects.items()}
+    return {text: as_dict(figures) for text, figures in effects.items()}
 
 
 def _figure_rows(figures: dict[str, dict[str, float]]) -> str:
@@ -61,28 +61,29 @@ def _effect_rows(effects: dict[str, dict[str, dict[str, float]]]) -> str:
         return f"{100 * f['value']:.1f} % [{100 * f['low']:.1f}, {100 * f['high']:.1f}] (n = {int(f['n'])})"
 
     return "\n".join(
-        f"| {CONDITIONS[text]} | `{text}` | {cell(some['niah'])} | {cell(some['cloze'])} |" for text, some in effects.items()
+        f"| {CONDITIONS[text]} | `{text}` | {cell(by_task['niah'])} | {cell(by_task['cloze'])} |"
+        for text, by_task in effects.items()
     )
 
 
-def text(made: Record) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
-    return f"""# {made["name"]}
+def text(content: Record) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    return f"""# {content["name"]}
 
-{made["about"]}
+{content["about"]}
 
-A {made["architecture"]} of {made["parameters"]:,} parameters, trained from nothing on needlework's toy language
+A {content["architecture"]} of {content["parameters"]:,} parameters, trained from nothing on needlework's toy language
 (generated text, no outside data). It speaks that language only. Load it with
 `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, or by its name with `needlework.load`.
 
 | training | |
 |---|---|
-| recipe hash | `{made["recipe_hash"]}` (`recipe.yaml` beside this card) |
-| seed | {made["seed"]} |
-| steps | {made["steps"]} |
-| threads | {made["threads"]} |
-| wall time | {made["train_minutes"]} minutes |
-| longest document | {made["longest_document_tokens"]} tokens |
+| recipe hash | `{content["recipe_hash"]}` (`recipe.yaml` beside this card) |
+| seed | {content["seed"]} |
+| steps | {content["steps"]} |
+| threads | {content["threads"]} |
+| wall time | {content["train_minutes"]} minutes |
+| longest document | {content["longest_document_tokens"]} tokens |
 | versions | {versions} |
 
 ## Held-out figures
@@ -93,16 +94,16 @@ knows the form of the answer alone has 25 % of the letters and 50 % of the judge
 
 | figure | value | interval | n |
 |---|---|---|---|
-{_figure_rows(made["figures"])}
+{_figure_rows(content["figures"])}
 
 ## What silencing parts of it does
 
-Needles found among three distractors in prompts of about {made["longest_document_tokens"]} tokens, and closed-book facts
+Needles found among three distractors in prompts of about {content["longest_document_tokens"]} tokens, and closed-book facts
 completed (top-1 over the whole vocabulary); the intervention acts in prefill and in decode.
 
 | | intervention | needles found | facts |
 |---|---|---|---|
-{_effect_rows(made["effects"])}
+{_effect_rows(content["effects"])}
 
 ![training curve](curve.png)
 """
@@ -128,27 +129,27 @@ def picture(path: Path, recipe: Recipe, progress: Progress) -> None:
     canvas.savefig(path)
 
 
-def write(out: Path, recipe: Recipe, progress: Progress, made: Record) -> None:
+def write(out: Path, recipe: Recipe, progress: Progress, content: Record) -> None:
     """figures.json comes last and whole: its presence says that the directory is complete."""
     (out / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
     picture(out / "curve.png", recipe, progress)
-    _write_record(out, made)
+    _write_record(out, content)
 
 
-def _write_record(out: Path, made: Record) -> None:
-    (out / "README.md").write_text(text(made), encoding="utf-8")
-    half = out / f"{RECORD}.tmp"
-    half.write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    half.replace(out / RECORD)
+def _write_record(out: Path, content: Record) -> None:
+    (out / "README.md").write_text(text(content), encoding="utf-8")
+    unfinished = out / f"{RECORD}.tmp"
+    unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    unfinished.replace(out / RECORD)
 
 
 def renew(folder: Path, samples: int = 1000) -> None:
     """`python -m needlework.training.card DIR`: measure a trained model again, and rewrite its card."""
-    made = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    longest = made["longest_document_tokens"]
-    made["figures"] = as_dict(figures_of(folder, longest, samples))
-    made["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25)))
-    _write_record(folder, made)
+    content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+    longest = content["longest_document_tokens"]
+    content["figures"] = as_dict(figures_of(folder, longest, samples))
+    content["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25)))
+    _write_record(folder, content)
 
 
 if __name__ == "__main__":

@@ -37,12 +37,12 @@ def save(out: Path, recipe: Recipe, progress: Progress, model: Any, optimiser: A
         "model": model.state_dict(),
         "optimiser": optimiser.state_dict(),
     }
-    half = out / f"{CHECKPOINT}.tmp"
-    with half.open("wb") as file:
+    unfinished = out / f"{CHECKPOINT}.tmp"
+    with unfinished.open("wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
-    half.replace(out / CHECKPOINT)
+    unfinished.replace(out / CHECKPOINT)
 
 
 def load(out: Path, recipe: Recipe, model: Any, optimiser: Any) -> Progress:

@@ -1,4 +1,4 @@
-"""Training documents: rows of exactly one length, made of the same Samples that tasks ask, answers weighted.
+"""Training documents: rows of one length, made of the same Samples that tasks ask, with answers weighted.
 
 A row is a pure function of (seed, step, row number), so a resumed training sees the data it would have seen.
 """
@@ -105,7 +105,7 @@ def _hidden(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Need
     count = min(count, len(w.NAMES))
     if stream.chance(ONE_RELATION_SHARE):
         kinds = [stream.pick(relations)] * count
-        names = stream.some(w.NAMES, count)
+        names = stream.distinct(w.NAMES, count)
     else:
         kinds = [stream.pick(relations) for _ in range(count)]
         names = [stream.pick(w.NAMES) for _ in range(count)]
@@ -221,22 +221,22 @@ def _short_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
 def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]]:
     """One document of at most `length` words, BOS included, and the loss weight of predicting each of them; cut at the length."""
     kind = stream.weighted(diet.rows)
-    made = _Row(length, diet.answer_weight)
+    document = _Row(length, diet.answer_weight)
     if kind == "short":
-        _short_row(stream, made, diet.items)
+        _short_row(stream, document, diet.items)
     elif kind == "question_first":
-        _question_first_row(stream, made, diet.relations)
+        _question_first_row(stream, document, diet.relations)
     elif kind == "letters":
-        _letter_row(stream, made, diet.items)
+        _letter_row(stream, document, diet.items)
     elif kind == "pairs":
-        _pairs_row(stream, made)
+        _pairs_row(stream, document)
     elif kind == "any_pairs":
-        _any_pairs_row(stream, made)
+        _any_pairs_row(stream, document)
     elif kind in ("phone", "copy"):
-        _recall_row(stream, made, kind, diet.items)
+        _recall_row(stream, document, kind, diet.items)
     else:
-        _needle_row(stream, made, kind, diet.relations)
-    return made.words[:length], made.weights[:length]
+        _needle_row(stream, document, kind, diet.relations)
+    return document.words[:length], document.weights[:length]
 
 
 def batch(seed: int, step: int, rows: int, length: int, diet: Diet) -> tuple[NDArray[np.int64], NDArray[np.float32]]:

@@ -1,4 +1,4 @@
-"""What silencing parts of a model does to it, measured with the tasks and the engine that experiments use: for its card."""
+"""What silencing parts of a model does to it, for its card: measured as experiments are."""
 
 from __future__ import annotations
 

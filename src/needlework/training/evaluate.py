@@ -110,10 +110,10 @@ def exact(model: Any, group: Sequence[Sample]) -> list[bool]:
 
 
 def figure(model: Any, name: str, make: Maker, n: int, seed: int = 0) -> Figure:
-    made = sorted(samples(name, make, n, seed), key=lambda sample: len(sample.prompt))
-    longest = len(made[-1].prompt) + len(made[-1].target) + 1
+    asked = sorted(samples(name, make, n, seed), key=lambda sample: len(sample.prompt))
+    longest = len(asked[-1].prompt) + len(asked[-1].target) + 1
     at_once = max(1, TOKENS_AT_ONCE // longest)
-    right = [ok for i in range(0, n, at_once) for ok in exact(model, made[i : i + at_once])]
+    right = [ok for i in range(0, n, at_once) for ok in exact(model, asked[i : i + at_once])]
     return Figure(sum(right), len(right))
 
 

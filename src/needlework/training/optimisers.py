@@ -1,4 +1,4 @@
-"""AdamW for everything, or for all but the linear maps inside a model, which Muon trains sooner at this size.
+"""AdamW, alone or together with Muon for the linear maps inside a model, which it trains sooner at this size.
 
 Muon (Jordan and others, 2024) makes the momentum of a matrix orthogonal before it is added: every direction in which a
 matrix could move gets the same step, also the rare ones that carry "which name belongs to which value". torch.optim.Muon

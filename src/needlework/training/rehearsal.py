@@ -1,4 +1,4 @@
-"""Before the first step: is the model causal, and can its card be made? An hour of training must not end in an error."""
+"""A check before the first step: is the model causal, and can its card be made when it is trained?"""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _demand_causal(recipe: Recipe, model: Any) -> None:
     other[0, -1] += 1
     with torch.inference_mode():
         model.eval()
-        a, b = (model(input_ids=some, use_cache=False).logits[0, :-1] for some in (ids, other))
+        a, b = (model(input_ids=tokens, use_cache=False).logits[0, :-1] for tokens in (ids, other))
     model.train(was_training)
     if (a - b).abs().max() > SEES_AHEAD * a.abs().max():
         raise ZooError(

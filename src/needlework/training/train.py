@@ -59,8 +59,8 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
     ids, weights = torch.from_numpy(ids_array), torch.from_numpy(weights_array)[:, 1:]
     torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout, where a model has it, is a function of (seed, step) too
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
-    each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    loss = (each * weights.flatten()).sum() / weights.sum()
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    loss = (losses * weights.flatten()).sum() / weights.sum()
     if not math.isfinite(float(loss.item())):
         raise ZooError(
             f"the loss is not finite at step {step}: the training has diverged. Lower optimiser.lr or matrix_lr "
@@ -137,10 +137,10 @@ def _finish(
     model.save_pretrained(out)
     tokenizer.save(out)
     silenced = effects.measure(out, recipe.longest, per_depth=max(1, samples // 25))
-    made = card.record(recipe, done, measured, silenced, build.parameter_count(model), versions())
-    card.write(out, recipe, done, made)
+    record = card.record(recipe, done, measured, silenced, build.parameter_count(model), versions())
+    card.write(out, recipe, done, record)
     (out / checkpoints.CHECKPOINT).unlink(missing_ok=True)
-    return made
+    return record
 
 
 def train(
@@ -161,8 +161,8 @@ def train(
     from needlework.model.patches import fast_kernels
     from needlework.training import optimisers
 
-    found = recipe if isinstance(recipe, Recipe) else recipes.find(recipe)
-    chosen = found.changed(steps=steps, seed=seed)
+    given = recipe if isinstance(recipe, Recipe) else recipes.find(recipe)
+    chosen = given.changed(steps=steps, seed=seed)
     folder = Path(out)
     model = build.model(chosen)
     optimiser = optimisers.for_model(chosen.optimiser, model)

