@@ -128,6 +128,7 @@ def plan(
     typer.echo(json.dumps(asdict(description), indent=1) if as_json else plain(description.text()))
 
 
+# [walk 1] docs/architecture.md
 @command("needlework run 02 --model mine=./my-checkpoint --out runs/sweep")
 def run(
     file: PlanFile,

@@ -11,7 +11,7 @@ from needlework.experiments import shipped
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Model, Plan, load
 from needlework.experiments.trials import Work, expand
-from needlework.interventions import grid
+from needlework.interventions import text as grid
 from needlework.toy import tokenizer
 from needlework.training import recipes
 from needlework.zoo import smollm2

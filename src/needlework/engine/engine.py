@@ -37,6 +37,7 @@ class Engine:
         self._alone, self._most = False, ROWS_AT_ONCE
         self.reader = Reader(body)  # of the newest run; its counts say how much was shared
 
+    # [walk 4] docs/architecture.md
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         """Answers as they finish, with the index of their request. All requests are checked before any compute."""
         apart = self.body.observer is not None and self.body.observer.each_sample

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
-from needlework.experiments.identity import tokenizer_hash, weights_hash
 from needlework.experiments.plan import Model
-from needlework.model.files import fetch, read_tokenizer
+from needlework.model.files import fetch, read_tokenizer, tokenizer_hash, weights_hash
 from needlework.requests import Answer, Request, stop_tokens
 from needlework.tasks.prompts import token_ids
 

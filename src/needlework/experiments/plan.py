@@ -26,8 +26,8 @@ from needlework.experiments.schema import (
     keys_at,
     model_option,
 )
-from needlework.interventions import grid
 from needlework.interventions.acts import Phase
+from needlework.interventions.text import check_ranges
 from needlework.rescoring import scoring
 from needlework.tasks.base import Task
 
@@ -267,7 +267,7 @@ class _Builder:
     def _grid(self, place: Place, text: str) -> Grid:
         at = Grid(self._at(place), text)
         try:
-            grid.check(text)
+            check_ranges(text)
         except NeedleworkError as error:
             raise at.error(str(error)) from None
         return at

@@ -31,6 +31,7 @@ def stored(row: Row) -> Answer:
     )
 
 
+# [walk 6] docs/architecture.md
 def to_row(
     trial: Trial, answer: Answer, model: str, seconds: float, versions: str, lasting: Mapping[str, float] = NO_SCORES
 ) -> Row:

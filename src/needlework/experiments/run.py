@@ -33,6 +33,7 @@ REUSED_ROWS = 500  # written together
 RECORDED_SPAN = "needle"
 
 
+# [walk 3] docs/architecture.md
 def run(
     plan: str | Path | Plan,
     out: str | Path,

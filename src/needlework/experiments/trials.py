@@ -11,8 +11,9 @@ from typing import Any
 from needlework.errors import NeedleworkError
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan
-from needlework.interventions import Intervention, SwapMemory, grid
+from needlework.interventions import Intervention, SwapMemory
 from needlework.interventions.acts import Phase
+from needlework.interventions.text import expand as expand_text
 from needlework.requests import Request, prepare, sample_key
 from needlework.store import SEMANTICS_VERSION, digest
 from needlework.tasks.base import Item, Mode
@@ -128,6 +129,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+# [walk 2] docs/architecture.md
 def expand(plan: Plan, model: ModelInfo) -> Work:
     """All trials of one model, in the order of the plan. Raises a PlanError for whatever cannot be asked."""
     expander = _Expander(Work(model))
@@ -185,7 +187,7 @@ class _Expander:
         chosen: dict[str, tuple[Grid, Intervention]] = {}
         for text in experiment.grids:
             try:
-                for act in grid.expand(text.text, self.model.sizes):
+                for act in expand_text(text.text, self.model.sizes):
                     if missing := self._missing(act):
                         note = f"{experiment.name}: {self.model.name} has no {missing}, so {act} is left out"
                         if note not in self.work.skipped:

@@ -148,6 +148,7 @@ class Block:
     k_positions: Tensor  # [rows, keys]; equals the index of the token in its own sequence
 
 
+# [walk 5] docs/architecture.md
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:

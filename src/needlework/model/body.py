@@ -21,8 +21,7 @@ from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, holder, hooked
 from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
-from needlework.model.quiet import slow_kernel_hints
-from needlework.model.turns import turn
+from needlework.model.session import slow_kernel_hints, turn
 from needlework.receipts import Tally
 
 Kernels = Literal["fast", "stock"]

@@ -11,13 +11,13 @@ from typing import Any, Literal, get_args
 import torch
 
 from needlework.errors import NeedleworkError
-from needlework.model import quiet
+from needlework.model import session as quiet
 from needlework.model.body import Body, Kernels
 from needlework.model.families import family
 from needlework.model.files import fetch, first_line, read_tokenizer, weight_files
 from needlework.model.presets import PRESETS
 from needlework.model.probe import probe
-from needlework.model.turns import turn
+from needlework.model.session import turn
 
 Window = Literal["transformers", "deepmind"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
