@@ -150,3 +150,15 @@ def test_a_missing_file_is_told(tmp_path: Path) -> None:
     for wrong in (tmp_path / "none.py", tmp_path):
         with pytest.raises(NeedleworkError, match="give a Python file"):
             plugins.load(wrong)
+
+
+def test_a_report_knows_interventions_of_ones_own(plugin: Path, tmp_path: Path) -> None:
+    """Without the file their trials are only listed by their text; with it they are read as what they are."""
+    plan, out = tmp_path / "plan.yaml", tmp_path / "out"
+    plan.write_text(PLAN)
+    runner.invoke(app, ["run", str(plan), "--out", str(out), "--plugin", str(plugin)])
+    shown = runner.invoke(app, ["report", str(out), "--plugin", str(plugin)])
+    assert shown.exit_code == 0, shown.output
+    assert (out / "report.html").exists()
+    missing = runner.invoke(app, ["report", str(out), "--plugin", str(tmp_path / "nothing.py")])
+    assert missing.exit_code == 2

@@ -186,8 +186,10 @@ def export(
 def report(
     directories: Annotated[list[Path], typer.Argument(help="One or more run directories; several are put side by side.")],
     out: Annotated[Path | None, typer.Option(help="Directory for report.html; by default the first run's.")] = None,
+    plugin: Plugins = [],  # noqa: B006
 ) -> None:
     """Build one self-contained report.html, and PNG and SVG of every figure."""
+    use(plugin)
     say(f"report: {nw.report(directories, out)}", stderr=False)
 
 
