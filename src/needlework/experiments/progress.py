@@ -8,6 +8,7 @@ from typing import Any
 
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Work
+from needlework.receipts import NOTHING_TO_HIDE
 from needlework.store import LM_EVAL, Store
 from needlework.terminal import plain, say
 
@@ -72,7 +73,7 @@ def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, tell:
 
 def hid_nothing(store: Store, where: str) -> list[str]:
     """Conditions that hide something in no trial at all: they are the model itself under another name."""
-    note = '"nothing to hide'  # how such a note begins in a receipt's JSON
+    note = f'"{NOTHING_TO_HIDE}'  # how such a note begins in a receipt's JSON
     conditions = store.db.execute(
         f"SELECT experiment, model, intervention, count(*) FROM trials WHERE {where} AND finish != 'failed'"
         " GROUP BY 1, 2, 3 HAVING min(instr(receipt, ?)) > 0 ORDER BY 1, 2, 3",

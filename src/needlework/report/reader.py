@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from needlework.errors import NeedleworkError
+from needlework.receipts import NOTHING_TO_HIDE
 from needlework.report.frame import Frame, Group, Watched
 from needlework.report.models import Seen, labels, renamed
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
@@ -34,7 +35,7 @@ FORMS = {
 COUNTED = ("samples", "per_subject", "rounds", "lengths", "depths", "layout", "against", "twins")
 _QUERY = (
     "SELECT rowid, id, experiment, model, task, kind, ability, boundary, prompt_id, sample, cluster, seed, intervention, mode,"
-    " finish, facts, scores, scoring, asked, instr(receipt, '\"nothing to hide') > 0,"
+    f" finish, facts, scores, scoring, asked, instr(receipt, '\"{NOTHING_TO_HIDE}') > 0,"
     " CASE WHEN intervention LIKE '%swap_memory%' THEN output ELSE '' END FROM trials ORDER BY rowid"
 )
 
