@@ -82,3 +82,10 @@ def test_only_the_named_message_is_withheld_and_it_is_kept(said: list[str]) -> N
     assert kept == ["a LOAD REPORT that nobody would have seen"]
     assert said[2:] == ["an error"]
     assert log.level == logging.NOTSET
+
+
+def test_few_weights_are_read_without_a_bar(capfd: pytest.CaptureFixture[str]) -> None:
+    assert transformers.logging.is_progress_bar_enabled()
+    nw.load("tiny-griffin-small")
+    assert "Loading weights" not in capfd.readouterr().err
+    assert transformers.logging.is_progress_bar_enabled(), "and transformers shows its own as before"

@@ -155,7 +155,8 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     known = type(config) in AutoModelForCausalLM._model_mapping or options["trust_remote_code"]
     loader = AutoModelForCausalLM if known else _model_class(config)
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
-    with quiet.load_report() as report:
+    files = [folder / gguf] if gguf else weight_files(folder)
+    with quiet.no_bar_for(sum(file.stat().st_size for file in files)), quiet.load_report() as report:
         try:
             model, loading_info = loader.from_pretrained(
                 str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options

@@ -84,3 +84,21 @@ def hub_retries() -> Iterator[None]:
         yield
     finally:
         hub_logging.set_verbosity(before)  # type: ignore[no-untyped-call]
+
+
+_WORTH_A_BAR = 2**30  # bytes of weights; fewer are read in less than two seconds
+
+
+@contextmanager
+def no_bar_for(weight_bytes: int) -> Iterator[None]:
+    """transformers shows a bar while it reads weights, however few."""
+    from transformers.utils import logging as transformers_logging
+
+    if weight_bytes >= _WORTH_A_BAR or not transformers_logging.is_progress_bar_enabled():
+        yield
+        return
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.enable_progress_bar()
