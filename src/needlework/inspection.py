@@ -6,57 +6,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderResult
-from rich.measure import Measurement
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from needlework.anatomy import Anatomy
 from needlework.interventions import Intervention
 from needlework.requests import Answer
-from needlework.terminal import plain
+from needlework.terminal import Sheet, plain
 from needlework.zoo import smollm2
-
-
-class Sheet(Table):
-    """A table that cuts no name: a column is at least as wide as its longest word, and lines run over in a narrow terminal."""
-
-    def __init__(self, columns: Sequence[str], title: str = "", words: Sequence[str] = ()) -> None:
-        """Columns of numbers stand to the right, those in `words` to the left."""
-        super().__init__(
-            title=Text(title) if title else None,
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            show_edge=False,
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
-        for name in columns:
-            self.add_column(name, justify="left" if name in words else "right")
-
-    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        least, most = self._widths()
-        return Measurement(sum(least) + self._gaps, sum(most) + self._gaps)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths, most = self._widths()
-        for _ in range(options.max_width - self._gaps - sum(widths)):  # room that is left goes where most is missing
-            neediest = max(range(len(widths)), key=lambda i: most[i] - widths[i])
-            widths[neediest] += most[neediest] > widths[neediest]
-        for column, width in zip(self.columns, widths, strict=True):
-            column.width = width
-        return super().__rich_console__(console, options)
-
-    @property
-    def _gaps(self) -> int:
-        return 2 * (len(self.columns) - 1)
-
-    def _widths(self) -> tuple[list[int], list[int]]:
-        """Of every column: its longest word, and its longest cell."""
-        texts = [[str(text) for text in (column.header, *column.cells)] for column in self.columns]
-        words = [[word for text in column for word in text.split()] for column in texts]
-        return [max(map(len, column), default=0) for column in words], [max(map(len, column)) for column in texts]
 
 
 def anatomy_of(source: str, window: str = "transformers") -> Anatomy:

@@ -185,6 +185,15 @@ def test_summary_in_the_terminal(run: Path) -> None:
     assert "no heads" in text
 
 
+def test_the_summary_cuts_neither_a_name_nor_a_verdict(run: Path) -> None:
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(summary([run]))
+    text = console.export_text().replace("\u00a0", " ")
+    assert "…" not in text
+    assert all(name in text for name in ("tiny-griffin", "tiny-jamba", "tiny-mamba", "● supported", "– not testable"))
+    assert max(map(len, text.splitlines())) <= 80
+
+
 def test_a_report_needs_no_torch(run: Path, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from needlework.report import build;"
     code += f"build([Path({str(run)!r})], Path({str(tmp_path)!r}), pictures=False); sys.exit('torch' in sys.modules)"

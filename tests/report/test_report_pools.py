@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -379,10 +380,11 @@ def test_shares_of_heads_are_the_true_ones(tmp_path: Path) -> None:
 
 
 def test_every_share_in_the_terminal_has_its_n(run: Path) -> None:
-    lines = [line.split("│") for line in _said(run).splitlines()]
-    shares = [(i, j) for i, line in enumerate(lines) for j, cell in enumerate(line) if "[" in cell and " %" in cell]
+    text = _said(run).split("Claims of the paper")[0].replace("\u00a0", " ")
+    shares = re.findall(r"[\d.]+ %( n=[\d,]+)?", re.sub(r"\([\d.]+ %\)|95 % intervals", "", text))
     assert len(shares) > 20
-    assert all("n = " in lines[i][j] or "n = " in lines[i + 1][j] for i, j in shares)
+    assert all(shares)
+    assert len(re.findall(r"\[[\d.]+, [\d.]+\]", text)) == len(shares), "and its interval"
 
 
 # G. A score of one's own is a score like the others.

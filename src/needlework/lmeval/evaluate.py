@@ -21,7 +21,7 @@ from needlework.lmeval.documents import Documents, stored_responses
 from needlework.lmeval.questions import Question, Shown, build, find_tasks, quiet, templates_once
 from needlework.lmeval.retained import Line, Lookup, lines, lookups
 from needlework.store import LM_EVAL, Row, Store
-from needlework.terminal import plain
+from needlework.terminal import Sheet, plain
 
 if TYPE_CHECKING:
     from needlework.lmeval.model import NeedleworkLM
@@ -227,8 +227,6 @@ def _groups(loaded: Any) -> dict[str, str]:
 def table(summary: Summary) -> Any:
     """The summary for a terminal."""
     from rich.text import Text
-
-    from needlework.inspection import Sheet
 
     columns = ("asked", "intervention", "right", "retained, raw", "retained, chance-corrected")
     shown = Sheet(columns, "general ability", words=columns)

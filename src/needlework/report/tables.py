@@ -19,11 +19,18 @@ from needlework.report.model_trials import ModelTrials, by_model_and_boundary
 from needlework.report.reader import load
 from needlework.report.spec import HeaderAndRows
 from needlework.stats import Estimate, percent
-from needlework.verdicts import RULES, Verdict
+from needlework.terminal import Sheet
+from needlework.verdicts import RULES, Verdict, Word
 
+HARD_SPACE = "\u00a0"
 LETTERS = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
-SYMBOLS = {"supported": "●", "not supported": "○", "inconclusive": "◐", "not testable": "–"}
-STYLES = {"supported": "bold green", "not supported": "bold red", "inconclusive": "yellow", "not testable": "dim"}
+SYMBOLS: dict[Word, str] = {"supported": "●", "not supported": "○", "inconclusive": "◐", "not testable": "–"}
+STYLES: dict[Word, str] = {
+    "supported": "bold green",
+    "not supported": "bold red",
+    "inconclusive": "yellow",
+    "not testable": "dim",
+}
 
 
 def models(frame: Frame) -> HeaderAndRows:
@@ -144,55 +151,59 @@ def summary(directories: Sequence[Path]) -> RenderableType:
 
 
 def _numbers(frame: Frame) -> Table:
-    table = Table(
-        title="Retrieval and knowledge",
-        title_justify="left",
-        caption_justify="left",
-        caption="in-window needles, exact match; 95 % intervals in brackets, n trials",
-    )
-    table.add_column("model")
-    table.add_column("condition")
-    for name in ("retrieval", "forced choice", "cloze", "letter"):
-        table.add_column(name, justify="right")
+    """Models as blocks: eighty columns have no room for a column of names."""
+    columns = ("condition", "retrieval", "forced choice", "cloze", "letter")
+    table = Sheet(columns, "Retrieval and knowledge", words=columns[:1])
+    table.caption = "in-window needles, exact match; 95 % intervals in brackets, n trials"
+    table.caption_justify = "left"
     for trials in by_model_and_boundary(frame):
-        for i, (label, text) in enumerate(c for c in _conditions(trials) if "decode only" not in c[0]):
+        labels, rows = [], []
+        for label, text in (c for c in _conditions(trials) if "decode only" not in c[0]):
             known = [trials.knowledge(text, form) for form in ("cloze", "letter")]
             cells = [trials.retrieval(text), *([trials.retrieval(text, "choices"), *known] if trials.judged else [])]
             if any(map(len, cells)):
-                shown = [_short(trials.accuracy(rows)) for rows in cells]
-                table.add_row(Text(trials.model if i == 0 else ""), trials.titled(label), *shown, end_section=False)
-        table.add_section()
+                rows.append([_short(trials.accuracy(numbers)) for numbers in cells])
+                labels.append(trials.titled(label))
+        if rows:
+            table.add_row(Text(trials.model, "bold"))
+            for label, shown in zip(labels, rows, strict=True):
+                table.add_row(Text(label), *shown)
+            table.add_section()
     return table
 
 
 def _short(e: Estimate) -> str:
     """On two lines: a terminal has eighty columns."""
-    return f"{percent(e.value)} [{percent(e.low, '')}, {percent(e.high, '')}]\nn = {e.n:,}" if e.n else "–"
+    text = f"{percent(e.value)} n={e.n:,}\n[{percent(e.low, '')}, {percent(e.high, '')}]" if e.n else "–"
+    return text.replace(" ", HARD_SPACE)
 
 
 def _other_tasks(frame: Frame) -> list[Table]:
     header, rows = tasks.others(frame)
-    table = Table(title="Other tasks: of no known ability, judged by no rule", title_justify="left")
-    for name in header:
-        table.add_column(name)
+    table = Sheet(header, "Other tasks: of no known ability, judged by no rule", words=header)
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return [table] if rows else []
 
 
 def _claims(frame: Frame, judged: Sequence[Verdict]) -> Table:
+    """Each claim with its verdicts, and the models that got each."""
     failed = f", {frame.failed:,} of them failed" if frame.failed else ""
-    table = Table(
-        title="Claims of the paper",
-        title_justify="left",
-        caption_justify="left",
-        caption=f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint",
-    )
-    table.add_column("claim")
-    for model in frame.models:
-        table.add_column(Text(model))
+    columns = ("claim", "verdict", "models")
+    table = Sheet(columns, "Claims of the paper", words=columns)
+    table.caption = f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint"
+    table.caption_justify = "left"
     for rule in RULES:
-        words = {v.model: v.word for v in judged if v.claim == rule.claim}
-        cells = [Text(f"{SYMBOLS[words[m]]} {words[m]}", STYLES[words[m]]) if m in words else Text("") for m in frame.models]
-        table.add_row(rule.title, *cells)
+        models: dict[Word, list[str]] = {word: [] for word in SYMBOLS}
+        for verdict in judged:
+            if verdict.claim == rule.claim:
+                models[verdict.word].append(verdict.model)
+        title = rule.title
+        for word, names in models.items():
+            if names:
+                table.add_row(
+                    title, Text(f"{SYMBOLS[word]} {word}".replace(" ", HARD_SPACE), STYLES[word]), Text(", ".join(names))
+                )
+                title = ""
+        table.add_section()
     return table
