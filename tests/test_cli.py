@@ -129,6 +129,8 @@ def test_inspect_prints_every_layer_and_the_same_as_json(checkpoint: Path) -> No
     [
         (["inspect", "recurentgemma-2b"], "did you mean 'recurrentgemma-2b'"),
         (["inspect", "./nowhere"], "there is no directory"),
+        (["run", "02", "--out", "x", "--memory", "1.2.3GiB"], "'1.2.3GiB' is no amount of memory"),
+        (["run", "02", "--out", "x", "--memory", "."], "'.' is no amount of memory"),
         (["ask", "tiny", "hello", "--intervene", "keep_head(k=2)"], "did you mean 'keep_heads'"),
         (["run", "no-plan.yaml", "--out", "x"], "no shipped plan is called 'no-plan.yaml'"),
         (["run", "head-sparsificaton", "--out", "x"], "did you mean 'head-sparsification'?"),

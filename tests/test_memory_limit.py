@@ -16,6 +16,7 @@ from needlework.cli import app, read_bytes
 from needlework.engine.budget import Costs, amount
 from needlework.experiments.models import look
 from needlework.experiments.plan import Model
+from needlework.experiments.schema import Loading
 from needlework.requests import Request, prepare
 
 PROMPTS = [[*cases.PROMPT] * 10, [*cases.PROMPT]]
@@ -73,7 +74,7 @@ def test_a_twin_that_is_read_too_counts() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plan_of_a_model_costs_what_the_model_costs(dtype: str) -> None:
-    seen = look(Model("plan.yaml:1", "m", "tiny-transformer", dtype=dtype))
+    seen = look(Model("plan.yaml:1", "m", "tiny-transformer", Loading(dtype=dtype)))
     assert seen.costs == Costs.of(nw.load(zoo.path("tiny-transformer"), dtype=dtype).body)
 
 

@@ -24,6 +24,7 @@ from needlework.options import (
     PlanFile,
     PlanModels,
     Plugins,
+    RetryFailed,
     Window,
     app,
     command,
@@ -137,7 +138,7 @@ def run(
     model: PlanModels = [],  # noqa: B006
     fast: Fast = False,
     memory: Memory = None,
-    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed.")] = False,
+    retry_failed: RetryFailed = False,
     plugin: Plugins = [],  # noqa: B006
 ) -> None:
     """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
@@ -214,6 +215,7 @@ def evaluate(
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question, instead of the task's own.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Ask in the chat template. By default with --paper, if there is one.")] = None,
     memory: Memory = None,
+    retry_failed: RetryFailed = False,
     plugin: Plugins = [],  # noqa: B006
 ) -> None:
     """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop.
@@ -237,11 +239,10 @@ def evaluate(
         shots=shots,
         chat=chat,
         memory_bytes=read_bytes(memory),
+        retry_failed=retry_failed,
         **loading,
     )
     show(table(summary))
-    for note in [*summary.idle, *([f"{summary.failed} questions failed"] if summary.failed else [])]:
-        say(note)
     raise typer.Exit(FAILED if summary.failed or summary.idle else 0)
 
 

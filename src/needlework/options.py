@@ -34,6 +34,7 @@ Plugins = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 _MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed.")]
 Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
 Out = Annotated[Path, typer.Option(help="Directory to write into.")]
 
@@ -111,7 +112,7 @@ def read_bytes(text: str | None) -> int | None:
     """ "8GiB" -> bytes."""
     if text is None:
         return None
-    match = re.fullmatch(r"\s*([\d.]+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
     if not match or float(match[1]) <= 0:
         raise NeedleworkError(f"--memory {text!r} is no amount of memory; write e.g. 8GiB or 500MiB")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))

@@ -96,9 +96,11 @@ class Answer:
     def __add__(self, other: Answer) -> Answer:
         """Both as one: of a sample that needs several requests, the options of all of them in a row."""
         error = self.error or other.error
+        both = self.receipt + other.receipt
+        shared = set(self.receipt.notes) & set(other.receipt.notes)  # what is true of one part only is not true of all
         return replace(
             self,
-            receipt=self.receipt + other.receipt,
+            receipt=replace(both, notes=tuple(note for note in self.receipt.notes if note in shared)),
             finish="failed" if error else self.finish,
             error=error,
             option_logprobs=self.option_logprobs + other.option_logprobs,

@@ -47,7 +47,7 @@ def stored_facts(item: Item, mode: Mode) -> dict[str, Any]:
     if item.answer is not None:
         facts["answer_option"] = item.answer
     if mode == "choices":
-        facts["option_ids"] = [list(option) for option in item.options]
+        facts["option_ids"] = [list(option) for part in (item, *item.also) for option in part.options]
     if mode == "perplexity":
         facts["prompt_ids"] = list(item.prompt)
     return facts
@@ -142,7 +142,8 @@ def rescore(store: Store, make_task: Callable[[Mapping[str, Any]], Task] | None 
             changed += json.dumps(new.scores, sort_keys=True) != json.dumps(trial.scores, sort_keys=True)
             again.append(new)
         store.add(again)
-    if not kept:
+    (asked,) = store.db.execute("SELECT count(*) FROM trials WHERE asked AND kind != ?", (LM_EVAL,)).fetchone()
+    if not kept and rows == asked:  # rows whose task the store does not tell of have the scores that they had
         store.set_meta("scores_version", SCORES_VERSION)
     return Rescored(rows, changed, kept, why)
 

@@ -205,3 +205,22 @@ def test_shots_chat_and_loading_go_by_the_command_line(griffin: Path, tmp_path: 
     (versions,) = store.versions().values()
     store.close()
     assert (versions["kernels"], versions["dtype"]) == ("stock", "bfloat16")
+
+
+def test_an_intervention_that_the_model_has_no_parts_for_is_refused_before_anything_is_asked(tmp_path: Path) -> None:
+    with pytest.raises(NeedleworkError, match="no separate recurrent layers"):
+        run(Path("tiny-transformer"), tmp_path / "out", ["none", "ablate_recurrent()"], ["mini_mmlu_animals"], limit=1)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_other_evaluations_are_neither_counted_nor_judged(
+    griffin: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = ["mini_mmlu_animals"]
+    assert run(griffin, tmp_path, ["limit_context(tokens=5000)"], task, limit=2).idle == ["limit_context(tokens=5000)"]
+    assert "hid nothing in any of its 2 trials" in capsys.readouterr().err
+    again = run(griffin, tmp_path, ["none"], task, limit=1)
+    told = capsys.readouterr().err
+    assert again.idle == []
+    assert "hid nothing" not in told
+    assert "1 rows in" in told, "rows that are no longer counted are said"

@@ -83,10 +83,10 @@ def test_killed_and_resumed_gives_the_same_bits(recipe_file: Path, trained: Path
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the training ended before it could be killed"
-    assert not (out / checkpoints.FINISHED).exists()
+    assert not (out / checkpoints.RECORD).exists()
     train(recipe_file, out, **QUICK)
     assert weights_of(out) == weights_of(trained)
-    assert (out / checkpoints.FINISHED).exists()
+    assert (out / checkpoints.RECORD).exists()
     assert not (out / checkpoints.CHECKPOINT).exists()
 
 
@@ -123,7 +123,7 @@ def test_what_was_made_loads_by_plain_transformers(trained: Path) -> None:
 def test_the_card_says_how_it_was_made(trained: Path, recipe_file: Path) -> None:
     recipe = recipes.find(recipe_file)
     card = (trained / "README.md").read_text()
-    record = json.loads((trained / checkpoints.FINISHED).read_text())
+    record = json.loads((trained / checkpoints.RECORD).read_text())
     assert recipe.hash() in card
     assert record["recipe_hash"] == recipe.hash()
     assert recipes.find(trained / "recipe.yaml") == recipe
@@ -245,16 +245,16 @@ def test_a_checkpoint_that_is_none_is_named(recipe_file: Path, tmp_path: Path) -
 
 
 def test_an_effect_that_could_not_be_measured_is_not_zero(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from needlework.subject import Subject
+    from needlework.experiments.models import LoadedSubject
 
-    answer = Subject.answer
+    answers = LoadedSubject.answers
 
-    def fail_last(self: Subject, *args: Any, **options: Any) -> list[Any]:
-        *good, last = answer(self, *args, **options)
-        return [*good, replace(last, finish="failed", error="logits are not finite")]
+    def fail_first(self: LoadedSubject, requests: Any) -> Any:
+        for i, answer in answers(self, requests):
+            yield i, replace(answer, finish="failed", error="logits are not finite") if i == 0 else answer
 
     assert effects.measure(trained, 128, per_depth=1)["none"]["niah"].n == 5
-    monkeypatch.setattr(Subject, "answer", fail_last)
+    monkeypatch.setattr(LoadedSubject, "answers", fail_first)
     with pytest.raises(ZooError, match="none could not be carried out: logits are not finite"):
         effects.measure(trained, 128, per_depth=1)
 
@@ -262,10 +262,10 @@ def test_an_effect_that_could_not_be_measured_is_not_zero(trained: Path, monkeyp
 def test_a_card_can_be_measured_again(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "model")
     card.renew(tmp_path / "model", samples=QUICK["card_samples"])
-    before, same = (json.loads((folder / checkpoints.FINISHED).read_text()) for folder in (trained, tmp_path / "model"))
+    before, same = (json.loads((folder / checkpoints.RECORD).read_text()) for folder in (trained, tmp_path / "model"))
     assert same == before
     card.renew(tmp_path / "model", samples=50)
-    after = json.loads((tmp_path / "model" / checkpoints.FINISHED).read_text())
+    after = json.loads((tmp_path / "model" / checkpoints.RECORD).read_text())
     assert {f["n"] for f in after["figures"].values()} == {50}
     assert {f["n"] for some in after["effects"].values() for f in some.values()} == {180, 10}
     assert "(n = 10)" in (tmp_path / "model" / "README.md").read_text()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,7 +50,7 @@ def bars(plan: Plan, works: Sequence[Work], store: Store, progress: bool) -> Ite
 
 def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, tell: bool = True) -> bool:
     """True if every trial of the plan was answered, and every condition was one; the last word, if it is to be said."""
-    plans, folder = f"asked AND kind {'=' if plan.adds else '!='} '{LM_EVAL}'", store.directory
+    plans, folder = _asked_by(plan, works), store.directory
     (trials,) = store.db.execute(f"SELECT count(*) FROM trials WHERE {plans}").fetchone()
     failed, error = store.db.execute(f"SELECT count(*), min(error) FROM trials WHERE {plans} AND finish = 'failed'").fetchone()
     idle = hid_nothing(store, plans)
@@ -69,6 +69,24 @@ def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, tell:
         say(f"{failed} of {trials} trials failed, for instance: {error}; --retry-failed tries them again")
     say(f"{trials} trials in {folder}")
     return not failed and not idle
+
+
+def _asked_by(plan: Plan, works: Sequence[Work]) -> str:
+    """The rows of this run, as SQL: what an evaluation adds to is not its own."""
+    if not plan.adds:
+        return f"asked AND kind != '{LM_EVAL}'"
+
+    def among(column: str, names: Iterable[str]) -> str:
+        quoted = ", ".join("'" + name.replace("'", "''") + "'" for name in sorted(set(names)))
+        return f"{column} IN ({quoted})"
+
+    trials = [trial for work in works for trial in work.trials]
+    own = [
+        among("model", (work.model.name for work in works)),
+        among("task", (trial.task.name for trial in trials)),
+        among("intervention", (str(trial.intervention) for trial in trials)),
+    ]
+    return f"asked AND kind = '{LM_EVAL}' AND {' AND '.join(own)}"
 
 
 def hid_nothing(store: Store, where: str) -> list[str]:

@@ -20,8 +20,8 @@ def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
             " its answers mean something else; choose another directory"
         )
     models = {work.model.name: work.model for work in works}
-    known = store.meta("models") or {}
-    for name, identity in known.items():
+    signed_before = store.meta("models") or {}
+    for name, identity in signed_before.items():
         if name not in models and not plan.adds:
             raise NeedleworkError(
                 f"{store.directory} holds trials of {name} (weights {identity['weights'][:8]}), which this run does not have;"
@@ -35,11 +35,18 @@ def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
                 )
     store.set_meta("semantics_version", SEMANTICS_VERSION)
     signed = {name: {**m.identity(), "source": m.model.source, "anatomy": m.anatomy.to_dict()} for name, m in models.items()}
-    store.set_meta("models", {**known, **signed})
+    store.set_meta("models", {**signed_before, **signed})
     if not plan.adds or store.meta("plan") is None:
         store.set_meta("plan", {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text})
-    store.set_meta("experiments", {**(store.meta("experiments") or {}), **_experiments(plan)})
-    store.set_meta("skipped", [note for work in works for note in work.skipped])
+    experiments, added = store.meta("experiments") or {}, _experiments(plan)
+    if plan.adds:  # to an experiment of the same name, too: its other tasks stay known
+        for name, content in added.items():
+            known = experiments.get(name, {})
+            lists = {key: list(dict.fromkeys([*known.get(key, ()), *content[key]])) for key in ("models", "interventions")}
+            added[name] = {**content, **known, **lists, "tasks": {**known.get("tasks", {}), **content["tasks"]}}
+    else:
+        store.set_meta("skipped", [note for work in works for note in work.skipped])
+    store.set_meta("experiments", {**experiments, **added})
 
 
 def _experiments(plan: Plan) -> dict[str, Any]:
@@ -67,6 +74,7 @@ def _experiments(plan: Plan) -> dict[str, Any]:
 
 def mark(store: Store, plan: Plan, works: Sequence[Work]) -> int:
     """Note which of the rows in a store the plan asks for; how many it does not."""
+    unasked = 0
     if plan.adds:  # of the same tasks, rows with other prompts are no longer counted; all else is left alone
         for work in works:
             prompts: dict[str, set[str]] = {}
@@ -75,8 +83,8 @@ def mark(store: Store, plan: Plan, works: Sequence[Work]) -> int:
             for task, current in prompts.items():
                 where, values = "kind = ? AND model = ? AND task = ?", (LM_EVAL, work.model.name, task)
                 rows = store.db.execute(f"SELECT experiment, model, task, id, prompt_id FROM trials WHERE {where}", values)
-                store.mark_asked({row[:4] for row in rows if row[4] in current}, where, values)
-        return 0
+                unasked += store.mark_asked({row[:4] for row in rows if row[4] in current}, where, values)
+        return unasked
     wanted = {(trial.experiment, work.model.name, trial.task.name, trial.id) for work in works for trial in work.trials}
     unasked = store.mark_asked(wanted, "kind != ?", [LM_EVAL])
     store.keep_recordings({(r.experiment, work.model.name, r.task): r.content() for work in works for r in work.recordings})

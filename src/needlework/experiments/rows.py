@@ -58,7 +58,7 @@ def to_row(
         intervention=str(trial.intervention),
         mode=trial.mode,
         prompt=item.prompt_text,
-        prompt_tokens=len(item.prompt),
+        prompt_tokens=max(len(part.prompt) for part in (item, *item.also)),
         target=item.target,
         output=output,
         finish=finish,
@@ -68,7 +68,7 @@ def to_row(
         facts=facts,
         scores=scores,
         logprobs=_logprobs(trial, answer),
-        margins=_margins(answer),
+        margins=_margins(trial, answer),
         receipt=answer.receipt.to_dict(),
         prompt_id=trial.prompt_id,
         versions=versions,
@@ -87,7 +87,7 @@ def _logprobs(trial: Trial, answer: Answer) -> list[float]:
     return [value for option in answer.option_logprobs for value in option] if trial.mode == "perplexity" else list(answer.totals)
 
 
-def _margins(answer: Answer) -> list[float]:
+def _margins(trial: Trial, answer: Answer) -> list[float]:
     """Best minus second best: at each step, or among the options."""
     ordered = sorted(answer.totals, reverse=True)
-    return [ordered[0] - ordered[1]] if len(ordered) > 1 else list(answer.margins)
+    return [ordered[0] - ordered[1]] if trial.mode == "choices" and len(ordered) > 1 else list(answer.margins)

@@ -85,7 +85,7 @@ def _into(
     sign(store, plan, works)
     unasked = mark(store, plan, works)
     if retry_failed:
-        store.forget_failed()
+        store.forget_failed(lm_eval=plan.adds)
     runs = [_ModelRun(store, work, source) for work in works]
     if again := sum(one.reuse() for one in runs):
         say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")

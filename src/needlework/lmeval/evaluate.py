@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from needlework.errors import NeedleworkError
 from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo, look
 from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
-from needlework.experiments.progress import hid_nothing
 from needlework.experiments.run import run
 from needlework.experiments.schema import Loading
 from needlework.interventions import Intervention, parse
@@ -20,7 +19,8 @@ from needlework.lmeval.arguments import check_phases
 from needlework.lmeval.documents import Documents, stored_responses
 from needlework.lmeval.questions import Question, Shown, build, find_tasks, quiet, templates_once
 from needlework.lmeval.retained import Line, Lookup, lines, lookups
-from needlework.store import LM_EVAL, Row, Store
+from needlework.receipts import nothing_to_hide
+from needlework.store import Row, Store
 from needlework.terminal import Sheet, plain
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Summary:
     lookups: list[Lookup]
     files: list[Path]  # results.json of each intervention
     failed: int
-    idle: list[str]  # conditions that hid nothing in any of their trials, in words
+    idle: list[str]  # interventions that hid nothing in any of their trials
     asked: int  # questions under an intervention that were asked now; the rest was there
 
 
@@ -57,6 +57,7 @@ def evaluate(
     window: str | None = None,
     kernels: str | None = None,
     memory_bytes: int | None = None,
+    retry_failed: bool = False,
     progress: bool = True,
 ) -> Summary:
     """Ask everything, or what a stopped evaluation left. Whatever is wrong is said before the model is loaded.
@@ -72,6 +73,8 @@ def evaluate(
     info = look(Model("eval", Path(str(model)).name, str(model), loading))
     if paper:
         tasks, acts, shots = _paper(info, tasks, acts, shots)
+    for act in acts:
+        act.check(info.anatomy)  # a plan leaves out what a model has no parts for; here it was asked for by name
     loaded = find_tasks(tasks, None if data is None else Path(data))
     from needlework.lmeval.model import NeedleworkLM
 
@@ -87,7 +90,7 @@ def evaluate(
         _check(questions)
         plan = _plan(info, tasks, list(dict.fromkeys(map(str, acts))), questions, lm)
         before = _answered(out)
-        run(plan, out, source=_HarnessModels(info, lm, memory_bytes), progress=progress)
+        run(plan, out, source=_HarnessModels(info, lm, memory_bytes), retry_failed=retry_failed, progress=progress)
         return _summary(Path(out), plan, info, questions, loaded, shown, before)
 
 
@@ -175,13 +178,14 @@ def _summary(
     try:
         own = store.rows("asked AND experiment = ? AND model = ?", (EXPERIMENT, info.name))
         rows = {(row.prompt_id, row.intervention): row for row in own if row.prompt_id in wanted and row.intervention in texts}
-        idle = hid_nothing(store, f"asked AND kind = '{LM_EVAL}'")
     finally:
         store.close()
     files = [_write_files(folder, info, text, questions, rows, loaded, shown) for text in texts]
     asked = sum((row.experiment, row.model, row.task, row.id) not in before for row in rows.values())
     kept = [rows[question.digest(), text] for text in texts for question in questions]
-    return Summary(lines(kept, _groups(loaded)), lookups(kept), files, sum(r.finish == "failed" for r in kept), idle, asked)
+    failed = sum(row.finish == "failed" for row in kept)
+    idle = [text for text in texts if all(nothing_to_hide(row.receipt) for row in kept if row.intervention == text)]
+    return Summary(lines(kept, _groups(loaded)), lookups(kept), files, failed, idle, asked)
 
 
 def _write_files(

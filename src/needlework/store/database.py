@@ -144,9 +144,9 @@ class Store:
         stale = [r for r in self.observed() if r not in wanted or known.get(r) != wanted[r]]
         self._write("DELETE FROM observations WHERE experiment = ? AND model = ? AND task = ?", stale)
 
-    def forget_failed(self) -> None:
-        """Let trials that failed be tried again: scored again where the answer is there, else asked again."""
-        failed = f"finish = 'failed' AND kind != '{LM_EVAL}'"
+    def forget_failed(self, lm_eval: bool = False) -> None:
+        """Let trials that failed be tried again, a plan's or lm-eval's: scored again where the answer is there, else asked."""
+        failed = f"finish = 'failed' AND kind {'=' if lm_eval else '!='} '{LM_EVAL}'"
         has_answer = f"json_extract(facts, '$.{ANSWER_FINISH}') IS NOT NULL"
         self._write(f"DELETE FROM trials WHERE {failed} AND NOT {has_answer}", [()])
         self._write(f"UPDATE trials SET scoring = '' WHERE {failed} AND {has_answer}", [()])
