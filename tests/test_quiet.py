@@ -55,6 +55,7 @@ def test_no_hint_at_libraries_for_gpus(name: str, said: list[str]) -> None:
     assert any(HINT in text for text in said), "outside of needlework transformers speaks as before"
 
 
+@pytest.mark.slow  # the hub is tried again for a while
 def test_the_hub_is_as_loud_as_before() -> None:
     before = hub_logging.get_verbosity()  # type: ignore[no-untyped-call]
     hub_logging.set_verbosity_info()  # type: ignore[no-untyped-call]
