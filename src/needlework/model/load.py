@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from needlework.errors import NeedleworkError
-from needlework.model import session as quiet
+from needlework.model import session
 from needlework.model.body import Body, Kernels
 from needlework.model.families import family
 from needlework.model.files import fetch, first_line, read_tokenizer, weight_files
@@ -64,7 +64,7 @@ def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "f
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
     on_gpu = next(model.parameters()).device.type == "cuda"
-    with turn(), nullcontext() if on_gpu else quiet.slow_kernel_hints():  # the probe watches every module of the process
+    with turn(), nullcontext() if on_gpu else session.slow_kernel_hints():  # the probe watches every module of the process
         return Body(model, kind, probe(model, kind, window), kernels)
 
 
@@ -114,7 +114,7 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
     if origin.gguf:
         options = {**options, "gguf_file": origin.gguf}
     try:
-        with quiet.hub_retries():
+        with session.hub_retries():
             return AutoConfig.from_pretrained(origin.name, **options)
     except Exception as error:  # a configuration can be wrong in many ways, and each raises its own kind
         first = first_line(error)
@@ -156,7 +156,7 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     loader = AutoModelForCausalLM if known else _model_class(config)
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     files = [folder / gguf] if gguf else weight_files(folder)
-    with quiet.no_bar_for(sum(file.stat().st_size for file in files)), quiet.load_report() as report:
+    with session.no_bar_for(sum(file.stat().st_size for file in files)), session.load_report() as report:
         try:
             model, loading_info = loader.from_pretrained(
                 str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
