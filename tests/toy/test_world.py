@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,14 @@ MAKERS: dict[str, Maker] = {
         for layout in world.LAYOUTS
         for quote in (False, True)
     },
+    **{
+        f"linked-{relation}-{hops}": lambda s, r=relation, h=hops: world.niah(
+            s, context_tokens=150, distractors=2, relation=r, hops=h, depth_percent=100 * s.random()
+        )
+        for relation in world.RELATION_NAMES
+        for hops in (2, 3)
+    },
+    "variables": lambda s: world.variables(s, chains=2, hops=2, room=160)[s.below(2)],
     "cloze": lambda s: world.cloze(s, before=world.sentence(s)),
     "letter": lambda s: world.letter_choice(s, before=world.sentence(s)),
     "lookup": lambda s: world.letter_lookup(s),
@@ -234,3 +243,50 @@ def test_the_world_needs_neither_torch_nor_transformers() -> None:
     code = "import sys, needlework.training.recipes, needlework.toy.world; print(*(m in sys.modules for m in sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, "torch", "transformers"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def read_off(text: str) -> tuple[dict[str, str], dict[str, str]]:
+    """Values and links of a prompt, read with patterns of this test's own: {name: value} and {name: whose}."""
+    patterns = {
+        r"the secret code of (\w+) is (\d \d \d) \.": r"the secret code of (\w+) is the code of (\w+) \.",
+        r"the badge of (\w+) is (?!the)(\w+ \w+) \.": r"the badge of (\w+) is the badge of (\w+) \.",
+        r"(\w+) hid the key in the (\w+) \.": r"(\w+) hid the key with (\w+) \.",
+        r"the gift for (\w+) is a (\w+) \.": r"the gift for (\w+) is the gift for (\w+) \.",
+    }
+    context = text.split("context :")[1].split("question :")[0]
+    values = {name: value for pattern in patterns for name, value in re.findall(pattern, context)}
+    return values, {name: other for pattern in patterns.values() for name, other in re.findall(pattern, context)}
+
+
+@pytest.mark.parametrize("hops", [2, 3])
+@pytest.mark.parametrize("relation", world.RELATION_NAMES)
+def test_links_lead_to_the_answer_in_as_many_hops_as_asked_and_stand_behind_what_they_name(relation: str, hops: int) -> None:
+    for sample in some(MAKERS[f"linked-{relation}-{hops}"]):
+        values, links = read_off(sample.text)
+        assert len(links) == (hops - 1) * len(values) == (hops - 1) * 3
+        name, steps, place = sample.key, 1, len(sample.text)
+        while name in links:
+            stands = sample.text.index(f" {name} ")
+            assert stands < place
+            name, steps, place = links[name], steps + 1, stands
+        assert (values[name], steps) == (sample.target_text, hops)
+        assert [span for span in sample.spans if span.name == "value"] == [
+            Span("value", (last := sample.named("needle")[-1]).stop - len(sample.target), last.stop)
+        ]
+        assert words_of(sample, sample.named("value")[0]) == sample.target
+        assert len(sample.named("needle")) == hops
+        assert sample.key in words_of(sample, sample.named("needle")[0])
+
+
+def test_who_has_a_code_are_all_names_that_links_lead_to_it() -> None:
+    for sample in some(MAKERS["variables"]):
+        values, links = read_off(sample.text)
+        code = re.findall(r"who has the secret code (\d \d \d) \?", sample.text)[-1]
+
+        def has(name: str, values: dict[str, str] = values, links: dict[str, str] = links) -> str:
+            return values[name] if name in values else has(links[name])
+
+        assert {name for name in (*values, *links) if has(name) == code} == set(sample.target)
+        assert links[sample.target[0]] == sample.target[1]
+        assert values[sample.target[-1]] == code
+        assert len(sample.target) == 3

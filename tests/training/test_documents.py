@@ -136,6 +136,8 @@ DIGESTS = {
     "copy": "77c38f25022d",
     "letters": "49dd00b4213b",
     "short": "b5c47387459c",
+    "linked": "8ef6c6683c0d",
+    "variables": "e7b94578b8c8",
 }
 
 

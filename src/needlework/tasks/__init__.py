@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from needlework.tasks import knowledge, niah, own_prompts, perplexity, recall, ruler
+from needlework.tasks import knowledge, linked, niah, own_prompts, perplexity, recall, ruler
 from needlework.tasks.base import TASKS, Item, Mode, Task, Tokenizer, load_plugins, make_task, task
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Task",
     "Tokenizer",
     "knowledge",
+    "linked",
     "load_plugins",
     "make_task",
     "niah",

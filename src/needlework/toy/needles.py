@@ -17,10 +17,14 @@ ABSENT_VALUES = 3  # that a forced choice sets against the true one
 
 @dataclass(frozen=True)
 class Relation:
-    """A kind of needle: sentence and questions hold {n}, the sentence's value of `length` words comes at its end."""
+    """A kind of needle: sentence and questions hold {n}, the sentence's value of `length` words comes at its end.
+
+    `link` says that {n} has what {m} has: who is asked for {n} must look twice.
+    """
 
     name: str
     sentence: tuple[str, ...]
+    link: tuple[str, ...]
     questions: tuple[tuple[str, ...], ...]
     values: Words
     length: int
@@ -31,8 +35,9 @@ class Relation:
         return int(len(self.values) ** self.length) - ABSENT_VALUES
 
 
-def _relation(name: str, sentence: str, questions: str, values: Words, length: int) -> Relation:
-    return Relation(name, tuple(sentence.split()), tuple(tuple(q.split()) for q in questions.split("|")), values, length)
+def _relation(name: str, sentence: str, link: str, questions: str, values: Words, length: int) -> Relation:
+    asked = tuple(tuple(question.split()) for question in questions.split("|"))
+    return Relation(name, tuple(sentence.split()), tuple(link.split()), asked, values, length)
 
 
 RELATIONS: dict[str, Relation] = {
@@ -41,19 +46,35 @@ RELATIONS: dict[str, Relation] = {
         _relation(
             "code",
             "the secret code of {n} is",
+            "the secret code of {n} is the code of {m}",
             "what is the secret code of {n} ?|which secret code has {n} ?",
             w.DIGITS,
             3,
         ),
-        _relation("badge", "the badge of {n} is", "what is the badge of {n} ?|which badge has {n} ?", w.COLOURS, 2),
+        _relation(
+            "badge",
+            "the badge of {n} is",
+            "the badge of {n} is the badge of {m}",
+            "what is the badge of {n} ?|which badge has {n} ?",
+            w.COLOURS,
+            2,
+        ),
         _relation(
             "hideout",
             "{n} hid the key in the",
+            "{n} hid the key with {m}",
             "where is the key of {n} ?|where has {n} hid the key ?",
             w.HIDEOUTS,
             1,
         ),
-        _relation("gift", "the gift for {n} is a", "what is the gift for {n} ?|which gift gets {n} ?", w.GIFTS, 1),
+        _relation(
+            "gift",
+            "the gift for {n} is a",
+            "the gift for {n} is the gift for {m}",
+            "what is the gift for {n} ?|which gift gets {n} ?",
+            w.GIFTS,
+            1,
+        ),
     )
 }
 RELATION_NAMES: Words = tuple(RELATIONS)
@@ -61,12 +82,17 @@ RELATION_NAMES: Words = tuple(RELATIONS)
 
 @dataclass(frozen=True, slots=True)
 class Needle:
+    """What holds of a name; with `like`, its sentence says whose value it is instead of the value."""
+
     relation: str
     name: str
     value: Words
+    like: str = ""
 
     def sentence(self) -> list[str]:
         kind = RELATIONS[self.relation]
+        if self.like:
+            return [*({"{n}": self.name, "{m}": self.like}.get(word, word) for word in kind.link), "."]
         return [*(self.name if word == "{n}" else word for word in kind.sentence), *self.value, "."]
 
     def question(self, form: int) -> list[str]:
@@ -139,11 +165,19 @@ class Scene:
     depths: tuple[float, ...]
 
 
-def scene(stream: Stream, hidden: Sequence[Needle], context_tokens: int, depth_percent: float | None = None) -> Scene:
+def scene(
+    stream: Stream,
+    hidden: Sequence[Needle],
+    context_tokens: int,
+    depth_percent: float | None = None,
+    *,
+    ordered: bool = False,
+) -> Scene:
     """Hide needles in a haystack so that all together has at most `context_tokens` words.
 
     The first needle goes to `depth_percent` of the haystack, after the nearest sentence end before that point; the
-    others (and the first, if no depth is given) go after sentence ends drawn at random.
+    others (and the first, if no depth is given) go after sentence ends drawn at random. `ordered` keeps their order: the
+    first goes where it goes, and those behind it, such as links to it, are drawn from what follows.
     """
     sentences = [needle.sentence() for needle in hidden]
     room = context_tokens - sum(map(len, sentences))
@@ -165,6 +199,8 @@ def scene(stream: Stream, hidden: Sequence[Needle], context_tokens: int, depth_p
     words: list[str] = []
     starts = [0] * len(hidden)
     order = stream.mixed(range(len(hidden)))
+    if ordered:
+        slots, order = _after_what_they_name(stream, hidden, slots, len(hay)), list(range(len(hidden)))
     for slot in range(len(hay) + 1):
         for i in order:
             if slots[i] == slot:
@@ -175,6 +211,24 @@ def scene(stream: Stream, hidden: Sequence[Needle], context_tokens: int, depth_p
     length = len(words)
     depths = tuple(100 * start / max(1, length - len(text)) for start, text in zip(starts, sentences, strict=True))
     return Scene(tuple(words), tuple(hidden), tuple(starts), depths)
+
+
+def _after_what_they_name(stream: Stream, hidden: Sequence[Needle], slots: list[int], last: int) -> list[int]:
+    """Slots in which every link stands behind the needle it names: such a link can be resolved while it is read."""
+    place = {needle.name: slot for needle, slot in zip(hidden, slots, strict=True)}
+    for needle in hidden:
+        if needle.like and place[needle.name] < place[needle.like]:
+            place[needle.name] = stream.between(place[needle.like], last)
+    return [place[needle.name] for needle in hidden]
+
+
+def chain(place: Scene, index: int) -> list[int]:
+    """The needles that an answer about needle `index` rests on: its own, the one it names, and so on."""
+    by_name = {(needle.relation, needle.name): i for i, needle in enumerate(place.needles)}
+    found = [index]
+    while like := place.needles[found[-1]].like:
+        found.append(by_name[place.needles[index].relation, like])
+    return found
 
 
 def ask(
@@ -202,10 +256,13 @@ def ask(
     lead = 2 + (len(question) if layout == "question_first" else 0)
     prompt: list[str] = []
     spans: list[Span] = []
+    rests_on = chain(place, index)
     for words in blocks:
-        start = len(prompt) + lead + place.starts[index]
-        spans.append(Span("needle", start, start + len(text)))
-        spans.append(Span("value", start + len(text) - len(needle.value), start + len(text)))
+        for i in rests_on:
+            start = len(prompt) + lead + place.starts[i]
+            stop = start + len(place.needles[i].sentence()) - 1
+            spans.append(Span("needle", start, stop))
+        spans.append(Span("value", stop - len(needle.value), stop))
         prompt += words
     prompt += ["quote" if quote else "answer", ":"]
     stated = [n.value for n in place.needles if n.relation == needle.relation]
@@ -220,7 +277,7 @@ def ask(
         key=needle.name,
         form=f"{'quote' if quote else 'question'}-{form}",
         layout=layout,
-        depth_percent=place.depths[index],
+        depth_percent=place.depths[rests_on[-1]],
         context_tokens=len(place.words),
     )
 
@@ -234,8 +291,61 @@ def niah(
     relation: str = "code",
     layout: str = "plain",
     quote: bool = False,
+    hops: int = 1,
 ) -> Sample:
-    """One needle in a haystack, with `distractors` more needles of the same relation about other names."""
+    """One needle in a haystack, with `distractors` more needles of the same relation about other names.
+
+    With more than one hop, links follow each needle: its value is asked for by the name at the end of its links.
+    """
     hidden = needles(stream, relation, 1 + distractors)
-    place = scene(stream, hidden, context_tokens, depth_percent)
-    return ask(stream, place, layout=layout, form=stream.below(2), quote=quote)
+    if hops == 1:
+        place = scene(stream, hidden, context_tokens, depth_percent)
+        return ask(stream, place, layout=layout, form=stream.below(2), quote=quote)
+    hidden = linked(stream, hidden, hops - 1)
+    place = scene(stream, hidden, context_tokens, depth_percent, ordered=True)
+    return ask(stream, place, len(hidden) - 1 - distractors, layout=layout, form=stream.below(2), quote=quote)
+
+
+def linked(stream: Stream, hidden: Sequence[Needle], links: int) -> list[Needle]:
+    """Needles, then a link to each of them, then a link to each of those, and so on."""
+    spare = [name for name in w.NAMES if name not in {needle.name for needle in hidden}]
+    names = iter(stream.distinct(spare, links * len(hidden)))
+    chained, latest = list(hidden), list(hidden)
+    for _ in range(links):
+        latest = [Needle(needle.relation, next(names), needle.value, like=needle.name) for needle in latest]
+        chained += latest
+    return chained
+
+
+def variables(stream: Stream, *, chains: int, hops: int, room: int) -> list[Sample]:
+    """Codes handed on from name to name (RULER's variable tracking): who has this code? Each chain is asked in turn.
+
+    All together has about `room` words. The answer names a whole chain, the end of it first: it is the hardest to find.
+    """
+    hidden = linked(stream, needles(stream, "code", chains), hops)
+    asked = stream.mixed(range(chains))
+    names = [[hidden[c + chains * hop].name for hop in range(hops, -1, -1)] for c in range(chains)]
+    questions = [["question", ":", "who", "has", "the", "secret", "code", *needle.value, "?"] for needle in hidden[:chains]]
+    spent = 2 + sum(len(questions[c]) + 2 + len(names[c]) + 1 for c in asked)
+    place = scene(stream, hidden, max(room - spent, sum(len(needle.sentence()) for needle in hidden)), ordered=True)
+    prompt = ["context", ":", *place.words]
+    samples = []
+    for c in asked:
+        prompt += [*questions[c], "answer", ":"]
+        spans = []
+        for i in range(c, len(hidden), chains):
+            start = 2 + place.starts[i]
+            spans.append(Span("needle", start, start + len(hidden[i].sentence()) - 1))
+        samples.append(
+            Sample(
+                task="variables",
+                prompt=tuple(prompt),
+                target=tuple(names[c]),
+                spans=tuple(spans),
+                relation="code",
+                key=" ".join(hidden[c].value),
+                context_tokens=len(place.words),
+            )
+        )
+        prompt += [*names[c], "."]
+    return samples

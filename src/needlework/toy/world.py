@@ -27,6 +27,7 @@ from needlework.toy.needles import (
     niah,
     scene,
     sentence,
+    variables,
 )
 from needlework.toy.recall import copying, key_values, phone_book
 from needlework.toy.sample import EVAL_SPLIT, Sample, Words
@@ -60,4 +61,5 @@ __all__ = [
     "scene",
     "sentence",
     "statement",
+    "variables",
 ]

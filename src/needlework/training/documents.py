@@ -12,14 +12,38 @@ from numpy.typing import NDArray
 
 from needlework.toy import facts, judgements, recall
 from needlework.toy import words as w
-from needlework.toy.needles import LAYOUTS, RELATION_NAMES, RELATIONS, Needle, ask, fresh_values, scene, sentence
+from needlework.toy.needles import (
+    LAYOUTS,
+    RELATION_NAMES,
+    RELATIONS,
+    Needle,
+    ask,
+    fresh_values,
+    needles,
+    scene,
+    sentence,
+    variables,
+)
 from needlework.toy.sample import TRAIN_SPLIT, Sample, Stream, Words
 
 # Part of every recipe hash: raise it when the documents of a given (seed, step) change.
 DATA_VERSION = 2
 
 # Kinds of row: how a whole document is laid out.
-ROW_KINDS = ("dense", "sparse", "jrt", "question_first", "pairs", "any_pairs", "phone", "copy", "letters", "short")
+ROW_KINDS = (
+    "dense",
+    "sparse",
+    "jrt",
+    "question_first",
+    "pairs",
+    "any_pairs",
+    "phone",
+    "copy",
+    "letters",
+    "short",
+    "linked",
+    "variables",
+)
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
 ITEM_SHARES = {
@@ -33,6 +57,8 @@ ITEM_SHARES = {
     "paraphrase": 1.0,
 }
 SHORTEST_ITEM = 8
+LINKED_NEEDLE_WORDS = 28  # the same with links, which are a little longer
+VARIABLE_WORDS = 22  # one sentence of a chain and its part of the question, which all of the chain share
 DENSE_NEEDLE_WORDS = 24  # one needle sentence and one question with its answer, on average, and some haystack
 MOST_PAIRS = 40
 LIST_FRAME = 6  # words of a key-value list that are not keys or values
@@ -117,17 +143,33 @@ def _hidden(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Need
     return list(hidden.values())
 
 
+def _with_links(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Needle]:
+    """Needles of one relation, and links to them or to links: what a name has is found in at most three sentences."""
+    relation = stream.pick(relations)
+    count = max(2, min(count, len(w.NAMES), 2 * RELATIONS[relation].most))
+    plain = stream.between(max(1, count // 3), max(1, min(2 * count // 3, RELATIONS[relation].most)))
+    hidden = needles(stream, relation, plain)
+    spare = [name for name in w.NAMES if name not in {needle.name for needle in hidden}]
+    far: set[str] = set()  # names that two links lead away from their value
+    for name in stream.distinct(spare, count - plain):
+        other = stream.pick([needle for needle in hidden if needle.name not in far])
+        hidden.append(Needle(relation, name, other.value, like=other.name))
+        if other.like:
+            far.add(name)
+    return hidden
+
+
 def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]) -> None:
     layout = kind if kind in LAYOUTS else "plain"
     copies = 2 if layout == "jrt" else 1
     room = row.room // copies
-    most = max(1, (room - 6) // DENSE_NEEDLE_WORDS)
-    count = most if kind == "dense" else min(most, stream.pick((1, 2, 3, 4, 6, 9)))
-    hidden = _hidden(stream, count, relations)
+    most = max(1, (room - 6) // (LINKED_NEEDLE_WORDS if kind == "linked" else DENSE_NEEDLE_WORDS))
+    count = most if kind in ("dense", "linked") else min(most, stream.pick((1, 2, 3, 4, 6, 9)))
+    hidden = _with_links(stream, count, relations) if kind == "linked" else _hidden(stream, count, relations)
     asked = stream.mixed(range(len(hidden)))
-    if kind != "dense":
+    if kind not in ("dense", "linked"):
         asked = asked[:4]
-    forms = [(stream.below(2), stream.chance(QUOTE_SHARE)) for _ in asked]
+    forms = [(stream.below(2), stream.chance(0 if kind == "linked" else QUOTE_SHARE)) for _ in asked]
     blocks = [
         (hidden[i].question(form), tuple(hidden[i].sentence()[:-1]) if quote else hidden[i].value)
         for i, (form, quote) in zip(asked, forms, strict=True)
@@ -135,11 +177,19 @@ def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]
     later = sum(len(question) + 2 + len(answer) + 1 for question, answer in blocks[1:])
     first = copies * (2 + len(blocks[0][0])) + 2 + len(blocks[0][1]) + 1
     context = (row.room - first - later) // copies
-    place = scene(stream, hidden, max(context, sum(len(needle.sentence()) for needle in hidden)))
+    room = max(context, sum(len(needle.sentence()) for needle in hidden))
+    place = scene(stream, hidden, room, ordered=kind == "linked")
     row.add_sample(ask(stream, place, asked[0], layout=layout, form=forms[0][0], quote=forms[0][1]))
     for (question, answer), (_, quote) in zip(blocks[1:], forms[1:], strict=True):
         row.add([*question, "quote" if quote else "answer", ":"])
         row.add_answer(answer, ".")
+
+
+def _variables_row(stream: Stream, row: _Row) -> None:
+    """Codes handed on from name to name, and all names that have a code asked for, as in RULER's variable tracking."""
+    hops = stream.between(1, 2 if row.room >= 3 * VARIABLE_WORDS else 1)
+    chains = max(1, min(4, (row.room - 12) // ((hops + 1) * VARIABLE_WORDS)))
+    row.add_series(variables(stream, chains=chains, hops=hops, room=row.room))
 
 
 def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
@@ -232,6 +282,8 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _pairs_row(stream, document)
     elif kind == "any_pairs":
         _any_pairs_row(stream, document)
+    elif kind == "variables":
+        _variables_row(stream, document)
     elif kind in ("phone", "copy"):
         _recall_row(stream, document, kind, diet.items)
     else:

@@ -36,7 +36,7 @@ class Figure:
         return {"value": self.value, "low": low, "high": high, "correct": self.correct, "n": self.n}
 
 
-def _niah(context_tokens: int, distractors: int, layout: str = "plain", quote: bool = False) -> Maker:
+def _niah(context_tokens: int, distractors: int, layout: str = "plain", quote: bool = False, hops: int = 1) -> Maker:
     def make(stream: Stream) -> Sample:
         return world.niah(
             stream,
@@ -46,6 +46,7 @@ def _niah(context_tokens: int, distractors: int, layout: str = "plain", quote: b
             relation=stream.pick(world.RELATION_NAMES),
             layout=layout,
             quote=quote,
+            hops=hops,
         )
 
     return make
@@ -71,6 +72,7 @@ def suite(longest: int) -> dict[str, Maker]:
         f"niah_{longest}_3_distractors_jrt": _niah((longest - 2 * QUESTION_ROOM) // 2, 3, "jrt"),
         f"niah_{longest}_3_distractors_question_first": _niah(at, 3, "question_first"),
         f"niah_{longest}_3_distractors_quote": _niah(at, 3, quote=True),
+        f"niah_{longest}_3_distractors_two_hops": _niah(at, 3, hops=2),
         "cloze_statement": _fact(asked=False),
         "cloze_question": _fact(asked=True),
         "letter_choice": lambda stream: world.letter_choice(stream),
@@ -81,6 +83,7 @@ def suite(longest: int) -> dict[str, Maker]:
         "recall_16_pairs": lambda stream: world.key_values(stream, 16, 1)[0],
         "phone_book_8": lambda stream: world.phone_book(stream, 8, 1)[0],
         "copy_16": lambda stream: world.copying(stream, 16),
+        "variables_2_chains": lambda stream: world.variables(stream, chains=2, hops=1, room=longest - QUESTION_ROOM)[0],
     }
 
 
