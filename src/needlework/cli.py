@@ -96,6 +96,23 @@ def train(
     say(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", stderr=False)
 
 
+@command("needlework study concentration --out runs/concentration --jobs 2")
+def study(
+    file: Annotated[str, typer.Argument(help="A study that comes with needlework, or a YAML file of your own.")],
+    out: Out,
+    jobs: Annotated[int, typer.Option(min=1, help="Models trained at a time, one core each.")] = 1,
+    as_json: Json = False,
+) -> None:
+    """Train a grid of recipes, run one plan on all of them, and say what retrieval in few heads depends on."""
+    from needlework.training.concentration import as_json as numbers
+    from needlework.training.study import study as run
+
+    result = run(file, out, jobs=jobs, progress=not as_json)
+    typer.echo(json.dumps(numbers(result.models), indent=1) if as_json else plain(result.text))
+    if not result.run.sound:
+        raise typer.Exit(FAILED)
+
+
 @command("needlework plans")
 def plans(as_json: Json = False) -> None:
     """List the plans that come with needlework: what each is about, and the models that it names."""

@@ -1,0 +1,218 @@
+"""A study: its grid of recipes, its resumption, and what it says of how few heads suffice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from needlework.errors import ZooError
+from needlework.store import Row
+from needlework.training import concentration, grid
+from needlework.training.grid import Cell
+
+RECIPE = {
+    "architecture": "JambaForCausalLM",
+    "config": {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 1,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": 4,
+    },
+    "stages": [{"until": 1.0, "lengths": [128], "rows": {"dense": 1}}],
+    "batch_tokens": 128,
+    "steps": 2,
+    "optimiser": {"lr": 0.001},
+}
+STUDY: dict[str, Any] = {
+    "name": "small",
+    "recipe": RECIPE,
+    "vary": {
+        "optimiser": {"adamw": {}, "muon": {"optimiser": {"matrix_lr": 0.01}}},
+        "heads": {
+            "2": {"config": {"num_attention_heads": 2, "head_dim": 8}},
+            "4": {"config": {"num_attention_heads": 4, "head_dim": 4}},
+        },
+    },
+    "training_seeds": [0, 5],
+    "experiments": {
+        "few": {
+            "tasks": [{"kind": "niah", "lengths": [48], "depths": [50], "samples": 2, "distractors": 1}],
+            "interventions": ["none", "keep_heads(fraction={0.15, 0.5})", "keep_heads(fraction=0.5, by='random', seed=0..1)"],
+        }
+    },
+}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump({**STUDY, **changes}, sort_keys=False))
+    return path
+
+
+def test_a_grid_is_every_combination_with_every_seed_and_nothing_else_differs(tmp_path: Path) -> None:
+    made = grid.cells(grid.find(written(tmp_path)))
+    assert [cell.name for cell in made] == [f"{o}-{h}-seed{s}" for o in ("adamw", "muon") for h in (2, 4) for s in (0, 5)]
+    assert len({cell.recipe.hash() for cell in made}) == 8
+    for cell in made:
+        assert cell.recipe.config["num_attention_heads"] == int(cell.levels["heads"])
+        assert cell.recipe.optimiser.matrix_lr == (0.01 if cell.levels["optimiser"] == "muon" else None)
+        assert cell.recipe.optimiser.lr == 0.001  # a level changes what it names and leaves what stands beside it
+        assert cell.recipe.seed == cell.seed
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"varies": {}}, "unknown key 'varies'.*'vary'"),
+        ({"vary": {"heads": {"2": {}}}}, "one level"),
+        ({"vary": {"heads": {"2": {"confg": {}}, "4": {}}}}, "confg"),
+        ({"training_seeds": []}, "training_seeds"),
+        ({"vary": {"a/b": {"2": {}, "4": {}}}}, "is no name"),
+        ({"recipe": {}}, "architecture"),
+    ],
+)
+def test_a_study_that_cannot_be_trained_is_told_before_anything_is(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ZooError, match=says):
+        grid.find(written(tmp_path, **changes))
+
+
+def test_an_unknown_study_is_told_the_known_ones() -> None:
+    with pytest.raises(ZooError, match="concentration"):
+        grid.find("concentratoin")
+
+
+def test_the_shipped_study_has_the_models_that_it_speaks_of() -> None:
+    shipped = grid.cells(grid.find("concentration"))
+    assert len(shipped) == 12
+    assert {(cell.recipe.config["num_attention_heads"], cell.recipe.config["num_key_value_heads"]) for cell in shipped} == {
+        (12, 3),
+        (32, 8),
+    }
+
+
+@pytest.mark.slow
+def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: Path) -> None:
+    from needlework.training.study import study
+
+    path = written(tmp_path, training_seeds=[0])
+    asked = grid.find(path)
+    told: list[tuple[str, int]] = []
+
+    class Stop(Exception):
+        pass
+
+    def stop(name: str, step: int) -> None:
+        told.append((name, step))
+        raise Stop
+
+    with pytest.raises(Stop):
+        grid.train_all(asked, tmp_path / "out", 1, stop)
+    assert told
+    result = study(path, tmp_path / "out", jobs=2, progress=False)
+    assert [model.name for model in result.models] == ["adamw-2-seed0", "adamw-4-seed0", "muon-2-seed0", "muon-4-seed0"]
+    assert not any(model.testable for model in result.models)  # two steps teach nothing
+    assert "not testable" in result.text
+    numbers = json.loads((tmp_path / "out" / "study.json").read_text())
+    assert (numbers["total"], numbers["shown"], numbers["testable"]) == (4, 0, 0)
+    assert (tmp_path / "out" / "run" / "report.html").exists()
+    assert (tmp_path / "out" / "study.png").stat().st_size > 1000
+    weights = {f: f.stat().st_mtime_ns for f in (tmp_path / "out" / "models").glob("*/model.safetensors")}
+    assert len(weights) == 4
+    study(path, tmp_path / "out", progress=False)
+    assert weights == {f: f.stat().st_mtime_ns for f in weights}  # nothing is trained twice
+    other = written(tmp_path, training_seeds=[0], recipe={**RECIPE, "steps": 3})
+    with pytest.raises(ZooError, match="another recipe"):
+        study(other, tmp_path / "out", progress=False)
+
+
+def row(model: str, intervention: str, sample: int, right: bool) -> Row:
+    return Row(
+        **dict.fromkeys(("id", "experiment", "task", "mode", "prompt", "target", "output", "error"), "x"),
+        model=model,
+        sample=str(sample),
+        cluster=str(sample),
+        seed=0,
+        intervention=intervention,
+        prompt_tokens=1,
+        finish="stop",
+        seconds=0.0,
+        scores={"correct": float(right)},
+    )
+
+
+def rows(model: str, kept: dict[str, int], n: int = 100, base: int = 100) -> list[Row]:
+    """`kept`: for each intervention the number of samples, of n, that are still right."""
+    made = [row(model, "none", i, i < base) for i in range(n)]
+    return made + [row(model, text, i, i < right) for text, right in kept.items() for i in range(n)]
+
+
+def cell(optimiser: str, heads: int, seed: int) -> Cell:
+    recipe = grid.recipes.checked({**RECIPE, "name": "x"}, "test")
+    return Cell({"optimiser": optimiser, "heads": str(heads)}, seed, recipe)
+
+
+def keep(k: int, by: str = "entropy", **more: Any) -> str:
+    from needlework.interventions import KeepHeads
+
+    return str(KeepHeads(k=k, by=by, **more))
+
+
+def test_the_smallest_k_is_the_one_from_which_on_all_is_kept() -> None:
+    one = cell("adamw", 12, 0)
+    kept = {keep(1): 100, keep(2): 60, keep(3): 100, keep(6): 100, keep(6, "random"): 100, keep(9, "random"): 97}
+    others = {keep(1, phase="decode"): 0, "ablate_attention()": 0, keep(1, draw="trial", by="random"): 0}
+    (model,) = concentration.found([one], {one.name: 12}, rows(one.name, kept | others))
+    assert model.testable
+    assert model.smallest("entropy") == 3  # 1 alone may be luck: 2 does not keep it
+    assert model.smallest("random") == 12  # 97 of 100 has a lower bound below 95 %
+    assert model.at_15_percent("entropy") == (2, model.curves["entropy"][2])
+    assert not model.shows()
+    assert sorted(model.curves["entropy"]) == [1, 2, 3, 6]  # other phases and draws are other curves
+
+
+def test_a_model_that_does_not_retrieve_shows_nothing() -> None:
+    one = cell("adamw", 12, 0)
+    (model,) = concentration.found([one], {one.name: 12}, rows(one.name, {keep(2): 50}, base=50))
+    assert not model.testable
+    assert not model.shows()
+    assert "not testable" in concentration.table([model])
+    assert concentration.as_json([model])["shown"] == 0
+
+
+def test_factors_are_compared_between_models_that_differ_in_nothing_else() -> None:
+    """Muon needs 6 more of 12 heads than AdamW, whatever the seed; heads make no difference; one model cannot be tested."""
+    cells = [cell(o, h, s) for o in ("adamw", "muon") for h in (12, 24) for s in (0, 1)]
+    made: list[Row] = []
+    for one in cells:
+        heads = int(one.levels["heads"])
+        few = (heads // 4) if one.levels["optimiser"] == "adamw" else (3 * heads // 4)
+        kept = {
+            keep(k, way): 100 if k >= few else 10 for k in (heads // 4, heads // 2, 3 * heads // 4) for way in concentration.WAYS
+        }
+        lost = one.name == "muon-24-seed1"
+        made += rows(one.name, kept, base=50 if lost else 100)
+    models = concentration.found(cells, {one.name: int(one.levels["heads"]) for one in cells}, made)
+    by_factor = {(d.factor, d.way): d.points for d in concentration.differences(models)}
+    assert by_factor["optimiser", "entropy"].value == pytest.approx(0.5)
+    assert by_factor["optimiser", "entropy"].n == 3  # of four pairs one has a model that does not retrieve
+    assert by_factor["heads", "random"].value == pytest.approx(0)
+    text = "\n".join(concentration.sentences(models))
+    assert "optimiser, muon against adamw: the smallest share of heads by entropy differs by +50.0 points" in text
+    assert "0 of 8 models" in text
+
+
+def test_students_interval_is_the_textbooks() -> None:
+    found = concentration.student([1.0, 2.0, 3.0, 4.0])
+    assert found.value == 2.5
+    assert found.high - found.value == pytest.approx(3.182 * (5 / 3) ** 0.5 / 2, rel=1e-3)
+    assert concentration.student([1.0]).high == float("inf")
+    assert concentration.student([]).n == 0
