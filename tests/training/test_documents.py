@@ -137,6 +137,7 @@ DIGESTS = {
     "letters": "49dd00b4213b",
     "short": "b5c47387459c",
     "linked": "8ef6c6683c0d",
+    "short_links": "8e8f2737593b",
     "variables": "e7b94578b8c8",
 }
 

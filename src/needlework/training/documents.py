@@ -19,6 +19,7 @@ from needlework.toy.needles import (
     Needle,
     ask,
     fresh_values,
+    linked,
     needles,
     scene,
     sentence,
@@ -42,6 +43,7 @@ ROW_KINDS = (
     "letters",
     "short",
     "linked",
+    "short_links",
     "variables",
 )
 # Kinds of item in a "short" row: many small texts one after the other.
@@ -65,6 +67,7 @@ LIST_FRAME = 6  # words of a key-value list that are not keys or values
 SHORTEST_LIST = LIST_FRAME + 8
 SHORTEST_ANY_PAIRS = LIST_FRAME + 10  # two pairs, named in a question of nine words with one answer
 SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
+SHORTEST_LINKS = 64  # two needles, a link to each, and one question with its answer
 SHORTEST_LETTERS = 32  # four options and one question with its answer
 NAMING_SHARE = 0.4
 QUOTE_SHARE = 0.15
@@ -192,6 +195,27 @@ def _variables_row(stream: Stream, row: _Row) -> None:
     row.add_series(variables(stream, chains=chains, hops=hops, room=row.room))
 
 
+def _short_links_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
+    """Several short documents of two or three values and as many names that are linked to them, which alone are asked for.
+
+    In a long one the right value is one of many and half of the questions need no link: looking twice is hardly ever rewarded.
+    """
+    while row.room >= SHORTEST_LINKS or len(row.words) == 1:
+        room = min(row.room, stream.pick((SHORTEST_LINKS, 80, 96, 128)))
+        plain = 1 if room < SHORTEST_LINKS else 2 if room < 80 else stream.between(2, 3)
+        hidden = linked(stream, needles(stream, stream.pick(relations), plain), 1)
+        asked = stream.mixed(range(plain, 2 * plain))[: max(1, room // 48)]
+        forms = [stream.below(2) for _ in asked]
+        questions = [hidden[i].question(form) for i, form in zip(asked, forms, strict=True)]
+        spent = 2 + sum(len(question) + 3 + len(hidden[0].value) for question in questions)
+        sentences = sum(len(needle.sentence()) for needle in hidden)
+        place = scene(stream, hidden, max(sentences, room - spent), ordered=True)
+        row.add_sample(ask(stream, place, asked[0], form=forms[0]))
+        for i, question in zip(asked[1:], questions[1:], strict=True):
+            row.add([*question, "answer", ":"])
+            row.add_answer(hidden[i].value, ".")
+
+
 def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
     """Mostly several short documents, each with its question in front: one long one has a single answer to learn from."""
     while row.room >= SHORTEST_QUESTION_FIRST or len(row.words) == 1:
@@ -282,6 +306,8 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _pairs_row(stream, document)
     elif kind == "any_pairs":
         _any_pairs_row(stream, document)
+    elif kind == "short_links":
+        _short_links_row(stream, document, diet.relations)
     elif kind == "variables":
         _variables_row(stream, document)
     elif kind in ("phone", "copy"):

@@ -44,13 +44,15 @@ def _rising(ends: list[float], what: str) -> None:
 class Stage(_Strict):
     """One part of the curriculum: up to share `until` of all steps, rows have one of `lengths` and these kinds.
 
-    `relations` are the kinds of needle. Retrieval emerges sooner when the first stage has one kind only.
+    `relations` are the kinds of needle. Retrieval emerges sooner when the first stage has one kind only. `attention_dropout` is the
+    ordinary one: each attention weight of each head is left out with this probability.
     """
 
     until: Annotated[float, Field(gt=0, le=1)]
     lengths: Annotated[list[Annotated[int, Field(ge=SHORTEST_ROW)]], Field(min_length=1)]
     rows: dict[str, Share]
     relations: Annotated[list[str], Field(min_length=1)] = list(RELATION_NAMES)
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
 
     @field_validator("relations")
     @classmethod
@@ -167,6 +169,9 @@ class Recipe(_Strict):
         for unsaid in ("initial_std", "initial_range"):  # says nothing, so it names nothing
             if not content[unsaid]:
                 del content[unsaid]
+        for stage in content["stages"]:
+            if not stage["attention_dropout"]:
+                del stage["attention_dropout"]
         if self.optimiser.matrix_lr is None:
             del content["optimiser"]["matrix_lr"]
         if self.optimiser.cycles == [Cycle(until=1.0)]:
