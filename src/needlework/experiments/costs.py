@@ -20,7 +20,7 @@ def answer_seconds(work: Work, steps: float) -> float:
 
 
 def weights(work: Work) -> dict[str, float]:
-    """Estimated seconds of every answer, by trial id. What several of them share, the reading of a prompt, is parted among them."""
+    """Estimated seconds of every answer, by trial id. The reading of a prompt is parted among those that share it."""
     asked = {name: same[0] for name, same in work.by_id().items()}
     sizes: dict[tuple[str, str, int], tuple[int, int]] = {}
     for trial in asked.values():

@@ -128,7 +128,7 @@ class Seen(Protocol):
 class LoadedModel(Protocol):
     """It answers requests as they finish, and lets its attention be watched.
 
-    If it has a method `share`, that says how much of its newest task is done, from 0 to 1: progress is shown between answers, too.
+    A method `share`, if it has one, says how much of what it was last asked is done, from 0 to 1: progress between answers.
     """
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]: ...
