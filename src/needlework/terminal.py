@@ -159,18 +159,18 @@ class Bar:
         return self.advanced + self._underway()
 
     def _counts(self) -> str:
-        return f"{self.count:,} of {self.total:,} {self.unit}"
+        return f"{self.count:,}/{self.total:,} {self.unit}"
 
     def _times(self) -> str:
         left = self.left()
-        return f"{clock(self.seconds)} gone, {'' if left is None else f'about {clock(left)} '}left".replace(
-            " gone, left", " gone"
-        )
+        return clock(self.seconds) + ("" if left is None else f", {clock(left)} left")
 
     def _line(self) -> Table:
         line = Table.grid(padding=(0, 1), expand=True)
-        for ratio in (None, 1, None, None):
-            line.add_column(no_wrap=True, ratio=ratio)
+        line.add_column(overflow="fold")
+        line.add_column(ratio=1, min_width=8)
+        for _ in ("counts", "times"):
+            line.add_column(no_wrap=True)
         bar = ProgressBar(total=1.0, completed=self.share)
         line.add_row(Text(self.name), bar, Text(self._counts()), Text(self._times()))
         return line

@@ -45,7 +45,7 @@ class Tracker:
     def records(self, model: str, recording: Recording, loaded: LoadedModel) -> Iterator[None]:
         """A recording is made: no trial is counted, but it takes its time."""
         weight = self._weight(model, recording)
-        self._follow(f"{model} (recording attention)", weight, loaded)
+        self._follow(f"{model} (attention)", weight, loaded)
         yield
         self.bar.advance(0, weight)
 
