@@ -208,3 +208,31 @@ def test_receipts_stay_with_their_prompts_when_these_start_from_different_stems(
     together = subject.answer(requests)
     assert subject.engine.reader.tokens_read < sum(len(prompt) - 1 for prompt in prompts)  # the stem was shared
     assert [answer.receipt for answer in together] == [subject.answer([request])[0].receipt for request in requests]
+
+
+def test_the_share_of_the_work_grows_between_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All answers of a batch may end together: how far it is must be seen before."""
+    from needlework.engine.decode import Decoder
+
+    subject = cases.subject("recurrent_gemma")
+    shares: list[float] = []
+    step = Decoder.step
+
+    def looked_at(self: Decoder) -> Any:
+        shares.append(subject.engine.share)
+        return step(self)
+
+    monkeypatch.setattr(Decoder, "step", looked_at)
+    requests = [Request(tuple(range(3, 3 + n)), text, max_new_tokens=6) for n in (9, 9, 12) for text in ("none", "keep_heads(1)")]
+    running = subject.engine.run(requests)
+    next(running)
+    assert len(shares) == 6, "no answer came before the last step"
+    assert all(0 < a < b < 1 for a, b in zip(shares, shares[1:], strict=False))
+    assert subject.engine.share == pytest.approx(1)
+    running.close()
+    assert subject.engine.share == 0
+    scored = [Request((3, 4, 5), options=((6, 7), (8,))), Request((3, 4, 5, 6), options=((6, 7), (8,)))]
+    monkeypatch.setattr("needlework.engine.engine.ROWS_AT_ONCE", 1)
+    running = subject.engine.run(scored)
+    assert [round(subject.engine.share, 2) for _ in running] == [0.54, 1.0]
+    assert subject.engine.share == 0

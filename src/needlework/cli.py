@@ -88,12 +88,18 @@ def train(
     out: Out,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's own number.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's own seed.")] = None,
+    card: Annotated[bool, typer.Option("--card/--no-card", help="Measure figures for the model card at the end.")] = True,
 ) -> None:
-    """Train a zoo recipe or your own. A training that was stopped is taken up again by the same command."""
+    """Train a zoo recipe or your own. A training that was stopped is taken up again by the same command.
+
+    With --no-card, for trials, nothing is measured at the end: the model can be loaded, and its record says that.
+    """
+    from needlework.training.train import CARD_SAMPLES
     from needlework.training.train import train as run
 
-    record = run(recipe, out, steps=steps, seed=seed)
-    say(f"{record['name']}: {record['steps']} steps, card in {out / 'README.md'}", stderr=False)
+    record = run(recipe, out, steps=steps, seed=seed, card_samples=CARD_SAMPLES if card else 0)
+    what = "card" if card else "not measured; a card without figures"
+    say(f"{record['name']}: {record['steps']} steps, {what} in {out / 'README.md'}", stderr=False)
 
 
 @command("needlework study concentration --out runs/concentration --jobs 2")

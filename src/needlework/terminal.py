@@ -1,4 +1,4 @@
-"""What a terminal is shown: text that it does not obey, and tables that cut no name.
+"""What a terminal is shown: text that it does not obey, tables that cut no name, and how far a long piece of work is.
 
 Answers, names and errors come from models and files, so they may hold anything.
 """
@@ -6,11 +6,17 @@ Answers, names and errors come from models and files, so they may hold anything.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from threading import Event, Thread
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
 from rich.measure import Measurement
+from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -67,3 +73,115 @@ class Sheet(Table):
         words = [[word for text in column for word in re.split("[ \\n]+", text)] for column in texts]  # hard spaces do not part
         lines = [[line for text in column for line in text.splitlines()] for column in texts]
         return [max(map(len, column), default=0) for column in words], [max(map(len, column), default=0) for column in lines]
+
+
+PLAIN_SECONDS = 30.0  # between two lines of progress where there is no terminal
+_REMEMBERED_SECONDS = 60.0  # what speed is measured over, at least
+
+
+class Bar:
+    """How far a long piece of work is, and how long the rest will take at the speed that was measured.
+
+    In a terminal one line that is drawn again; elsewhere a plain line every half minute, without control characters. What
+    is counted (`total`) and what takes time (`work`, in any unit) are told apart: things may be unlike.
+    """
+
+    def __init__(self, total: int, unit: str, *, work: float | None = None, shown: bool = True) -> None:
+        self.total, self.unit, self.shown = total, unit, shown
+        self.work = float(total) if work is None else work
+        self.count, self.name = 0, ""
+        self.counted_now, self.began = 0, time.monotonic()  # what was done before this process is none of its speed
+        self.advanced = 0.0  # work that was done now and counted
+        self._underway: Callable[[], float] = float
+        self._samples = deque([(self.began, 0.0)])  # (time, work done since the bar began)
+        self._already = 0.0
+        self._over = Event()
+        self._view: AbstractContextManager[object] = nullcontext()
+        self._ticker: Thread | None = None
+
+    def __enter__(self) -> Bar:
+        self.began = time.monotonic()
+        self._samples = deque([(self.began, 0.0)])
+        console = Console(stderr=True)
+        if self.shown and (console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)):
+            self._view = Live(console=console, get_renderable=self._line, refresh_per_second=4)
+        elif self.shown:
+            self._ticker = Thread(target=self._tick, daemon=True)
+            self._ticker.start()
+        self._view.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        if self._ticker is not None:
+            self._ticker.join()
+        self._view.__exit__(None, None, None)
+
+    def found(self, count: int, work: float | None = None) -> None:
+        """So much was done before."""
+        self.count += count
+        self._already += count if work is None else work
+
+    def show(self, name: str, underway: Callable[[], float] = float) -> None:
+        """What is worked on from now on, and a function that says how much of the work is done but not yet counted."""
+        self.name, self._underway = plain(name), underway
+
+    def advance(self, count: int = 1, work: float | None = None) -> None:
+        self.count += count
+        self.counted_now += count
+        self.advanced += count if work is None else work
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.began
+
+    @property
+    def share(self) -> float:
+        """Of the whole work, what is done."""
+        return min(1.0, (self._already + self._now()) / self.work) if self.work else 1.0
+
+    def left(self) -> float | None:
+        """Seconds that the rest will take at the speed of the last minute; nothing before there is a speed."""
+        now, done = time.monotonic(), self._now()
+        self._samples.append((now, done))
+        while len(self._samples) > 2 and now - self._samples[1][0] > _REMEMBERED_SECONDS and self._samples[1][1] < done:
+            self._samples.popleft()
+        began, before = self._samples[0]
+        if done <= before:
+            return None
+        return (now - began) / (done - before) * max(0.0, self.work - self._already - done)
+
+    def text(self) -> str:
+        """The line without a bar."""
+        return f"{self.name}: {self._counts()}, {self._times()}"
+
+    def _now(self) -> float:
+        return self.advanced + self._underway()
+
+    def _counts(self) -> str:
+        return f"{self.count:,}/{self.total:,} {self.unit}"
+
+    def _times(self) -> str:
+        left = self.left()
+        return clock(self.seconds) + ("" if left is None else f", {clock(left)} left")
+
+    def _line(self) -> Table:
+        line = Table.grid(padding=(0, 1), expand=True)
+        line.add_column(overflow="fold")
+        line.add_column(ratio=1, min_width=8)
+        for _ in ("counts", "times"):
+            line.add_column(no_wrap=True)
+        bar = ProgressBar(total=1.0, completed=self.share)
+        line.add_row(Text(self.name), bar, Text(self._counts()), Text(self._times()))
+        return line
+
+    def _tick(self) -> None:
+        while not self._over.wait(PLAIN_SECONDS):
+            say(self.text())
+
+
+def clock(seconds: float) -> str:
+    """ "4:05", "1:02:09"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

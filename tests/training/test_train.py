@@ -17,7 +17,11 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from typer.testing import CliRunner
 
+import needlework as nw
+from needlework import terminal
+from needlework.cli import app
 from needlework.errors import ZooError
 from needlework.model.patches import fast_kernels
 from needlework.training import build, card, checkpoints, effects, optimisers, recipes, rehearsal
@@ -257,6 +261,46 @@ def test_an_effect_that_could_not_be_measured_is_not_zero(trained: Path, monkeyp
     monkeypatch.setattr(LoadedSubject, "answers", fail_first)
     with pytest.raises(ZooError, match="none could not be carried out: logits are not finite"):
         effects.measure(trained, 128, per_depth=1)
+
+
+def test_without_a_card_nothing_is_measured_and_the_record_says_so(
+    recipe_file: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "bare"
+    monkeypatch.setattr(rehearsal, "rehearse", lambda *given: None)  # it measures, too, before the first step
+    monkeypatch.setattr(effects, "measure", lambda *given, **options: pytest.fail("measured"))
+    monkeypatch.setattr("needlework.training.train.CHECKPOINT_STEPS", 4)
+    shown = CliRunner().invoke(app, ["train", str(recipe_file), "--out", str(out), "--no-card"])
+    assert shown.exit_code == 0, shown.output
+    assert "not measured" in shown.output
+    assert weights_of(out) == weights_of(trained)
+    record = json.loads((out / "figures.json").read_text())
+    assert (record["measured"], record["figures"], record["effects"]) == (False, {}, {})
+    assert "No card was measured" in (out / "README.md").read_text()
+    assert nw.load(out).generate(["the king"], max_new_tokens=2)[0].tokens
+    monkeypatch.undo()
+    card.renew(out, samples=4)
+    record = json.loads((out / "figures.json").read_text())
+    assert record["measured"]
+    assert record["figures"].keys() == json.loads((trained / "figures.json").read_text())["figures"].keys()
+    assert "No card was measured" not in (out / "README.md").read_text()
+
+
+def test_a_bar_is_shown_while_the_card_is_measured(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(terminal, "PLAIN_SECONDS", 0.01)
+    measured = card.figures(AutoModelForCausalLM.from_pretrained(trained), 128, 2, True)
+    effects.measure(trained, 128, per_depth=1, per_subject=1, progress=True)
+    said = capsys.readouterr().err
+    assert f"/{len(measured)} figures" in said
+    assert "card: niah_128_1_needle" in said
+    assert " trials" in said
+    assert "\x1b" not in said
+    card.figures(AutoModelForCausalLM.from_pretrained(trained), 128, 2, False)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_card_can_be_measured_again(trained: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from needlework.requests import Answer, Prepared, Request, prepare
 logger = logging.getLogger("needlework")
 Batch = list[tuple[int, Prepared]]
 ROWS_AT_ONCE = 256  # more rows cost as much per row on a CPU, fewer pay the fixed cost of a step more often
+_STEP_COST = 2.5  # prompt tokens that are read in the time of one decoded token
 
 
 class Engine:
@@ -36,6 +37,17 @@ class Engine:
         self.budget = Budget(body, memory_bytes)
         self._alone, self._most = False, ROWS_AT_ONCE
         self.reader = Reader(body)  # of the newest run; its counts say how much was shared
+        self._to_read, self._to_answer, self._answered = 0, 0, 0  # tokens, of the run that goes on
+
+    @property
+    def share(self) -> float:
+        """How much of the work of the run that goes on is done, from 0 to 1; 0 if none does. Any thread may look.
+
+        Counted in tokens that were read and answered; an answer that ended early was all of its work.
+        """
+        work = self._to_read + _STEP_COST * self._to_answer
+        done = min(self.reader.tokens_asked, self._to_read) + _STEP_COST * min(self._answered, self._to_answer)
+        return done / work if work else 0.0
 
     # [walk 4] docs/architecture.md
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
@@ -47,14 +59,20 @@ class Engine:
         self.budget.check(prepared)
         with self.body.session():  # before anything of this engine is set: another thread's run may not be over
             self.reader = Reader(self.body)
-            self.reader.expect([reading for item in prepared for reading in readings_of(item).values() if reading.tokens])
+            readings = [reading for item in prepared for reading in readings_of(item).values() if reading.tokens]
+            self._to_read = sum({reading.key: len(reading.tokens) for reading in readings}.values())
+            self._to_answer, self._answered = sum(map(_answer_tokens, prepared)), 0
+            self.reader.expect(readings)
             scored = [pair for pair in enumerate(prepared) if pair[1].request.options]
             continued = [pair for pair in enumerate(prepared) if not pair[1].request.options]
             self._most = ROWS_AT_ONCE
-            yield from self._score(deque(self.budget.batches(scored, ROWS_AT_ONCE)))
-            pending = deque(self.budget.batches(continued, ROWS_AT_ONCE))
-            self._alone = len(pending) == 1
-            yield from self._decode(pending)
+            try:
+                yield from self._score(deque(self.budget.batches(scored, ROWS_AT_ONCE)))
+                pending = deque(self.budget.batches(continued, ROWS_AT_ONCE))
+                self._alone = len(pending) == 1
+                yield from self._decode(pending)
+            finally:
+                self._to_read = self._to_answer = 0
 
     def _score(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
         while pending:
@@ -66,6 +84,7 @@ class Engine:
                     raise
                 self._halve(batch, pending, error)
             else:
+                self._answered += sum(_answer_tokens(item) for _, item in batch)
                 yield from answers
 
     def _decode(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
@@ -77,12 +96,14 @@ class Engine:
                     decoder, finished = self._admit(pending.popleft(), decoder, pending)
                 else:
                     assert decoder is not None
+                    self._answered += len(decoder)
                     finished = decoder.step()
             except Exception as error:
                 if decoder is None or not out_of_memory(error):
                     raise
                 self._halve([(t.index, t.prepared) for t in decoder.alive()], pending, error)
                 decoder, finished = None, []
+            self._answered += sum(track.prepared.request.steps - len(track.tokens) for track in finished)
             for track in finished:
                 yield track.index, self._answer(track)
             if decoder is not None and not len(decoder):
@@ -153,3 +174,8 @@ class Engine:
         if track.error == NOT_FINITE:
             track.error = f"{NOT_FINITE}; the first layer that is not is {first_bad_layer(self.body, track)}"
         return track.answer()
+
+
+def _answer_tokens(item: Prepared) -> int:
+    """The most tokens that answering takes: the steps of an answer, or all tokens of all options."""
+    return sum(map(len, item.request.options)) or item.request.steps

@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 import torch
 
 from needlework.engine.budget import default_limit
+from needlework.experiments.costs import TRIAL_SECONDS, answer_seconds, reading_seconds
 from needlework.experiments.models import DiskModels, ModelSource
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Trial, Work, expand
 from needlework.requests import prepare
 
 _EXACT = 20_000  # questions; of more than that, every n-th prompt is looked at
-# Seen on two CPU cores; a guess for anything else. A decode step moves few rows through the same weights, so it is slower.
-_FLOPS = {"prefill": 4e10, "decode": 1.5e10}
-_TRIAL_SECONDS = 0.002  # preparing, scoring and writing
 _ROWS = 256  # decode together
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
@@ -133,8 +131,7 @@ def _total(work: Work) -> Total:
     model, asked = work.model, [same[0] for same in work.by_id().values()]
     prefills, prompt_tokens = _prefills(work, asked)
     steps = sum(trial.tokens - len(trial.item.prompt) for trial in asked)
-    per_token = 2 * model.anatomy.parameters
-    seconds = per_token * (prompt_tokens / _FLOPS["prefill"] + steps / _FLOPS["decode"]) + _TRIAL_SECONDS * len(work.trials)
+    seconds = reading_seconds(work, prompt_tokens) + answer_seconds(work, steps) + TRIAL_SECONDS * len(work.trials)
     longest = max(trial.tokens for trial in asked)
     rows = min(_ROWS, len(asked))
     memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)

@@ -126,7 +126,10 @@ class Seen(Protocol):
 
 
 class LoadedModel(Protocol):
-    """It answers requests as they finish, and lets its attention be watched."""
+    """It answers requests as they finish, and lets its attention be watched.
+
+    A method `share`, if it has one, says how much of what it was last asked is done, from 0 to 1: progress between answers.
+    """
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]: ...
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]: ...
@@ -167,6 +170,9 @@ class LoadedSubject:
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         for i, answer in self.subject.engine.run(requests):
             yield i, self.subject.with_text(answer)
+
+    def share(self) -> float:
+        return self.subject.engine.share
 
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]:
         from needlework.observation import observe

@@ -1,54 +1,69 @@
-"""What a run tells while it goes: a bar with the time left for each experiment, and a last word."""
+"""What a run tells while it goes: one bar over all its trials with the time left, and a last word."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
+from needlework.experiments.costs import weights
+from needlework.experiments.models import LoadedModel
 from needlework.experiments.plan import Plan
-from needlework.experiments.trials import Work
+from needlework.experiments.trials import Recording, Work
 from needlework.receipts import NOTHING_TO_HIDE
 from needlework.store import LM_EVAL, Store
-from needlework.terminal import plain, say
+from needlework.terminal import Bar, clock, say
 
 
-class Bars:
-    """A progress bar for each experiment."""
+class Tracker:
+    """The bar of a run: its trials, each weighted by what its answer is likely to take."""
 
-    def __init__(self, shown: Any = None) -> None:
-        self.shown = shown
-        self.ids: dict[str, Any] = {}
+    def __init__(self, works: Sequence[Work], store: Store, shown: bool) -> None:
+        self.weights = {work.model.name: weights(work) for work in works}
+        done, observed = store.done(), store.observed()
+        whole = sum(sum(each.values()) for each in self.weights.values())
+        for work in works:
+            left = (r for r in work.recordings if (r.experiment, work.model.name, r.task) not in observed)
+            whole += sum(self._weight(work.model.name, recording) for recording in left)
+        self.bar = Bar(sum(len(work.trials) for work in works), "trials", work=whole, shown=shown)
+        for work in works:
+            model = work.model.name
+            for name, same in work.by_id().items():
+                stored = sum((one.experiment, model, one.task.name, name) in done for one in same)
+                self.bar.found(stored, self.weights[model][name] if stored == len(same) else 0.0)
 
-    def advance(self, experiments: Sequence[str]) -> None:
-        if self.shown is not None:
-            for name in experiments:
-                self.shown.advance(self.ids[name])
+    def loads(self, model: str) -> None:
+        self.bar.show(f"{model} (loading)")
+
+    def asks(self, model: str, names: Sequence[str], loaded: LoadedModel) -> None:
+        """These answers are asked for: until they are there, the model itself says how far it is."""
+        self._follow(model, sum(self.weights[model][name] for name in names), loaded)
+
+    def answered(self, model: str, name: str, trials: int) -> None:
+        self.bar.advance(trials, self.weights[model][name])
+
+    @contextmanager
+    def records(self, model: str, recording: Recording, loaded: LoadedModel) -> Iterator[None]:
+        """A recording is made: no trial is counted, but it takes its time."""
+        weight = self._weight(model, recording)
+        self._follow(f"{model} (attention)", weight, loaded)
+        yield
+        self.bar.advance(0, weight)
+
+    def rate(self) -> str:
+        """How many trials came in how much time; empty if none did."""
+        count, seconds = self.bar.counted_now, self.bar.seconds
+        return f"{count} asked in {clock(seconds)}, {count / seconds:.3g} trials per second" if count else ""
+
+    def _follow(self, name: str, weight: float, loaded: LoadedModel) -> None:
+        share: Callable[[], float] = getattr(loaded, "share", float)  # without one, it is at 0 until an answer comes
+        begun = self.bar.advanced
+        self.bar.show(name, lambda: max(0.0, weight * share() - (self.bar.advanced - begun)))
+
+    def _weight(self, model: str, recording: Recording) -> float:
+        return sum(self.weights[model][trial.id] for trial in recording.trials)
 
 
-@contextmanager
-def bars(plan: Plan, works: Sequence[Work], store: Store, progress: bool) -> Iterator[Bars]:
-    if not progress:
-        yield Bars()
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-    done = store.done()
-    total = dict.fromkeys((e.name for e in plan.experiments), 0)
-    finished = dict(total)
-    for work in works:
-        for trial in work.trials:
-            total[trial.experiment] += 1
-            finished[trial.experiment] += (trial.experiment, work.model.name, trial.task.name, trial.id) in done
-    times = (TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), *times) as shown:
-        made = Bars(shown)
-        for name, count in total.items():
-            made.ids[name] = shown.add_task(plain(name), total=count, completed=finished[name])
-        yield made
-
-
-def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, tell: bool = True) -> bool:
+def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, rate: str, tell: bool = True) -> bool:
     """True if every trial of the plan was answered, and every condition was one; the last word, if it is to be said."""
     plans, folder = _asked_by(plan, works), store.directory
     (trials,) = store.db.execute(f"SELECT count(*) FROM trials WHERE {plans}").fetchone()
@@ -67,7 +82,7 @@ def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, tell:
         say(note)
     if failed:
         say(f"{failed} of {trials} trials failed, for instance: {error}; --retry-failed tries them again")
-    say(f"{trials} trials in {folder}")
+    say(f"{trials} trials in {folder}" + (f"; {rate}" if rate else ""))
     return not failed and not idle
 
 

@@ -15,7 +15,7 @@ from needlework.errors import NeedleworkError
 from needlework.experiments import rows
 from needlework.experiments.models import DiskModels, LoadedModel, ModelSource
 from needlework.experiments.plan import Plan
-from needlework.experiments.progress import Bars, bars, summary
+from needlework.experiments.progress import Tracker, summary
 from needlework.experiments.provenance import mark, sign
 from needlework.experiments.result import Result
 from needlework.experiments.shipped import get
@@ -26,9 +26,12 @@ from needlework.store import Observation, Row, Store, StoreError, claimed, is_fu
 from needlework.tasks.scores import SCORES_VERSION
 from needlework.terminal import say
 
-# A chunk is what an interrupted run may have to compute again, so it is small; it is also what shares a batch.
+# A chunk shares batches, and an interrupted run asks the one that it was in again: it is as small as costs no speed. On a CPU,
+# rows beyond some 32 decode hardly faster together, and a chunk of so many that is long enough (a minute) ends there.
 CHUNK_TRIALS = 1024
 CHUNK_FLOPS = 5e13
+ENOUGH_TRIALS = 32
+ENOUGH_FLOPS = 3e12
 REUSED_ROWS = 500  # written together
 RECORDED_SPAN = "needle"
 
@@ -86,15 +89,16 @@ def _into(
     unasked = mark(store, plan, works)
     if retry_failed:
         store.forget_failed(lm_eval=plan.adds)
-    runs = [_ModelRun(store, work, source) for work in works]
+    runs = [_ModelRun(store, work) for work in works]
     if again := sum(one.reuse() for one in runs):
         say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
     if not plan.adds:
         store.set_meta("scores_version", SCORES_VERSION)
-    with bars(plan, works, store, progress) as shown:
+    tracker = Tracker(works, store, progress)
+    with tracker.bar:
         for one in runs:
-            one.go(shown)
-    return summary(store, plan, works, unasked, tell)
+            one.go(source, tracker)
+    return summary(store, plan, works, unasked, tracker.rate(), tell)
 
 
 def _largest(work: Work) -> Iterator[Prepared]:
@@ -110,31 +114,32 @@ def _largest(work: Work) -> Iterator[Prepared]:
 class _ModelRun:
     """One model's trials."""
 
-    def __init__(self, store: Store, work: Work, source: ModelSource) -> None:
-        self.store, self.work, self.source = store, work, source
+    def __init__(self, store: Store, work: Work) -> None:
+        self.store, self.work = store, work
         self.model = work.model.name
         self.trials = work.by_id()
         done = store.done()
         self.done = {key[:1] + key[2:]: scoring for key, scoring in done.items() if key[1] == self.model}  # row -> scoring
-        self.bars = Bars()
         self.versions = ""
         self._last = 0.0
 
-    def go(self, shown: Bars) -> None:
-        self.bars = shown
+    def go(self, source: ModelSource, tracker: Tracker) -> None:
         unfinished = {name for name, same in self.trials.items() if any(trial.key not in self.done for trial in same)}
-        every = chunks(self.work, CHUNK_TRIALS, CHUNK_FLOPS)
+        short = ENOUGH_FLOPS if self.work.model.model.loading.device == "cpu" else CHUNK_FLOPS
+        every = chunks(self.work, CHUNK_TRIALS, CHUNK_FLOPS, ENOUGH_TRIALS, short)
         pending = [chunk for chunk in every if any(trial.id in unfinished for trial in chunk)]
         recorded = self.store.observed()
         recordings = [r for r in self.work.recordings if (r.experiment, self.model, r.task) not in recorded]
         if not pending and not recordings:
             return
-        model = self.source.load(self.work.model)
+        tracker.loads(self.model)
+        model = source.load(self.work.model)
         self.versions = self.store.note_versions(model.versions())
         for chunk in pending:
-            self._chunk(model, chunk, {trial.id for trial in chunk} - unfinished)
+            self._chunk(model, chunk, {trial.id for trial in chunk} - unfinished, tracker)
         for recording in recordings:
-            self._record(model, recording)
+            with tracker.records(self.model, recording, model):
+                self._record(model, recording)
 
     def reuse(self) -> int:
         """Write the rows that stored answers suffice for; how many of them replace a row with scores of an older kind.
@@ -161,7 +166,7 @@ class _ModelRun:
         self.done |= {trial.key: "" for trial in self.work.trials if trial.id in answered}
         return again
 
-    def _chunk(self, model: LoadedModel, chunk: Sequence[Trial], finished: set[str]) -> None:
+    def _chunk(self, model: LoadedModel, chunk: Sequence[Trial], finished: set[str], tracker: Tracker) -> None:
         """Ask a whole chunk; what is already there is asked again, for the batch's sake, but not written again."""
         self._last = time.monotonic()
         askable = []
@@ -171,18 +176,18 @@ class _ModelRun:
                     prepare(request, self.work.model.anatomy)
                 askable.append(trial)
             except NeedleworkError as error:
-                self._write(trial, rows.failed(error), finished)
+                self._write(trial, rows.failed(error), finished, tracker)
         try:
-            self._ask(model, askable, finished)
+            self._ask(model, askable, finished, tracker)
         except Exception as broken:  # something in it broke the batch: find out which, and let the others through
             self._stop_if_full(broken)
             for trial in askable:
                 if trial.id not in finished:
                     try:
-                        self._ask(model, [trial], finished)
+                        self._ask(model, [trial], finished, tracker)
                     except Exception as error:
                         self._stop_if_full(error)
-                        self._write(trial, rows.failed(error), finished)
+                        self._write(trial, rows.failed(error), finished, tracker)
 
     def _stop_if_full(self, error: Exception) -> None:
         """A disk that takes nothing more is no trial's failure."""
@@ -192,26 +197,27 @@ class _ModelRun:
             with writing(self.store.directory):
                 raise error
 
-    def _ask(self, model: LoadedModel, trials: Sequence[Trial], finished: set[str]) -> None:
+    def _ask(self, model: LoadedModel, trials: Sequence[Trial], finished: set[str], tracker: Tracker) -> None:
         """Rows are written as answers come; a trial with several requests waits for all of its own."""
         requests = [(n, request) for n, trial in enumerate(trials) for request in trial.requests()]
         missing = Counter(n for n, _ in requests)
         parts: dict[int, dict[int, Answer]] = {}
+        tracker.asks(self.model, [trial.id for trial in trials if trial.id not in finished], model)
         for i, answer in model.answers([request for _, request in requests]) if requests else ():
             n = requests[i][0]
             parts.setdefault(n, {})[i] = answer
             if len(parts[n]) == missing[n]:
                 ordered = [part for _, part in sorted(parts.pop(n).items())]
-                self._write(trials[n], reduce(add, ordered), finished)
+                self._write(trials[n], reduce(add, ordered), finished, tracker)
 
-    def _write(self, trial: Trial, answer: Answer, finished: set[str]) -> None:
+    def _write(self, trial: Trial, answer: Answer, finished: set[str], tracker: Tracker) -> None:
         now = time.monotonic()
         seconds, self._last = now - self._last, now
         if trial.id not in finished:
             same = self.trials[trial.id]
             self.store.add([rows.to_row(one, answer, self.model, seconds, self.versions) for one in same])
             finished.add(trial.id)
-            self.bars.advance([one.experiment for one in same])
+            tracker.answered(self.model, trial.id, len(same))
 
     def _record(self, model: LoadedModel, recording: Recording) -> None:
         heads = model.watch([request for trial in recording.trials for request in trial.requests()], RECORDED_SPAN)

@@ -246,11 +246,12 @@ def _spread(items: list[Any], limit: int | None) -> list[Any]:
     return [items[i * len(items) // limit] for i in range(limit)]
 
 
-def chunks(work: Work, most_trials: int, most_flops: float) -> Iterator[list[Trial]]:
+def chunks(work: Work, most_trials: int, most_flops: float, enough_trials: int, enough_flops: float) -> Iterator[list[Trial]]:
     """Trials that are asked together, each answer once: all interventions of a prompt, prompts of like length side by side.
 
     What a chunk holds depends on the plan alone, never on what is already done. A resumed run asks an unfinished chunk
     again as a whole, so that the same questions share a batch and every number comes out as in an uninterrupted run.
+    A chunk never grows beyond the two `most`, and not beyond both of the two `enough`.
     """
     prompts: dict[tuple[str, str], list[Trial]] = {}
     for same in work.by_id().values():
@@ -263,7 +264,8 @@ def chunks(work: Work, most_trials: int, most_flops: float) -> Iterator[list[Tri
     for group in order:
         cost = len(group) * 2.0 * work.model.anatomy.parameters * group[0].tokens
         other = bool(batch) and batch[0].mode != group[0].mode  # generating and scoring are two passes
-        if batch and (other or len(batch) + len(group) > most_trials or flops + cost > most_flops):
+        large = len(batch) + len(group) > most_trials or flops + cost > most_flops
+        if batch and (other or large or (len(batch) >= enough_trials and flops + cost > enough_flops)):
             yield batch
             batch, flops = [], 0.0
         batch += group

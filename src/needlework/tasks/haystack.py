@@ -78,6 +78,19 @@ def sentences(source: str | None, stream: Stream, start_anywhere: bool) -> Itera
 
 def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int, whole: bool = False) -> Haystack:
     """The first `tokens` tokens of a source, cut exactly there as the paper does, or at the sentence end before it."""
+    parts, _, offsets = _read(tokenizer, source, tokens)
+    text = "".join(parts)
+    hay = _cut(text, parts, offsets[:tokens])
+    return _cut(text, parts, offsets[: hay.ends[-1][1]]) if whole else hay
+
+
+def essay(tokenizer: Tokenizer, source: Iterator[str], tokens: int) -> list[int]:
+    """The first `tokens` tokens of a source."""
+    return _read(tokenizer, source, tokens)[1][:tokens]
+
+
+def _read(tokenizer: Tokenizer, source: Iterator[str], tokens: int) -> tuple[list[str], list[int], list[tuple[int, int]]]:
+    """Sentences that have more tokens than these, with their tokens and the characters of each."""
     parts: list[str] = []
     size, before = 0, -1
     while True:
@@ -85,9 +98,9 @@ def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int, whole: bool
             parts.append(next(source) if parts else next(source).lstrip())
             size += len(parts[-1])
         text = "".join(parts)
-        _, offsets = token_offsets(tokenizer, text)
+        ids, offsets = token_offsets(tokenizer, text)
         if len(offsets) > tokens:
-            break
+            return parts, ids, offsets
         if len(offsets) <= before:
             raise NeedleworkError(
                 f"haystack: {size:,} characters are only {len(offsets)} tokens, and more text makes no more of them, so there is"
@@ -96,8 +109,6 @@ def gather(tokenizer: Tokenizer, source: Iterator[str], tokens: int, whole: bool
         before = len(offsets)
         parts += islice(source, len(parts))
         size = sum(map(len, parts))
-    hay = _cut(text, parts, offsets[:tokens])
-    return _cut(text, parts, offsets[: hay.ends[-1][1]]) if whole else hay
 
 
 def _cut(text: str, parts: Sequence[str], offsets: Sequence[tuple[int, int]]) -> Haystack:

@@ -1,7 +1,9 @@
 """The paper's needle in a haystack: one sentence hidden at a depth of a long text, and a question about it.
 
-Lengths, depths, needle, question, prompts and scores are the paper's by default. A length is nominal: `reserve_tokens`
-of it are kept free for question and answer. Zoo models are asked in the toy language, by the same rules.
+Lengths, depths, needle, question and scores are the paper's by default; its very prompts are those of `style: paper`, which
+`tasks/paper_prompt.py` makes. By default a needle stands after the end of a sentence, as any other sentence does, and each cell
+has a text of its own. A length is nominal: `reserve_tokens` of it are kept free for question and answer. Zoo models are asked
+in the toy language.
 """
 
 from __future__ import annotations
@@ -14,10 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
-from needlework.tasks import toy
+from needlework.tasks import paper_prompt, toy
 from needlework.tasks.base import Item, Mode, Tokenizer, task
-from needlework.tasks.haystack import Haystack, gather, sentences, weave
-from needlework.tasks.prompts import Piece, token_ids
+from needlework.tasks.haystack import Haystack, essay, gather, sentences, weave
+from needlework.tasks.prompts import Encoded, Piece, token_ids
 from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval, Sizes
 from needlework.tasks.scores import begins, graded, holds, words_right
 from needlework.toy import world as toy_world
@@ -74,6 +76,7 @@ class Niah(Retrieval):
     kind = "niah"
     mode: ClassVar[Mode] = "generate"
     files: ClassVar[tuple[str, ...]] = ("haystack",)
+    style: Literal["auto", "base", "chat", "paper"] = "auto"  # type: ignore[assignment]  # the others, and one of its own
     lengths: Sizes | None = None  # the paper's; for zoo models what fits
     depths: Depths = DEPTHS
     reserve_tokens: int | None = Field(None, ge=0)  # 200; zoo models: 0, a length is then the context's
@@ -91,7 +94,9 @@ class Niah(Retrieval):
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
         is_toy = toy.resolve(self.world, tokenizer) == "toy"
-        make = self._toy if is_toy else self._english
+        if self.style == "paper":
+            self._check_paper(is_toy)
+        make = self._toy if is_toy else self._paper if self.style == "paper" else self._english
         new_tokens = self.ending(tokenizer)[0]
         for length, depth, i in product(self._lengths(is_toy, max_tokens), self.depths, range(self.samples)):
             cell = Cell(seed, length, depth, i, window)
@@ -169,17 +174,71 @@ class Niah(Retrieval):
         cluster = f"niah/haystack={cell.i}" if self.haystack_per == "sample" else cell.name
         return self.drafted_item(tokenizer, draft, cell.name, cluster, cell.window)
 
-    def _hay(self, tokenizer: Tokenizer, cell: Cell, hidden: Sequence[Other]) -> tuple[Haystack, int]:
-        """The haystack of a cell, and the tokens that its needles take from it."""
-        needles = [(self.key, self.value), *((other.key, other.value) for other in hidden)]
-        size = sum(len(token_ids(tokenizer, " " + filled(self.needle, *needle))) for needle in needles)
+    def _paper(self, tokenizer: Tokenizer, cell: Cell) -> Item:
+        """The authors' own prompt: all cells of a sample begin with the same words."""
+        sentence = filled(self.needle, self.key, self.value)
+        needle = paper_prompt.needle_ids(tokenizer, sentence)
+        room = self._room(cell, len(needle))
+        source = sentences(self.haystack, Stream("haystack", cell.seed, cell.i), start_anywhere=cell.i > 0)
+        words = essay(tokenizer, source, room)
+        hidden = paper_prompt.hide(tokenizer, words, needle, cell.depth)
+        if hidden.needle.strip() != sentence:
+            raise NeedleworkError(
+                f"niah: this tokenizer makes {hidden.needle.strip()!r} of the needle; choose words that it keeps"
+            )
+        start, end = hidden.needle.split(sentence)
+        free = cell.stream("needles").mixed(self._others())
+        draft = Draft(
+            context=[Piece(hidden.before + start), *self._pieces(self.key, self.value, "needle"), Piece(end + hidden.after)],
+            question=filled(self.question, self.key, self.value),
+            target=sentence,
+            lead=BASE_LEAD,
+            instruction=CHAT_END,
+            options=self._options((), free),
+            facts={
+                **cell.facts(),
+                "style": "paper",
+                "context_tokens": room + len(needle),
+                "depth_reached_percent": 100 * hidden.place / room if room else 0.0,
+                "needles": 1,
+            },
+            value=self.value if "{value}" in self.needle else "",
+            spare=[other.value for other in free],
+        )
+        return self.drafted_item(tokenizer, draft, cell.name, f"niah/haystack={cell.i}", cell.window)
+
+    def _check_paper(self, is_toy: bool) -> None:
+        wrong = {
+            "is in English, and this model speaks the toy language: leave it out": is_toy,
+            "hides one needle: leave distractors out": self.distractors > 0,
+            "has the layouts plain and jrt": self.layout == "question_first",
+            "has one text for all cells: leave haystack_per out": "haystack_per" in self.model_fields_set
+            and self.haystack_per == "cell",
+        }
+        for why, holds_here in wrong.items():
+            if holds_here:
+                raise NeedleworkError(f"{self.kind}: style: paper {why}")
+
+    def encode(self, tokenizer: Tokenizer, draft: Draft) -> Encoded:
+        if self.style == "paper":
+            return paper_prompt.encode(tokenizer, draft, self.layout)
+        return super().encode(tokenizer, draft)
+
+    def _room(self, cell: Cell, size: int) -> int:
+        """Tokens of haystack in a cell, beside needles of this size."""
         reserve = RESERVE if self.reserve_tokens is None else self.reserve_tokens
-        room = cell.length - reserve - size
-        if room < 0:
+        if cell.length - reserve < size:
             raise NeedleworkError(
                 f"{cell.name}: {cell.length} tokens less {reserve} kept free do not hold needles of {size} tokens; "
                 "choose a greater length or a smaller reserve_tokens"
             )
+        return cell.length - reserve - size
+
+    def _hay(self, tokenizer: Tokenizer, cell: Cell, hidden: Sequence[Other]) -> tuple[Haystack, int]:
+        """The haystack of a cell, and the tokens that its needles take from it."""
+        needles = [(self.key, self.value), *((other.key, other.value) for other in hidden)]
+        size = sum(len(token_ids(tokenizer, " " + filled(self.needle, *needle))) for needle in needles)
+        room = self._room(cell, size)
         shared = self.haystack_per == "sample"
         stream = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
         source = sentences(self.haystack, stream, start_anywhere=not shared or cell.i > 0)

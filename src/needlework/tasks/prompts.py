@@ -1,7 +1,8 @@
 """Prompts put together from named pieces, so that where a needle stands is known and never searched for.
 
 A part's characters are known while the text is built; the tokenizer's own offsets turn them into tokens. Where one token
-would hold both needle and other text, the text is tokenized in parts there. Every span is decoded again and compared.
+would hold both needle and other text, the text is tokenized in parts there (`style: paper` leaves it whole, and says so). Every
+other span is decoded again and compared.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Encoded:
     ids: tuple[int, ...]
     text: str
     spans: dict[str, Span]
+    wider: tuple[str, ...] = ()  # names of spans whose outermost tokens hold other words, too
 
 
 def token_ids(tokenizer: Tokenizer, text: str, special: bool = False) -> tuple[int, ...]:
@@ -50,11 +52,14 @@ def token_offsets(tokenizer: Tokenizer, text: str, special: bool = False) -> tup
         ) from None
 
 
-def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, optional: Sequence[str] = ()) -> Encoded:
+def encode(
+    tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, optional: Sequence[str] = (), split: bool = True
+) -> Encoded:
     """Token ids of the joined pieces and the token ranges of every name.
 
     `special` lets the tokenizer put its own BOS in front; a chat template brings its own. A range that cannot be placed
     is an error, but names in `optional` are left out instead (the value inside a needle, when one token holds both).
+    Without `split`, tokens are those of the text as a whole, and a range takes in tokens that hold other words, too (`wider`).
     """
     text = "".join(piece.text for piece in pieces)
     wanted = {name: list(_ranges(pieces, name)) for name in dict.fromkeys(n for p in pieces for n in p.names)}
@@ -62,12 +67,17 @@ def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, 
     _drop_end(tokenizer, ids, offsets)
     edges = {edge for name, ranges in wanted.items() if name not in optional for r in ranges for edge in r}
     where = _Map(text, offsets)
-    split = sorted(edge for edge in edges if where.joined_at(edge))
-    if split:
-        ids, offsets = _in_parts(tokenizer, text, split, special)
+    cuts = sorted(edge for edge in edges if where.joined_at(edge))
+    if cuts and split:
+        ids, offsets = _in_parts(tokenizer, text, cuts, special)
         where = _Map(text, offsets)
     spans: dict[str, Span] = {}
+    wider = []
     for name, ranges in wanted.items():
+        if not split and name not in optional and any(where.place(*part) is None for part in ranges):
+            spans[name] = tuple((inside[0], inside[-1] + 1) for inside in (where.overlapping(*part) for part in ranges))
+            wider.append(name)
+            continue
         try:
             spans[name] = tuple(
                 _verified(tokenizer, ids, where.place(start, end), text[start:end], name) for start, end in ranges
@@ -75,7 +85,7 @@ def encode(tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, 
         except NeedleworkError:
             if name not in optional:
                 raise
-    return Encoded(tuple(ids), text, spans)
+    return Encoded(tuple(ids), text, spans, tuple(wider))
 
 
 def _ranges(pieces: Sequence[Piece], name: str) -> Iterator[tuple[int, int]]:

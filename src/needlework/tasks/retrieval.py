@@ -90,6 +90,7 @@ class Retrieval(Task):
                 **draft.facts,
                 **toy.option_facts([kind for kind, _ in options], [text for _, text in options]),
                 **toy.placed_facts(encoded.spans, len(encoded.ids), window),
+                **({"wider_spans": list(encoded.wider)} if encoded.wider else {}),
             },
         )
 

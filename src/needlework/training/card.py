@@ -7,13 +7,31 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from needlework.terminal import Bar
 from needlework.training.checkpoints import Progress
 from needlework.training.effects import CONDITIONS, Effects, measure
-from needlework.training.evaluate import Figure, figures_of
+from needlework.training.evaluate import Figure, figures_of, samples, suite
+from needlework.training.evaluate import figures as measured_figures
 from needlework.training.recipes import Recipe
 from needlework.zoo.shelf import RECORD
 
 Record = dict[str, Any]
+NOT_MEASURED = (
+    "No card was measured: nothing is known of what this model can do. `python -m needlework.training.card DIR` measures it."
+)
+
+
+def figures(model: Any, longest: int, n: int, shown: bool) -> dict[str, Figure]:
+    """The card's figures, one after the other, with a bar: long prompts take most of the time."""
+    every = suite(longest)
+    lengths = {name: len(next(iter(samples(name, make, 1))).prompt) for name, make in every.items()}
+    found: dict[str, Figure] = {}
+    with Bar(len(every), "figures", work=sum(lengths.values()), shown=shown) as bar:
+        for name, length in lengths.items():
+            bar.show(f"card: {name}")
+            found |= measured_figures(model, longest, n, [name])
+            bar.advance(1, length)
+    return found
 
 
 def record(
@@ -36,6 +54,7 @@ def record(
         "train_minutes": round(progress.seconds / 60, 1),
         "longest_document_tokens": recipe.longest,
         "versions": versions,
+        "measured": bool(measured),
         "figures": as_dict(measured),
         "effects": as_dicts(effects),
     }
@@ -66,6 +85,30 @@ def _effect_rows(effects: dict[str, dict[str, dict[str, float]]]) -> str:
     )
 
 
+def _measured(content: Record) -> str:
+    if not content["figures"]:
+        return f"{NOT_MEASURED}\n"
+    return f"""## Held-out figures
+
+Exact match of the greedy answer, with 95 % Wilson intervals. Samples come from the split "eval", which training never
+draws from. `niah_L_...` has prompts of about L tokens. An answer must be the likeliest of the whole vocabulary; a model that
+knows the form of the answer alone has 25 % of the letters and 50 % of the judgements.
+
+| figure | value | interval | n |
+|---|---|---|---|
+{_figure_rows(content["figures"])}
+
+## What silencing parts of it does
+
+Needles found among three distractors in prompts of about {content["longest_document_tokens"]} tokens, and closed-book facts
+completed (top-1 over the whole vocabulary); the intervention acts in prefill and in decode.
+
+| | intervention | needles found | facts |
+|---|---|---|---|
+{_effect_rows(content["effects"])}
+"""
+
+
 def text(content: Record) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     return f"""# {content["name"]}
@@ -86,25 +129,7 @@ A {content["architecture"]} of {content["parameters"]:,} parameters, trained fro
 | longest document | {content["longest_document_tokens"]} tokens |
 | versions | {versions} |
 
-## Held-out figures
-
-Exact match of the greedy answer, with 95 % Wilson intervals. Samples come from the split "eval", which training never
-draws from. `niah_L_...` has prompts of about L tokens. An answer must be the likeliest of the whole vocabulary; a model that
-knows the form of the answer alone has 25 % of the letters and 50 % of the judgements.
-
-| figure | value | interval | n |
-|---|---|---|---|
-{_figure_rows(content["figures"])}
-
-## What silencing parts of it does
-
-Needles found among three distractors in prompts of about {content["longest_document_tokens"]} tokens, and closed-book facts
-completed (top-1 over the whole vocabulary); the intervention acts in prefill and in decode.
-
-| | intervention | needles found | facts |
-|---|---|---|---|
-{_effect_rows(content["effects"])}
-
+{_measured(content)}
 ![training curve](curve.png)
 """
 
@@ -147,6 +172,7 @@ def renew(folder: Path, samples: int = 1000) -> None:
     """`python -m needlework.training.card DIR`: measure a trained model again, and rewrite its card."""
     content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
     longest = content["longest_document_tokens"]
+    content["measured"] = True
     content["figures"] = as_dict(figures_of(folder, longest, samples))
     content["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25)))
     _write_record(folder, content)

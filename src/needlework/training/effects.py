@@ -25,7 +25,9 @@ ROOM = 40  # words that question and answer need around the context, at most
 Effects = dict[str, dict[str, Figure]]  # intervention -> task -> its figure
 
 
-def measure(folder: Path, longest: int, per_depth: int = 40, per_subject: int | None = None, seed: int = 0) -> Effects:
+def measure(
+    folder: Path, longest: int, per_depth: int = 40, per_subject: int | None = None, seed: int = 0, progress: bool = False
+) -> Effects:
     """Needles among three distractors and closed-book facts under every condition that this model has the parts for."""
     niah = {"kind": "niah", "lengths": [longest - ROOM], "depths": [0, 25, 50, 75, 100], "samples": per_depth, "distractors": 3}
     cloze = {"kind": "cloze", "per_subject": per_subject}
@@ -34,7 +36,7 @@ def measure(folder: Path, longest: int, per_depth: int = 40, per_subject: int | 
     experiment = Experiment("card", "card", "", ("card",), tasks, grids, (seed,), "decode", None, None, False)
     plan = Plan(Path("card"), "card", "", "", {"card": Model("card", "card", str(folder))}, (experiment,))
     with TemporaryDirectory(prefix="needlework-") as out:
-        run(plan, out, progress=False, tell=False)
+        run(plan, out, progress=progress, tell=False)
         store = Store(out)
         try:
             return _figures(list(store.rows()))

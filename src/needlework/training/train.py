@@ -6,11 +6,12 @@ import math
 import platform
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from needlework.errors import ZooError
+from needlework.terminal import Bar, say
 from needlework.toy import tokenizer
 from needlework.toy.sample import TRAIN_SPLIT, Stream
 from needlework.training import build, card, checkpoints, documents, effects, evaluate, recipes, rehearsal
@@ -84,28 +85,9 @@ def _probe(recipe: Recipe, model: Any) -> dict[str, float]:
     return {name: figure.value for name, figure in measured.items()}
 
 
-def _bar() -> Any:
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    )
-
-
-def _loop(recipe: Recipe, out: Path, model: Any, optimiser: Any, done: Progress, bar: Any, checkpoint_steps: int) -> None:
-    row = bar.add_task(recipe.name, total=recipe.steps, completed=done.step, note="") if bar else None
+def _loop(recipe: Recipe, out: Path, model: Any, optimiser: Any, done: Progress, bar: Bar, checkpoint_steps: int) -> None:
+    bar.found(done.step)
+    bar.show(recipe.name)
     began = time.monotonic() - done.seconds
     recent: list[float] = []
     while done.step < recipe.steps:
@@ -116,15 +98,13 @@ def _loop(recipe: Recipe, out: Path, model: Any, optimiser: Any, done: Progress,
             point = {"step": float(done.step), "loss": sum(recent) / len(recent), **_probe(recipe, model)}
             done.curve.append(point)
             recent.clear()
-            if bar:
+            if bar.shown:
                 note = "  ".join(f"{name} {value:.2f}" for name, value in point.items() if name != "step")
-                bar.update(row, note=note)
-                bar.print(f"step {done.step}  {time.monotonic() - began:.0f} s  {note}", soft_wrap=True)
+                say(f"step {done.step}  {time.monotonic() - began:.0f} s  {note}")
         done.seconds = time.monotonic() - began
         if done.step % checkpoint_steps == 0 or last:
             checkpoints.save(out, recipe, done, model, optimiser)
-        if bar:
-            bar.update(row, completed=done.step)
+        bar.advance()
 
 
 def versions() -> dict[str, str]:
@@ -135,11 +115,12 @@ def versions() -> dict[str, str]:
 
 
 def _finish(
-    recipe: Recipe, out: Path, model: Any, done: Progress, measured: dict[str, evaluate.Figure], samples: int
+    recipe: Recipe, out: Path, model: Any, done: Progress, measured: dict[str, evaluate.Figure], samples: int, progress: bool
 ) -> card.Record:
+    """Weights, tokenizer and what was measured. Without samples nothing was, and the record says so."""
     model.save_pretrained(out)
     tokenizer.save(out)
-    silenced = effects.measure(out, recipe.longest, per_depth=max(1, samples // 25))
+    silenced = effects.measure(out, recipe.longest, per_depth=max(1, samples // 25), progress=progress) if samples else {}
     record = card.record(recipe, done, measured, silenced, build.parameter_count(model), versions())
     card.write(out, recipe, done, record)
     (out / checkpoints.CHECKPOINT).unlink(missing_ok=True)
@@ -158,6 +139,8 @@ def train(
 ) -> card.Record:
     """Train a recipe (a name, a YAML file or a Recipe) into the directory `out` and return its record.
 
+    Its card is measured on `card_samples` samples; with 0 nothing is measured, and the record says so (`card.renew` can later).
+
     A training that was stopped is taken up again by the same call. Data are a function of (seed, step), so the final
     weights equal those of an uninterrupted run, bit for bit, on the same machine with the same thread count.
     """
@@ -175,7 +158,7 @@ def train(
         with fast_kernels(model):
             done = checkpoints.load(folder, chosen, model, optimiser)
             model.train()
-            with _bar() if progress else nullcontext() as bar:
+            with Bar(chosen.steps, "steps", shown=progress) as bar:
                 _loop(chosen, folder, model, optimiser, done, bar, checkpoint_steps)
-            measured = evaluate.figures(model, chosen.longest, card_samples)
-        return _finish(chosen, folder, model, done, measured, card_samples)
+            measured = card.figures(model, chosen.longest, card_samples, progress) if card_samples else {}
+        return _finish(chosen, folder, model, done, measured, card_samples, progress)
