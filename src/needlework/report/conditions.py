@@ -49,7 +49,7 @@ class Condition:
     site: str = ""  # of the recurrent side: memory | block
     prefill: str = ""  # exposure mode, or limit in tokens
     decode: str = ""
-    sinks: int = 0  # first tokens that stay in sight under a limit
+    sinks: int = 0  # first tokens that stay in sight under a limit, or are left out of a head's score
     half: str = ""  # which half of the memory came from the twin
 
     def kept(self, heads: int) -> int | None:
@@ -75,6 +75,14 @@ class Condition:
 def ways() -> list[str]:
     """How heads are chosen on purpose, in the order in which claims prefer them: by every known score, or by a ranking."""
     return [*(name for name in known_scores() if name != RANDOM), RANKING]
+
+
+def same(text: str, wanted: Intervention) -> bool:
+    """Whether a text stands for this intervention, however it is spelt."""
+    try:
+        return normal(parse(text)) == normal(wanted)
+    except NeedleworkError:
+        return False
 
 
 def place(text: str) -> Condition:
