@@ -69,7 +69,13 @@ class Condition:
         """How heads are chosen: a score's name, "ranking", "random" (anew for each token), "random, trial" or "" (none)."""
         if self.by.startswith(f"{RANKING}("):
             return RANKING
-        return f"{RANDOM}, trial" if self.draw == "trial" else self.by
+        by = f"{RANDOM}, trial" if self.draw == "trial" else self.by
+        return by + without_first(self.sinks) if self.kind == "heads" else by
+
+
+def without_first(tokens: int) -> str:
+    """What is said of a way of choosing heads whose score leaves out the first tokens."""
+    return f" without the first {'token' if tokens == 1 else f'{tokens} tokens'}" if tokens else ""
 
 
 def ways() -> list[str]:
@@ -134,7 +140,7 @@ def _any(**fields: Any) -> dict[str, Any]:
 
 def _choice(c: Condition) -> dict[str, Any]:
     by = Ranking.parse(c.by.removeprefix("ranking('").removesuffix("')")) if c.way == RANKING else c.by
-    return {"k": c.k, "fraction": c.fraction, "by": by, "seed": c.seed, "draw": c.draw or "token"}
+    return {"k": c.k, "fraction": c.fraction, "by": by, "seed": c.seed, "draw": c.draw or "token", "sinks": c.sinks}
 
 
 def normal(intervention: Intervention) -> frozenset[str]:
@@ -156,7 +162,7 @@ def _heads(text: str, parts: tuple[Part, ...]) -> Condition | None:
         return Condition(text, "attention_block" if part.site == "block" else "heads", part.phase, k=0)
     if not isinstance(part, KeepHeads):
         return None
-    placed = Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction)
+    placed = Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction, sinks=part.sinks)
     if part.by == RANDOM:
         return replace(placed, by=RANDOM, seed=part.seed, draw=part.draw)
     return replace(placed, by=part.by.text() if isinstance(part.by, Ranking) else part.by)

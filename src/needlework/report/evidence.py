@@ -5,7 +5,7 @@ from __future__ import annotations
 from needlework import stats
 from needlework.interventions import parse
 from needlework.interventions.scores import RANDOM
-from needlework.report.conditions import RANKING, Condition
+from needlework.report.conditions import RANKING, Condition, without_first
 from needlework.report.frame import Frame
 from needlework.report.model_trials import ModelTrials, by_boundary
 from needlework.stats import NOTHING, Estimate
@@ -87,14 +87,13 @@ def _curves(trials: ModelTrials, few: Condition | None) -> list[Curve]:
     """Retrieval against heads kept, the way that is judged first, then what it is compared with."""
     if few is None:
         return []
-    ways = [(few.way, few.sinks), (few.way, 1), (RANKING, 0), (RANDOM, 0)]
-    curves = [Curve(_label(way, sinks), trials.retained_by_heads(way, sinks)) for way, sinks in dict.fromkeys(ways)]
+    ways = dict.fromkeys((few.way, few.way + without_first(1), RANKING, RANDOM))
+    curves = [Curve(_label(way), trials.retained_by_heads(way)) for way in ways]
     return [curve for curve in curves if curve.points]
 
 
-def _label(way: str, sinks: int) -> str:
-    by = "at random" if way == RANDOM else f"by a {way}" if way == RANKING else f"by {way}"
-    return f"{by}, the first token left out" if sinks else by
+def _label(way: str) -> str:
+    return "at random" if way == RANDOM else f"by a {way}" if way == RANKING else f"by {way}"
 
 
 def _texts(*conditions: Condition | None) -> list[str]:

@@ -206,10 +206,10 @@ class ModelTrials:
         ]
         return min(near, key=lambda found: found[:4], default=(None,))[-1]
 
-    def retained_by_heads(self, way: str, sinks: int = 0) -> dict[int, Estimate]:
+    def retained_by_heads(self, way: str) -> dict[int, Estimate]:
         """What is left of retrieval against heads kept at every position, chosen in this way; random seeds are pooled."""
         texts: dict[int, dict[int, list[str]]] = {}
-        for c in self.conditions_of("heads", phase="both", way=way, sinks=sinks):
+        for c in self.conditions_of("heads", phase="both", way=way):
             if kept := c.kept(self.heads):
                 texts.setdefault(kept, {}).setdefault(c.seed, []).append(c.text)
         base = self.retrieval("none")
