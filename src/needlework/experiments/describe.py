@@ -120,7 +120,7 @@ def _prefills(work: Work, trials: Sequence[Trial]) -> tuple[int, int]:
     step = len(trials) // _EXACT + 1
     looked_at = list(prompts.values())[::step]
     readings: dict[tuple[object, ...], int] = {}
-    for request in (request for group in looked_at for trial in group for request in trial.requests()):
+    for request in (request for group in looked_at for trial in group for request in trial.requests(work.any_rankings)):
         prepared = prepare(request, work.model.anatomy)
         size = prepared.prefill_tokens
         for prompt in (prepared.request.prompt, *prepared.twins.values()):

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from needlework.errors import NeedleworkError
+from needlework.interventions import Ranking
 from needlework.receipts import NOTHING_TO_HIDE
-from needlework.report.frame import Frame, Group, Watched
+from needlework.report.frame import Frame, Group, Sinks, Watched
 from needlework.report.models import Seen, labels, renamed
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
@@ -187,15 +188,19 @@ def load(directories: Sequence[Path]) -> Frame:
         label_at = dict(zip(((model.directory, model.name) for model in all_seen), labels(all_seen), strict=True))
         models: dict[str, dict[str, Any]] = {}
         watched: list[Watched] = []
+        sinks: dict[str, list[Sinks]] = {}
         for source, (store, of_store) in enumerate(zip(stores, seen, strict=True)):
             label_of = {model.name: label_at[model.directory, model.name] for model in of_store}
             for model in of_store:
                 models.setdefault(label_of[model.name], model.about)
             reader.read(store, source, label_of)
             watched += _watched(store, label_of)
+            for name, rankings in (store.meta("rankings") or {}).items():
+                sinks.setdefault(label_of.get(name, name), []).extend(map(_sinks, rankings, rankings.values()))
     for group in reader.groups:
         models.setdefault(group.model, {})
-    return _frame(reader, models, watched, list(directories), warnings, [*reader.counts.notes(), *renamed(all_seen)])
+    notes = [*reader.counts.notes(), *renamed(all_seen)]
+    return _frame(reader, models, watched, list(directories), warnings, notes, sinks)
 
 
 def _versions(stores: Sequence[Store]) -> list[str]:
@@ -233,6 +238,7 @@ def _frame(
     directories: list[Path],
     warnings: list[str],
     notes: list[str],
+    sinks: dict[str, list[Sinks]],
 ) -> Frame:
     columns = reader.columns
     keys = np.asarray(columns.key, dtype=np.int64)
@@ -255,6 +261,7 @@ def _frame(
         failed=reader.counts.failed,
         warnings=warnings,
         notes=notes,
+        sinks=sinks,
         **picked,
     )
 
@@ -293,6 +300,12 @@ def _watched(store: Store, label_of: dict[str, str]) -> list[Watched]:
         if place not in most or most[place].samples < watched.samples:
             most[place] = watched
     return list(most.values())
+
+
+def _sinks(content: str, ranking: dict[str, Any]) -> Sinks:
+    order = tuple((head.layer, head.index) for head in Ranking.parse(ranking["order"]).order)
+    by_layer = [{int(layer): values for layer, values in ranking[key].items()} for key in ("sinks", "sinks_by_entropy")]
+    return Sinks(content, order, *by_layer)
 
 
 def _number(value: Any) -> float:
