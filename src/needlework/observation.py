@@ -107,7 +107,7 @@ class Watch:
         mass = (probabilities * columns[:, None, None]).sum(-1).sum((0, 2))
         entropy = -torch.special.xlogy(probabilities, probabilities).sum(-1)  # [rows, heads, queries]
         sink = (probabilities * (block.k_positions == 0)[:, None, None]).sum(-1)
-        best = sink.gather(1, entropy.argsort(1, stable=True)).cumsum(1)
+        best = sink.gather(1, entropy.argsort(dim=1, stable=True)).cumsum(1)
         self._sums[key][0] += mass
         self._sums[key][1] += entropy.sum((0, 2))
         self._sums[key][3] += sink.sum((0, 2))
