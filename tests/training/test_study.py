@@ -11,6 +11,7 @@ import yaml
 
 from needlework.errors import ZooError
 from needlework.store import Row
+from needlework.terminal import Bar
 from needlework.training import concentration, grid
 from needlework.training.grid import Cell
 
@@ -105,18 +106,19 @@ def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: 
 
     path = written(tmp_path, training_seeds=[0])
     asked = grid.find(path)
-    told: list[tuple[str, int]] = []
 
     class Stop(Exception):
         pass
 
-    def stop(name: str, step: int) -> None:
-        told.append((name, step))
-        raise Stop
+    class Stopping(Bar):
+        def advance(self, count: int = 1, work: float | None = None) -> None:
+            raise Stop
 
     with pytest.raises(Stop):
-        grid.train_all(asked, tmp_path / "out", 1, stop)
-    assert told
+        grid.train_all(asked, tmp_path / "out", 1, Stopping(8, "steps", shown=False))
+    counted = Bar(8, "steps", shown=False)
+    grid.train_all(asked, tmp_path / "out", 2, counted)
+    assert counted.count == 8  # steps found done and steps done now are all of them
     result = study(path, tmp_path / "out", jobs=2, progress=False)
     assert [model.name for model in result.models] == ["adamw-2-seed0", "adamw-4-seed0", "muon-2-seed0", "muon-4-seed0"]
     assert not any(model.testable for model in result.models)  # two steps teach nothing

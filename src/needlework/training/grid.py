@@ -7,7 +7,7 @@ models that differ in one thing and are alike in all others, each of them severa
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import resources
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from needlework.errors import ZooError, did_you_mean
 from needlework.experiments.lines import read
 from needlework.experiments.schema import NAME, NAME_RULE
+from needlework.terminal import Bar
 from needlework.training import recipes
 from needlework.training.recipes import Recipe
 from needlework.zoo.shelf import RECORD
@@ -123,18 +124,14 @@ def cells(study: Study) -> list[Cell]:
     return made
 
 
-Tell = Callable[[str, int], None]  # a model's name, and the steps it has done
-
-
-def train_all(study: Study, out: Path, jobs: int, tell: Tell) -> list[Cell]:
+def train_all(study: Study, out: Path, jobs: int, bar: Bar) -> None:
     """Train what is not trained yet, `jobs` models at a time, one core each. A study that was stopped goes on where it was."""
-    all_cells = cells(study)
-    for cell in all_cells:
-        folder = out / MODELS / cell.name
-        folder.mkdir(parents=True, exist_ok=True)
-        if finished(folder, cell.recipe):
-            tell(cell.name, cell.recipe.steps)
-    waiting = [cell for cell in all_cells if not finished(out / MODELS / cell.name, cell.recipe)]
+    waiting = []
+    for cell in cells(study):
+        if finished(out / MODELS / cell.name, cell.recipe):
+            bar.found(cell.recipe.steps)
+        else:
+            waiting.append(cell)
     context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     with context.Manager() as manager:
         steps = manager.Queue()
@@ -143,8 +140,9 @@ def train_all(study: Study, out: Path, jobs: int, tell: Tell) -> list[Cell]:
             try:
                 while trainings:
                     done, trainings = wait(trainings, timeout=0.5, return_when=FIRST_COMPLETED)
-                    for name, step in _taken(steps):
-                        tell(name, step)
+                    for name, count, new in _taken(steps):
+                        bar.show(name)
+                        (bar.advance if new else bar.found)(count)
                     for training in done:
                         training.result()
             except BaseException:
@@ -152,7 +150,6 @@ def train_all(study: Study, out: Path, jobs: int, tell: Tell) -> list[Cell]:
                 for process in multiprocessing.active_children():
                     process.terminate()  # each has its checkpoint
                 raise
-    return all_cells
 
 
 def finished(folder: Path, recipe: Recipe) -> bool:
@@ -164,15 +161,23 @@ def finished(folder: Path, recipe: Recipe) -> bool:
     return True
 
 
-def _taken(queue: Any) -> Iterator[tuple[str, int]]:
+def _taken(queue: Any) -> Iterator[tuple[str, int, bool]]:
     while not queue.empty():
         yield queue.get()
 
 
 def _train(recipe: Recipe, folder: Path, name: str, steps: Any) -> None:
+    """In a process of its own; the steps that it does, and those that it finds done, are told to the bar of all."""
     from needlework.training.train import train
 
-    train(recipe, folder, progress=False, card=False, each_step=lambda step: steps.put((name, step)))
+    class Told(Bar):
+        def found(self, count: int, work: float | None = None) -> None:
+            steps.put((name, count, False))
+
+        def advance(self, count: int = 1, work: float | None = None) -> None:
+            steps.put((name, count, True))
+
+    train(recipe, folder, progress=Told(recipe.steps, "steps", shown=False), card_samples=0)
 
 
 def plan_of(study: Study, trained: list[Cell]) -> str:

@@ -6,10 +6,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from needlework.experiments.result import Result
 from needlework.store import Store
+from needlework.terminal import Bar
 from needlework.training import concentration, grid
 from needlework.training.concentration import Found
 
@@ -33,8 +33,8 @@ def study(file: str | Path, out: str | Path, *, jobs: int = 1, progress: bool = 
     asked, folder = grid.find(file), Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     cells = grid.cells(asked)
-    with _bar(sum(cell.recipe.steps for cell in cells), progress) as tell:
-        grid.train_all(asked, folder, jobs, tell)
+    with Bar(sum(cell.recipe.steps for cell in cells), "steps", shown=progress) as bar:
+        grid.train_all(asked, folder, jobs, bar)
     from needlework.experiments.run import run
 
     path = folder / "plan.yaml"
@@ -62,32 +62,6 @@ def _heads(folder: Path) -> int:
 
     anatomy = anatomy_of(str(folder))
     return anatomy.attention(anatomy.attention_layers[0].index).query_heads
-
-
-class _bar:
-    """One bar over the steps of all trainings."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        from needlework.training.train import _bar as training_bar
-
-        self.bar = training_bar() if shown else None
-        self.total = total
-        self.steps: dict[str, int] = {}
-
-    def __enter__(self) -> grid.Tell:
-        if self.bar:
-            self.bar.__enter__()
-            self.row = self.bar.add_task("training", total=self.total, note="")
-        return self._tell
-
-    def __exit__(self, *error: Any) -> None:
-        if self.bar:
-            self.bar.__exit__(*error)
-
-    def _tell(self, name: str, step: int) -> None:
-        self.steps[name] = step
-        if self.bar:
-            self.bar.update(self.row, completed=sum(self.steps.values()), note=name)
 
 
 def _write(asked: grid.Study, models: Sequence[Found], folder: Path) -> str:

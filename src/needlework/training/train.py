@@ -133,11 +133,13 @@ def train(
     *,
     steps: int | None = None,
     seed: int | None = None,
-    progress: bool = True,
+    progress: bool | Bar = True,
     checkpoint_steps: int = CHECKPOINT_STEPS,
     card_samples: int = CARD_SAMPLES,
 ) -> card.Record:
     """Train a recipe (a name, a YAML file or a Recipe) into the directory `out` and return its record.
+
+    `progress` may be a bar of yours.
 
     Its card is measured on `card_samples` samples; with 0 nothing is measured, and the record says so (`card.renew` can later).
 
@@ -158,7 +160,8 @@ def train(
         with fast_kernels(model):
             done = checkpoints.load(folder, chosen, model, optimiser)
             model.train()
-            with Bar(chosen.steps, "steps", shown=progress) as bar:
+            own = progress if isinstance(progress, Bar) else Bar(chosen.steps, "steps", shown=progress)
+            with own as bar:
                 _loop(chosen, folder, model, optimiser, done, bar, checkpoint_steps)
-            measured = card.figures(model, chosen.longest, card_samples, progress) if card_samples else {}
-        return _finish(chosen, folder, model, done, measured, card_samples, progress)
+            measured = card.figures(model, chosen.longest, card_samples, own.shown) if card_samples else {}
+        return _finish(chosen, folder, model, done, measured, card_samples, own.shown)
