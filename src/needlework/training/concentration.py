@@ -19,7 +19,8 @@ from needlework.interventions import KeepHeads, parse
 from needlework.stats import Estimate, accuracy, percent, retained
 from needlework.store import Row
 from needlework.training.grid import Cell
-from needlework.verdicts import BASELINE, KEPT
+from needlework.verdicts.evidence import KEPT
+from needlework.verdicts.rules import BASELINE
 
 WAYS = ("entropy", "random")
 ABOUT, NEAR = 0.15, 0.06  # the share of heads that the claim speaks of, and how far from it still counts (2 of 10, 1 of 10)
@@ -203,8 +204,10 @@ def sentences(models: Sequence[Found]) -> list[str]:
 
 
 def as_json(models: Sequence[Found]) -> dict[str, Any]:
-    def estimate(e: Estimate) -> dict[str, float | int]:
-        return {"value": e.value, "low": e.low, "high": e.high, "n": e.n}
+    def estimate(e: Estimate) -> dict[str, float | int | None]:
+        """JSON has no number for what is none."""
+        numbers = {"value": e.value, "low": e.low, "high": e.high}
+        return {**{key: number if math.isfinite(number) else None for key, number in numbers.items()}, "n": e.n}
 
     return {
         "total": len(models),

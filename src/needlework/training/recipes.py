@@ -44,8 +44,8 @@ def _rising(ends: list[float], what: str) -> None:
 class Stage(_Strict):
     """One part of the curriculum: up to share `until` of all steps, rows have one of `lengths` and these kinds.
 
-    `relations` are the kinds of needle. Retrieval emerges sooner when the first stage has one kind only. `attention_dropout` is the
-    ordinary one: each attention weight of each head is left out with this probability.
+    `relations` are the kinds of needle. Retrieval emerges sooner when the first stage has one kind only.
+    `attention_dropout` is the ordinary one: each attention weight of each head is left out with this probability.
     """
 
     until: Annotated[float, Field(gt=0, le=1)]
