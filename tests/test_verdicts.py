@@ -132,7 +132,7 @@ def test_few_heads_tells_the_fewest_that_suffice_in_each_way_and_their_sink_shar
     assert (
         "By needle mass, of other samples 2 of 16 suffice (they give the first token 1 % of their attention)." in judged.sentence
     )
-    assert judged.sentence.endswith("At random no number tried suffices (at most 8 of 16).")
+    assert judged.sentence.endswith("At random no number up to 8 of 16 was seen to suffice.")
     assert [(p.label, p.estimate, p.line) for p in judged.points] == [
         ("2 of 16 heads by entropy", weak, 0.95),
         ("2 of 16 heads by needle mass, of other samples", whole, 0.95),
