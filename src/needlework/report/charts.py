@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ STYLE = {
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar in a model's name is a dollar
     "svg.hashsalt": "needlework",
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
@@ -41,7 +43,8 @@ def save(figures: Sequence[Figure], folder: Path) -> None:
     from matplotlib.figure import Figure as Canvas
 
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script: a box stands for it
         for figure in figures:
             canvas = _draw(figure, Canvas)
             canvas.draw_without_rendering()

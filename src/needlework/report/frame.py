@@ -13,6 +13,8 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from needlework.report.names import shown
+
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 
@@ -183,4 +185,4 @@ def differences(settings: Iterable[str]) -> dict[str, str]:
     parsed = {setting: json.loads(setting) if setting else {} for setting in dict.fromkeys(settings)}
     names = dict.fromkeys(name for options in parsed.values() for name in options)
     unlike = [n for n in names if len({json.dumps(options.get(n), sort_keys=True) for options in parsed.values()}) > 1]
-    return {setting: ", ".join(f"{n} {options.get(n)}" for n in unlike) for setting, options in parsed.items()}
+    return {setting: ", ".join(shown(f"{n} {options.get(n)}") for n in unlike) for setting, options in parsed.items()}

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from needlework.report.names import shown
+
 IDENTITY = ("weights", "tokenizer", "dtype", "window_rule")  # what makes two models answer differently
 
 
@@ -32,7 +34,7 @@ def labels(seen: Sequence[Seen]) -> list[str]:
     label: dict[tuple[str, ...], str] = {}
     for name in dict.fromkeys(model.name for model in first.values()):
         same_name = [model for model in first.values() if model.name == name]
-        for model, text in zip(same_name, _told_apart(name, same_name), strict=True):
+        for model, text in zip(same_name, _told_apart(shown(name), same_name), strict=True):
             while text in label.values():  # another model is really called so
                 text += "*"
             label[model.identity] = text
@@ -44,7 +46,8 @@ def renamed(seen: Sequence[Seen]) -> list[str]:
     first = _first(seen)
     pairs = dict.fromkeys((model.name, first[model.identity].name) for model in seen)
     return [
-        f"{name} is the same model as {other} (weights, tokenizer, dtype and window rule): shown as one, as {other}."
+        f"{shown(name)} is the same model as {shown(other)} (weights, tokenizer, dtype and window rule): shown as one, as"
+        f" {shown(other)}."
         for name, other in pairs
         if name != other
     ]

@@ -18,6 +18,7 @@ from needlework.errors import NeedleworkError
 from needlework.receipts import NOTHING_TO_HIDE
 from needlework.report.frame import Frame, Group, Watched
 from needlework.report.models import Seen, labels, renamed
+from needlework.report.names import shown
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
 
@@ -107,7 +108,7 @@ class _Reader:
             model=label,
             ability=ability,
             kind=kind,
-            task=task,
+            task=shown(task),
             setting=options.setting,
             mode=mode,
             against=options.against if mode == "choices" else "",
@@ -159,7 +160,7 @@ class _Reader:
             counts.nothing_hidden += bool(asked and idle) and finish != "failed"
             if not asked or idle or finish == "failed":
                 continue
-            label, values = label_of.get(model, model), json.loads(scores)
+            label, values = label_of.get(model) or shown(model), json.loads(scores)
             group = self.group_of(label, ability, kind, task, options.get((experiment, task), plain), mode, text, boundary, facts)
             c.source.append(source)
             c.row.append(row)
@@ -173,14 +174,21 @@ class _Reader:
             c.score(values if not output else {**self._whose(output, self.facts(facts)), **values})
 
 
+def opened(directory: Path) -> Store:
+    """A run's store, of which broken text is read as far as it can be: one bad byte must not hide a whole run."""
+    store = Store(directory)
+    store.db.text_factory = lambda data: data.decode("utf-8", "replace")
+    return store
+
+
 def load(directories: Sequence[Path]) -> Frame:
     """Read the stores of these directories, side by side."""
     reader = _Reader()
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         stores = []
         for directory in directories:
-            stores.append(Store(directory))
-            opened.callback(stores[-1].close)
+            stores.append(opened(directory))
+            stack.callback(stores[-1].close)
         warnings = _versions(stores)
         seen = [[Seen(s.directory, name, about) for name, about in (s.meta("models") or {}).items()] for s in stores]
         all_seen = [model for of_store in seen for model in of_store]
@@ -288,7 +296,7 @@ def _watched(store: Store, label_of: dict[str, str]) -> list[Watched]:
         by_task.setdefault((o.experiment, o.model, o.task), {})[o.layer, o.head] = (o.needle_mass, o.samples)
     for (experiment, model, task), mass in by_task.items():
         options = experiments.get(experiment, {}).get("tasks", {}).get(task, {}).get("options", {})
-        watched = Watched(label_of.get(model, model), task, json.dumps(options, sort_keys=True), mass)
+        watched = Watched(label_of.get(model) or shown(model), shown(task), json.dumps(options, sort_keys=True), mass)
         place = (watched.model, task, watched.setting)
         if place not in most or most[place].samples < watched.samples:
             most[place] = watched

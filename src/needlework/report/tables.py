@@ -16,6 +16,7 @@ from needlework.report.conditions import Condition
 from needlework.report.evidence import verdicts
 from needlework.report.frame import Frame, Ints
 from needlework.report.model_trials import ModelTrials, by_model_and_boundary
+from needlework.report.names import shown
 from needlework.report.reader import load
 from needlework.report.spec import HeaderAndRows
 from needlework.stats import Estimate, percent
@@ -69,7 +70,7 @@ def _conditions(trials: ModelTrials) -> list[tuple[str, str]]:
 
 def unplaced(trials: ModelTrials) -> list[tuple[str, str]]:
     """Interventions that lie on no figure's axis, by their texts."""
-    return [(c.text, c.text) for c in trials.conditions if c.kind in ("other", "attention_block")]
+    return [(shown(c.text, 200), c.text) for c in trials.conditions if c.kind in ("other", "attention_block")]
 
 
 def scores(frame: Frame, conditions: Callable[[ModelTrials], list[tuple[str, str]]] = _conditions) -> HeaderAndRows:
