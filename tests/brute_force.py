@@ -166,7 +166,9 @@ class Run:
         heads = out.shape[0]
         scores: list[float] = []
         for h in range(heads):
-            row = p[h, seen].double()
+            row = p[h, [key for key in seen if key >= part.sinks]].double()
+            if part.sinks:
+                row = row / row.sum() if row.sum() > 0 else row
             if part.by == "entropy":
                 scores.append(float((row * row.clamp_min(1e-300).log()).sum()))
             elif part.by == "l2":

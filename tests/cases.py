@@ -98,6 +98,7 @@ _MADE: dict[str, Make] = {
 _FIXED: dict[str, nw.Intervention] = {
     "none": nw.NONE,
     "keep by entropy": nw.KeepHeads(k=2),
+    "keep without sinks": nw.KeepHeads(k=2, sinks=1),
     "keep by l2": nw.KeepHeads(k=1, by="l2"),
     "keep by norm": nw.KeepHeads(k=3, by="norm"),
     "keep at random": nw.KeepHeads(fraction=0.5, by="random", seed=3),

@@ -42,10 +42,18 @@ KEEP = st.builds(
     **COMMON,
 )
 KEEP_MODEL = st.builds(lambda many, by: nw.KeepHeads(**many, by=by, scope="model"), HOW_MANY, RANKINGS)
+KEEP_WITHOUT_SINKS = st.builds(
+    lambda many, **rest: nw.KeepHeads(**many, **rest),
+    HOW_MANY,
+    by=st.sampled_from(["entropy", "l2"]),
+    sinks=st.integers(0, 9),
+    **COMMON,
+)
 MEANS = st.builds(lambda heads: nw.AblateHeads(heads=heads, value="mean", means="0123abcd"), HEADS)
 PARTS: list[st.SearchStrategy[nw.Part]] = [
     KEEP,
     KEEP_MODEL,
+    KEEP_WITHOUT_SINKS,
     MEANS,
     _values(nw.AblateHeads, heads=HEADS, **COMMON),
     _values(nw.OnlyHeads, heads=HEADS, **COMMON),
@@ -111,6 +119,7 @@ def test_golden_texts() -> None:
     assert str(nw.NONE) == "none" == str(nw.parse("none")) == str(nw.parse(" "))
     assert str(nw.KeepHeads(k=2, phase="decode")) == "keep_heads(phase='decode', k=2)"
     assert str(nw.AblateHeads(heads=[(3, 1), (2, 0), (3, 1)])) == "ablate_heads(heads=[[2, 0], [3, 1]])"
+    assert str(nw.KeepHeads(k=2, sinks=1)) == "keep_heads(k=2, sinks=1)"
     assert str(nw.SwapMemory(half="kv")) == "swap_memory(half='kv')"
     assert str(nw.SwapMemory(half="kv", from_="b")) == "swap_memory(half='kv', from='b')"
     both = nw.AblateRecurrent(layers=[1, 0]) + nw.AblateAttention()
@@ -128,7 +137,14 @@ def test_golden_texts() -> None:
         ("keep_heads(k=2", "cannot read"),
         ("keep_heads(k=2) - none", "expected name"),
         ("keep_heads(k=open('x'))", "no plain value"),
-        ("keep_heads(1, 0.5, 'l2', 'layer', 0, 'token', 7)", "7 values without names; it has k, fraction, by, scope, seed, draw"),
+        (
+            "keep_heads(1, 0.5, 'l2', 'layer', 0, 'token', 7, 8)",
+            "8 values without names; it has k, fraction, by, scope, seed, draw, sinks",
+        ),
+        ("keep_heads(k=1, by='norm', sinks=1)", "by='norm' is none"),
+        ("keep_heads(k=1, by='random', sinks=1)", "by='random' is none"),
+        ("keep_heads(k=1, by=ranking('2.0'), sinks=1)", "is none; drop sinks"),
+        ("keep_heads(k=1, sinks=-1)", "sinks"),
         ("ablate_recurrent('memory', 'decode')", "2 values without names; it has site"),
         ("keep_heads(2, k=2)", "is given 'k' twice"),
         ("swap_memory('kv', 'a', from='b')", "is given 'from' twice"),

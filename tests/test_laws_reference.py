@@ -19,6 +19,8 @@ SOME: dict[str, nw.Intervention] = {
     **{f"keep {k} by {by}": nw.KeepHeads(k=k, by=by) for by in ("entropy", "l2", "norm", "random") for k in (1, 3)},
     "keep a fraction at random": nw.KeepHeads(fraction=0.5, by="random", seed=7, phase="prefill"),
     "keep in decode": nw.KeepHeads(k=1, phase="decode"),
+    **{f"keep by {by} without {n} sinks": nw.KeepHeads(k=2, by=by, sinks=n) for by in ("entropy", "l2") for n in (1, 3)},
+    "sinks in sight of a limit": nw.KeepHeads(k=1, sinks=2) + nw.LimitContext(tokens=3, sinks=2),
     **{mode: nw.ExposeTokens(mode=mode) for mode in ("keep", "omit", "only", "null", "balanced")},
     **{f"{mode} scaled": nw.ExposeTokens(mode=mode, renormalize=True) for mode in ("omit", "only", "null", "balanced")},
     "omit, then balanced": nw.ExposeTokens(mode="omit", phase="prefill") + nw.ExposeTokens(mode="balanced", phase="decode"),

@@ -1,4 +1,4 @@
-"""The verdict rules, one by one, at and around their lines."""
+"""The verdict rules (version 2), one by one, at and around their lines."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from needlework.stats import NOTHING, Estimate, Interaction, wilson
-from needlework.verdicts import RULES, Evidence, Kept, Silenced, Verdict, judge
+from needlework.verdicts import RULES, Context, Curve, Evidence, Kept, Silenced, Verdict, judge
 
 GOOD = wilson(98, 100)
-GONE = Silenced(wilson(0, 75), wilson(19, 75), 0.25)
+GONE = Silenced(wilson(0, 300), wilson(75, 300), 0.25)
 POSITIVE, NEGATIVE, ACROSS = Estimate(1.0, 0.5, 1.5, 80), Estimate(-1.0, -1.5, -0.5, 80), Estimate(0.1, -0.2, 0.4, 80)
 
 
@@ -29,41 +31,120 @@ def test_every_claim_of_the_method_has_one_rule() -> None:
     assert [v.claim for v in judge(Evidence("m"))] == claims
 
 
+def test_rules_are_numbered_in_order_and_every_verdict_names_its_own() -> None:
+    assert [rule.number for rule in RULES] == list(range(1, 8))
+    for rule, judged in zip(RULES, judge(Evidence("m", baseline=GOOD, silenced=GONE)), strict=True):
+        assert judged.number == rule.number
+        assert judged.why.startswith(f"rule {rule.number}: ")
+
+
 @pytest.mark.parametrize(
     "exact,choice,expected",
     [
-        (wilson(0, 73), wilson(19, 75), "supported"),
-        (wilson(0, 72), wilson(19, 75), "inconclusive"),  # 0 of 72 does not bound below 5 %
-        (wilson(1, 75), wilson(19, 75), "inconclusive"),
-        (wilson(20, 75), wilson(19, 75), "not supported"),
-        (wilson(0, 200), wilson(66, 200), "inconclusive"),  # 33 %: more than 5 points off, but its interval reaches them
-        (wilson(0, 200), wilson(90, 200), "not supported"),  # the information is still there
-        (wilson(0, 200), wilson(8, 200), "not supported"),  # below chance is information, too
-        (wilson(0, 200), NOTHING, "inconclusive"),
+        (wilson(0, 73), wilson(75, 300), "supported"),
+        (wilson(0, 72), wilson(75, 300), "inconclusive"),  # 0 of 72 does not bound below 5 %
+        (wilson(1, 75), wilson(75, 300), "inconclusive"),
+        (wilson(20, 75), wilson(75, 300), "not supported"),
+        (wilson(0, 300), wilson(88, 300), "supported"),  # 29.3 % [24.5, 34.7]: at most 10 points above chance
+        (wilson(0, 300), wilson(89, 300), "inconclusive"),  # 29.7 % [24.8, 35.1]
+        (wilson(0, 300), wilson(105, 300), "inconclusive"),  # 35 % [29.8, 40.6]: its lower bound is within five points
+        (wilson(0, 300), wilson(106, 300), "not supported"),  # 35.3 % [30.1, 40.9]: the information is still there
+        (wilson(0, 300), wilson(10, 300), "supported"),  # below chance is said beside the verdict
+        (wilson(0, 75), wilson(13, 75), "supported"),  # 17.3 % at a chance of 25 %: inconclusive by version 1
+        (wilson(0, 75), wilson(19, 75), "inconclusive"),  # too few samples to exclude ten points more than chance
+        (wilson(0, 300), NOTHING, "inconclusive"),
     ],
 )
 def test_segregation(exact: Estimate, choice: Estimate, expected: str) -> None:
     assert word("segregation", silenced=Silenced(exact, choice, 0.25)) == expected
 
 
-@pytest.mark.parametrize("hits,n,expected", [(88, 100, "supported"), (87, 100, "not testable"), (0, 0, "not testable")])
+def test_an_interval_below_chance_is_said_beside_the_verdict() -> None:
+    below = verdict("segregation", Evidence("m", baseline=GOOD, silenced=Silenced(wilson(0, 300), wilson(10, 300), 0.25)))
+    assert "wholly below chance" in below.sentence
+    assert "below chance" not in verdict("segregation", Evidence("m", baseline=GOOD, silenced=GONE)).sentence
+
+
+def test_segregation_says_which_of_its_two_questions_decided() -> None:
+    left = verdict("segregation", Evidence("m", baseline=GOOD, silenced=Silenced(wilson(0, 300), wilson(120, 300), 0.25)))
+    assert left.why == (
+        "rule 1: without heads forced choice is 15 points from chance [9.6, 20.6; n = 300], a lower bound of at most 5 allowed"
+    )
+    gone = verdict("segregation", Evidence("m", baseline=GOOD, silenced=GONE))
+    assert gone.why == (
+        "rule 1: without heads it finds 0 % [0, 1.3; n = 300], at most 5 % allowed;"
+        " without heads forced choice is 0 points from chance [-4.6, 5.2; n = 300], at most 10 allowed"
+    )
+    assert [(p.label, p.line, p.bound) for p in gone.points] == [
+        ("untouched", None, ""),
+        ("no heads", 0.05, "at most"),
+        ("no heads, forced choice", 0.25, "chance"),
+    ]
+
+
+@given(st.integers(1, 400), st.data(), st.sampled_from([1 / 7, 0.25, 0.5]))
+def test_fewer_right_choices_never_speak_more_against_lost_information(n: int, data: st.DataObject, chance: float) -> None:
+    order = ["supported", "inconclusive", "not supported"]
+    few, many = sorted([data.draw(st.integers(0, n)), data.draw(st.integers(0, n))])
+    words = [word("segregation", silenced=Silenced(wilson(0, 300), wilson(hits, n), chance)) for hits in (few, many)]
+    assert order.index(words[0]) <= order.index(words[1])
+
+
+@pytest.mark.parametrize("hits,n,expected", [(88, 100, "supported"), (87, 100, "not testable"), (0, 0, "not run")])
 def test_a_weak_baseline_is_not_testable(hits: int, n: int, expected: str) -> None:
     judged = verdict("segregation", Evidence("m", baseline=wilson(hits, n), silenced=GONE))
     assert judged.word == expected
     assert ("lower bound must be 80 %" in judged.sentence) == (expected == "not testable")
+    assert (judged.why == "rule 1: untouched it finds 87 % [79, 92.2; n = 100], at least 80 % needed") == (
+        n == 100 and hits == 87
+    )
+
+
+def thinned(share: Estimate, kept: int = 2, heads: int = 12, *more: Curve) -> dict[str, object]:
+    return {"heads": heads, "few_kept": kept, "curves": [Curve("by entropy", {kept: share}), *more]}
 
 
 @pytest.mark.parametrize(
     "low,high,expected", [(0.95, 1.0, "supported"), (0.949, 1.0, "inconclusive"), (0.5, 0.949, "not supported")]
 )
 def test_few_heads(low: float, high: float, expected: str) -> None:
-    assert word("few_heads", few=Estimate((low + high) / 2, low, high, 80), few_label="2 of 12 heads") == expected
+    assert word("few_heads", **thinned(Estimate((low + high) / 2, low, high, 80))) == expected
+
+
+@pytest.mark.parametrize("kept,heads,said", [(2, 16, "12.5 %"), (5, 32, "15.6 %"), (2, 10, "20 %"), (2, 12, "16.7 %")])
+def test_few_heads_says_the_share_that_was_really_kept(kept: int, heads: int, said: str) -> None:
+    few = Estimate(0.981, 0.954, 0.992, 300)
+    judged = verdict("few_heads", replace(Evidence("m", baseline=GOOD), **thinned(few, kept, heads)))  # type: ignore[arg-type]
+    assert judged.why == f"rule 2: {kept} of {heads} heads ({said}) keep 98.1 % [95.4, 99.2; n = 300], at least 95 % needed"
+    assert f"With {kept} of {heads} heads ({said}) per layer, by entropy, it keeps" in judged.sentence
+
+
+def test_few_heads_tells_the_fewest_that_suffice_in_each_way_and_their_sink_share() -> None:
+    whole, weak = Estimate(0.99, 0.96, 1.0, 300), Estimate(0.9, 0.85, 0.94, 300)
+    curves = [
+        Curve("by entropy", {2: weak, 3: Estimate(0.96, 0.9499, 1, 300), 4: whole, 8: whole}, {2: 0.4, 4: 0.25}),
+        Curve("by needle mass, of other samples", {2: whole}, {2: 0.01}),
+        Curve("at random", {2: weak, 8: weak}),
+    ]
+    judged = verdict("few_heads", Evidence("m", baseline=GOOD, heads=16, few_kept=2, curves=curves))
+    assert (judged.word, judged.estimate) == ("not supported", weak)
+    assert "By entropy 4 of 16 suffice (they give the first token 25 % of their attention)." in judged.sentence
+    assert (
+        "By needle mass, of other samples 2 of 16 suffice (they give the first token 1 % of their attention)." in judged.sentence
+    )
+    assert judged.sentence.endswith("At random no number tried suffices (at most 8 of 16).")
+    assert [(p.label, p.estimate, p.line) for p in judged.points] == [
+        ("2 of 16 heads by entropy", weak, 0.95),
+        ("2 of 16 heads by needle mass, of other samples", whole, 0.95),
+        ("2 of 16 heads at random", weak, 0.95),
+    ]
 
 
 def test_few_heads_tells_knowledge_with_it() -> None:
     kept = Kept("letter", Estimate(0.84, 0.8, 0.88, 300), Estimate(0.79, 0.7, 0.9, 300))
     few = Estimate(0.99, 0.96, 1.0, 80)
-    judged = verdict("few_heads", Evidence("m", baseline=GOOD, few=few, few_label="2 of 12 heads", few_knowledge=[kept]))
+    evidence = replace(Evidence("m", baseline=GOOD, few_knowledge=[kept]), **thinned(few))  # type: ignore[arg-type]
+    judged = verdict("few_heads", evidence)
     assert "84 % of its knowledge asked as letter [80, 88; n = 300] (corrected for chance 79 %)" in judged.sentence
     assert judged.estimate == few
 
@@ -78,6 +159,15 @@ def test_no_rescue_needs_both_layouts_and_a_prompt_that_can_work() -> None:
     assert word("no_rescue", layouts={**both, "jrt": rescued}) == "not supported"
 
 
+def test_no_rescue_says_what_it_wants_for_and_how_the_untouched_model_reads_the_layout() -> None:
+    both = {"jrt": GONE, "question_first": GONE}
+    untouched = {"question_first": wilson(21, 100)}
+    judged = verdict("no_rescue", Evidence("m", baseline=GOOD, layouts=both, layouts_untouched=untouched))
+    assert judged.why == "rule 3: reading twice helps no model here by more than 10 points"
+    assert "untouched, it finds 21 % of them" in judged.sentence
+    assert len(judged.points) == 4
+
+
 def test_exposure() -> None:
     assert word("exposure", omit_decode=wilson(0, 75)) == "supported"
     assert word("exposure", omit_decode=wilson(0, 50)) == "inconclusive"
@@ -87,20 +177,49 @@ def test_exposure() -> None:
     assert "hidden only while reading, it keeps 90 % of its retrieval [80, 100; n = 75]" in judged.sentence
 
 
-def test_context_names_the_smallest_limit_that_suffices() -> None:
-    points = [(8, wilson(5, 80)), (32, wilson(60, 80)), (64, wilson(77, 80)), (128, wilson(80, 80))]
-    judged = verdict("context", Evidence("m", baseline=GOOD, context=points))
-    assert (judged.word, judged.estimate) == ("supported", wilson(77, 80))
-    assert judged.sentence.startswith("64 tokens")
-    assert word("context", context=[(8, wilson(400, 400)), (16, wilson(400, 400))]) == "not supported"
-    assert word("context", context=[(8, wilson(5, 80)), (16, wilson(40, 80))]) == "inconclusive"
+WHOLE, BROKEN = Estimate(0.99, 0.95, 1.0, 300), Estimate(0.3, 0.2, 0.499, 300)
+
+
+@pytest.mark.parametrize(
+    "reading,answering,together,expected",
+    [
+        (WHOLE, WHOLE, BROKEN, "supported"),
+        (WHOLE, WHOLE, replace(BROKEN, high=0.5), "inconclusive"),
+        (WHOLE, WHOLE, Estimate(0.6, 0.5, 0.7, 300), "not supported"),
+        (replace(WHOLE, low=0.949), WHOLE, BROKEN, "inconclusive"),
+        (WHOLE, replace(WHOLE, low=0.949), BROKEN, "inconclusive"),
+        (Estimate(0.9, 0.85, 0.949, 300), WHOLE, BROKEN, "not supported"),
+        (WHOLE, Estimate(0.9, 0.85, 0.949, 300), BROKEN, "not supported"),
+        (NOTHING, WHOLE, BROKEN, "inconclusive"),
+        (WHOLE, WHOLE, NOTHING, "inconclusive"),
+    ],
+)
+def test_context(reading: Estimate, answering: Estimate, together: Estimate, expected: str) -> None:
+    assert word("context", context=Context(reading, answering, together)) == expected
+
+
+def test_context_gives_the_graded_version_beside_it() -> None:
+    limits = [(8, wilson(5, 80)), (32, wilson(60, 80)), (64, wilson(77, 80)), (128, wilson(80, 80))]
+    judged = verdict("context", Evidence("m", baseline=GOOD, context=Context(WHOLE, WHOLE, BROKEN, limits)))
+    assert (judged.word, judged.estimate) == ("supported", BROKEN)
+    assert "64 tokens in sight while reading are the fewest that suffice: it finds 96.2 % of the needles" in judged.sentence
+    assert [(p.label, p.line) for p in judged.points] == [
+        ("heads off while reading", 0.95),
+        ("only the needle in sight while answering", 0.95),
+        ("both at once", 0.5),
+    ]
+    only_limits = verdict("context", Evidence("m", baseline=GOOD, context=Context(limits=limits)))
+    assert (only_limits.word, only_limits.points) == ("not run", ())
+    assert only_limits.sentence.startswith("64 tokens")
 
 
 def test_double_dissociation() -> None:
     for contrast, expected in ((POSITIVE, "supported"), (NEGATIVE, "not supported"), (ACROSS, "inconclusive")):
         assert word("double_dissociation", interaction=Interaction(contrast, POSITIVE, POSITIVE)) == expected
     contrast = Interaction(POSITIVE, ACROSS, POSITIVE)
-    one_sided = verdict("double_dissociation", Evidence("m", baseline=GOOD, interaction=contrast))
+    left = [("retrieval without attention", wilson(0, 80)), ("knowledge without attention", wilson(80, 80))]
+    one_sided = verdict("double_dissociation", Evidence("m", baseline=GOOD, interaction=contrast, dissociation=left))
+    assert [p.label for p in one_sided.points] == ["retrieval without attention", "knowledge without attention"]
     assert "no crossed dissociation" in one_sided.sentence
 
 
@@ -128,15 +247,26 @@ def test_memory() -> None:
     assert word("memory", follows_kv=wilson(3, 100)) == "not supported"
 
 
-def test_what_was_not_run_says_so() -> None:
-    assert {v.word for v in judge(Evidence("m", baseline=GOOD))} == {"not testable"}
-    assert verdict("memory", Evidence("m")).sentence == "This was not run."
-    assert "does not have" in verdict("memory", Evidence("m", has_attention=False)).sentence
+def test_not_run_does_not_apply_and_not_testable_are_three_words() -> None:
+    assert {v.word for v in judge(Evidence("m", baseline=GOOD))} == {"not run"}
+    assert {(v.sentence, v.points) for v in judge(Evidence("m", baseline=GOOD))} == {("This was not run.", ())}
+    assert {v.word for v in judge(Evidence("m", has_attention=False))} == {"does not apply"}
+    assert verdict("memory", Evidence("m", has_attention=False)).why == "rule 7: the model has no attention layers"
+    no_recurrence = {v.claim: v.word for v in judge(Evidence("m", baseline=GOOD, has_recurrence=False))}
+    assert {claim for claim, said in no_recurrence.items() if said == "does not apply"} == {"double_dissociation", "memory"}
+    weak = Evidence("m", baseline=wilson(50, 100), silenced=GONE)
+    assert {v.claim: v.word for v in judge(weak)}["segregation"] == "not testable"
+    assert {v.claim: v.word for v in judge(weak)}["memory"] == "not run"
+
+
+def test_what_does_not_apply_stays_so_whatever_was_measured() -> None:
+    assert word("memory", follows_kv=wilson(97, 100), has_recurrence=False) == "does not apply"
 
 
 def test_a_share_that_could_not_be_computed_decides_nothing() -> None:
     nan = Estimate(math.nan, math.nan, math.nan, 80)
-    assert word("few_heads", few=nan, few_label="2 of 12 heads") == "inconclusive"
+    assert word("few_heads", **thinned(nan)) == "inconclusive"
     why = replace(nan, why="baseline 0 %: nothing to retain")
-    judged = verdict("few_heads", Evidence("m", baseline=GOOD, few=why, few_label="2 of 12 heads"))
+    judged = verdict("few_heads", replace(Evidence("m", baseline=GOOD), **thinned(why)))  # type: ignore[arg-type]
     assert "it keeps no known share of its retrieval (baseline 0 %: nothing to retain; n = 80)" in judged.sentence
+    assert judged.points == ()

@@ -89,6 +89,14 @@ def accuracy(correct: ArrayLike) -> Estimate:
     return wilson(float(values.sum()), len(values))
 
 
+def binomial(hits: int, n: int, share: float) -> float:
+    """The probability of so many hits of n."""
+    if share in (0.0, 1.0):
+        return float(hits == n * share)
+    ways = math.lgamma(n + 1) - math.lgamma(hits + 1) - math.lgamma(n - hits + 1)
+    return math.exp(ways + hits * math.log(share) + (n - hits) * math.log(1 - share))
+
+
 def difference(a: Estimate, b: Estimate) -> Estimate:
     """a - b of two independent shares, Newcombe's square-and-add interval."""
     value = a.value - b.value
@@ -128,18 +136,46 @@ def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: f
     above, below = totals[:, 0] - chance * totals[:, 2], totals[:, 1] - chance * totals[:, 2]
     shares = np.where(below > 0, above / np.where(below > 0, below, 1), np.inf)
     low, high = interval(shares)
-    floor, ceiling = _changed_pairs(a, b, value, n * (float(b.mean()) - chance))
+    floor, ceiling = _guard(a, b, value, n * (float(b.mean()) - chance))
     return Estimate(value, min(low, floor), max(high, ceiling), n)
 
 
-def _changed_pairs(after: Floats, before: Floats, value: float, scale: float) -> tuple[float, float]:
-    """Bounds from Wilson's intervals of the pairs lost (of those that were right) and gained (of those that were wrong)."""
-    right, wrong = int(before.sum()), len(before) - int(before.sum())
-    lost = wilson(float(np.sum(before * (1 - after))), right)
-    gained = wilson(float(np.sum(after * (1 - before))), wrong) if wrong else Estimate(0.0, 0.0, 0.0, 0)
-    down = math.hypot((lost.high - lost.value) * right, (gained.value - gained.low) * wrong) / scale
-    up = math.hypot((lost.value - lost.low) * right, (gained.high - gained.value) * wrong) / scale
-    return value - down, value + up
+def gain(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, seed: int = SEED) -> Estimate:
+    """after - before of the same samples, with a paired cluster bootstrap."""
+    a, b = np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64)
+    n = len(a)
+    if n == 0:
+        return NOTHING
+    totals = resample(cluster_sums(clusters, [a, b]), seed=seed)
+    low, high = interval((totals[:, 0] - totals[:, 1]) / totals[:, 2])
+    value = float(a.mean() - b.mean())
+    floor, ceiling = _guard(a, b, value, n)
+    return Estimate(value, min(low, floor), max(high, ceiling), n)
+
+
+def _guard(after: Floats, before: Floats, value: float, scale: float) -> tuple[float, float]:
+    """Bounds of a value from the pairs that changed."""
+    right = int(before.sum())
+    lost, gained = float(np.sum(before * (1 - after))), float(np.sum(after * (1 - before)))
+    down, up = _spread(lost, right, gained, len(before) - right)
+    return value - down / scale, value + up / scale
+
+
+def changed_pairs(lost: float, right: int, gained: float, wrong: int) -> tuple[float, float]:
+    """Bounds of the retained share of `right` answers of which some were lost, while some of the `wrong` ones were gained."""
+    down, up = _spread(lost, right, gained, wrong)
+    value = (right - lost + gained) / right if right else math.nan
+    return value - down / max(right, 1), value + up / max(right, 1)
+
+
+def _spread(lost: float, right: int, gained: float, wrong: int) -> tuple[float, float]:
+    """How far down and up the count of right answers may lie, by Wilson's intervals of the pairs lost (of those that were
+    right) and gained (of those that were wrong)."""
+    out = wilson(lost, right) if right else Estimate(0.0, 0.0, 0.0, 0)
+    back = wilson(gained, wrong) if wrong else Estimate(0.0, 0.0, 0.0, 0)
+    down = math.hypot((out.high - out.value) * right, (back.value - back.low) * wrong)
+    up = math.hypot((out.value - out.low) * right, (back.high - back.value) * wrong)
+    return down, up
 
 
 def interval(draws: Floats) -> tuple[float, float]:

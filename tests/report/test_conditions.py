@@ -17,7 +17,7 @@ from needlework.report.conditions import Condition, normal, place, rebuilt
 from test_interventions import PARTS
 
 FREE = {  # of each placed kind: the fields that may be anything
-    "heads": "phase k fraction by seed draw",
+    "heads": "phase k fraction by seed draw sinks",
     "attention_block": "phase k",
     "recurrent": "phase site",
     "both_off": "phase site",

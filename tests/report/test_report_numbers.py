@@ -111,10 +111,11 @@ def test_evidence_finds_every_experiment(frame: Frame) -> None:
     helps = helped_by_reading_twice(frame)
     assert helps.startswith("tiny-mamba")
     evidence = collect(ModelTrials(frame, "tiny-jamba"), helps)
-    assert evidence.few_label.startswith("1 of 8 heads")
+    assert (evidence.few_kept, evidence.heads) == (1, 8)
+    assert [curve.label for curve in evidence.curves] == ["by entropy", "at random"]
     assert set(evidence.layouts) == {"jrt", "question_first"}
     assert [k.form for k in evidence.few_knowledge] == ["cloze", "letter"]
-    assert [n for n, _ in evidence.context] == [8, 16, 32, 64, 128, 256]
+    assert [n for n, _ in evidence.context.limits] == [8, 16, 32, 64, 128, 256]
     assert evidence.follows_kv.value > 0.9
     assert evidence.follows_kv.n == 80
     assert evidence.interaction is not None

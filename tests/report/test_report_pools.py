@@ -118,7 +118,7 @@ def test_a_task_of_no_known_ability_is_shown_apart_and_judged_by_no_rule(tmp_pat
     own = {"task": "niah-like", "kind": "haiku", "ability": ""}
     store(tmp_path, [*rows(9, 10, **own), *rows(2, 10, OFF, **own)])
     frame = load([tmp_path])
-    assert {v.word for v in verdicts(frame)} == {"not testable"}
+    assert {v.word for v in verdicts(frame)} == {"not run"}
     assert not any("needles" in v.sentence for v in verdicts(frame))
     assert [line[1:] for line in others(frame)[1]] == [
         ["niah-like", "none", "90 % [59.6, 98.2], n = 10"],
@@ -133,7 +133,7 @@ def test_an_own_retrieval_task_stands_in_where_no_needle_was_asked(tmp_path: Pat
     judged = verdict(load([store(tmp_path / "a", [*rows(90, 90, **own), *rows(0, 90, OFF, **own)])]), "segregation")
     assert (judged.estimate.n, "(Tasks: fetch.)" in judged.sentence) == (90, True)
     two = [*rows(90, 90, **own), *rows(0, 90, OFF, **own), *rows(90, 90, OFF, kind="copying", task="copy")]
-    assert verdict(load([store(tmp_path / "b", two)]), "segregation").word == "not testable"  # unlike kinds are not pooled
+    assert verdict(load([store(tmp_path / "b", two)]), "segregation").word == "not run"  # unlike kinds are not pooled
 
 
 def test_a_baseline_vouches_only_for_the_tasks_that_it_was_asked_in(tmp_path: Path) -> None:
@@ -229,7 +229,7 @@ def test_a_limit_with_sinks_is_another_axis(tmp_path: Path) -> None:
     frame = load([store(tmp_path, trials)])
     judged = verdict(frame, "context")
     assert judged.sentence.startswith("64 tokens in sight while reading are the fewest that suffice")
-    assert (judged.word, "with 8 tokens" in judged.sentence) == ("supported", True)
+    assert (judged.word, "with 8 tokens" in judged.sentence) == ("not run", True)  # limits are the graded version beside a claim
     titles = [panel.title for panel in FIGURES["context"](frame, Browser(frame)).panels]
     assert titles == ["One limit at a time", "One limit at a time, with the first 128 tokens in sight"]
 
@@ -352,7 +352,7 @@ def test_a_limit_that_hid_nothing_is_left_out_and_said(tmp_path: Path) -> None:
     acted = list(rows(10, 80, text))
     trials = [replace(t, receipt=idle, scores={"correct": 1.0}) if i >= 50 else t for i, t in enumerate(acted)]
     frame = load([store(tmp_path, [*rows(80, 80), *trials])])
-    assert collect(ModelTrials(frame, MODEL), "").context == [(64, wilson(10, 50))]
+    assert collect(ModelTrials(frame, MODEL), "").context.limits == [(64, wilson(10, 50))]
     words = "30 trials are left out: their limit on context was wider than what there was to hide."
     assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert words in _said(tmp_path)
@@ -395,7 +395,7 @@ def test_heads_chosen_by_a_score_of_ones_own_are_judged_and_drawn(tmp_path: Path
     text, other = "keep_heads(k={}, by='brightest')", "keep_heads(k=2, by='random')"
     trials = [*rows(80, 80), *rows(79, 80, text.format(1)), *rows(80, 80, text.format(2)), *rows(9, 80, other)]
     frame = load([store(tmp_path, trials)])
-    assert verdict(frame, "few_heads").word == "not testable"  # a score of nobody: its trials are listed by their text
+    assert verdict(frame, "few_heads").word == "not run"  # a score of nobody: its trials are listed by their text
     assert len(scores(frame, unplaced)[1]) == 2
 
     @nw.head_score(needs="outputs")

@@ -324,6 +324,8 @@ def test_golden_ids() -> None:
     assert digest == "90d0e963448632ba3887bc00"
     assert trial_id(model, digest, NONE, generate) == "65620ee320cdc03ba2e28530"
     assert trial_id(model, digest, parse("keep_heads(k=2)"), generate) == "30bb841a8dfbe0c1bec425a6"
+    assert trial_id(model, digest, parse("keep_heads(k=2, by='l2', sinks=0)"), generate) == "24aaeb5ae0402af7a72c67f5"
+    assert trial_id(model, digest, parse("keep_heads(k=2, sinks=1)"), generate) == "6a03964df9d343218eb500cd"
     assert trial_id(model, digest, NONE, decoding("choices", 40, "decode", frozenset())) == "ac489e9eafecfabdc8d6ca27"
 
 

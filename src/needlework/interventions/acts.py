@@ -67,6 +67,7 @@ class KeepBest(Act):
     k: int
     by: str  # a name of `scores.known_scores()`
     seed: int = 0
+    sinks: int = 0  # first tokens that are left out of the score
 
     @property
     def of_sample(self) -> bool:

@@ -13,7 +13,7 @@ from needlework.interventions import acts
 from needlework.interventions.acts import Act, Scene
 from needlework.interventions.base import Part, register
 from needlework.interventions.ranking import Ranking
-from needlework.interventions.scores import RANDOM, known_scores
+from needlework.interventions.scores import RANDOM, known_scores, scores_attention
 
 
 def _sorted_heads(value: Any) -> Any:
@@ -40,6 +40,7 @@ class KeepHeads(Part):
     scope: Literal["layer", "model"] = "layer"
     seed: int = 0
     draw: Literal["token", "trial"] = "token"  # for by="random": a new choice per token, or one per trial
+    sinks: int = Field(0, ge=0)  # heads are scored by their attention on all but the first so many tokens
 
     def model_post_init(self, _: Any) -> None:
         if (self.k is None) == (self.fraction is None):
@@ -48,6 +49,11 @@ class KeepHeads(Part):
             raise NeedleworkError(
                 "keep_heads: scope='model' needs a Ranking, or by='random' with draw='trial': dynamic scores of later layers"
                 " are unknown when earlier layers must be cut"
+            )
+        if self.sinks and not (isinstance(self.by, str) and scores_attention(self.by)):
+            raise NeedleworkError(
+                f"keep_heads: sinks={self.sinks} leaves first tokens out of a score of attention, and by={self.by!r} is none;"
+                " drop sinks, or choose by='entropy'"
             )
 
     @property
@@ -75,7 +81,7 @@ class KeepHeads(Part):
         if isinstance(self.by, str) and not self._static:
             for index, heads in sizes.items():
                 if self.count(heads) < heads:
-                    yield acts.KeepBest(index, self.count(heads), self.by, self.seed)
+                    yield acts.KeepBest(index, self.count(heads), self.by, self.seed, self.sinks)
             return
         order = self._static_order(scene, sizes)
         groups = [list(sizes)] if self.scope == "model" else [[index] for index in sizes]

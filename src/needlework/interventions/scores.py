@@ -55,6 +55,11 @@ def known_scores() -> tuple[str, ...]:
     return *HEAD_SCORES, RANDOM
 
 
+def scores_attention(name: str) -> bool:
+    """Whether a score is one of attention probabilities."""
+    return name in HEAD_SCORES and HEAD_SCORES[name].needs == "probabilities"
+
+
 def head_score(needs: Needs = "probabilities") -> Callable[[F], F]:
     """Function decorator: makes a score of one's own known to `KeepHeads` by the function's name, for `parse` and plans.
 

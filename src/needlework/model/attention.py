@@ -239,7 +239,7 @@ def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, keys: 
         p = p.masked_fill_(~seeing, 0.0)  # a query that sees nothing gets nothing, not uniform attention
     if forward.observer is not None:
         forward.observer.see(forward, layer, block, p)
-    head_scores = edits.scores_of_probabilities(p, log_p) if edits is not None else {}
+    head_scores = edits.scores_of_probabilities(block, p, log_p) if edits is not None else {}
 
     def mix(weights: Tensor) -> Tensor:
         """[rows, queries, heads, dim]"""

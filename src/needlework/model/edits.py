@@ -22,16 +22,31 @@ EVERYTHING = 1 << 40  # more keys than any context has
 
 @dataclass
 class Keep:
-    """Per row: how many heads, by which score (index into `names`), with which seed and sample."""
+    """Per row: how many heads, by which score (index into `names`), with which seed and sample, without which first tokens."""
 
     k: Tensor  # [rows]
     by: Tensor  # [rows]
     seed: Tensor  # [rows]
     sample: Tensor  # [rows]
     names: tuple[str, ...]  # the scores that any row needs
+    sinks: Tensor | None = None  # [rows] first tokens that are left out of the score; None: no row leaves any out
 
     def select(self, rows: Tensor) -> Keep:
-        return Keep(self.k[rows], self.by[rows], self.seed[rows], self.sample[rows], self.names)
+        return Keep(self.k[rows], self.by[rows], self.seed[rows], self.sample[rows], self.names, _pick(self.sinks, rows))
+
+    def without_sinks(self, block: Block, p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+        """Probabilities over all keys but the first tokens, which sum to 1 again; in rows without sinks bit for bit as they were.
+
+        A query that sees nothing else has no attention left: all heads are tied there.
+        """
+        if self.sinks is None:
+            return p, log_p
+        first = (block.k_positions < self.sinks[:, None])[:, None, None]  # [rows, 1, 1, keys]
+        seen = ~first if block.visible is None else block.visible & ~first
+        rest = log_p.masked_fill(first, -1e30).log_softmax(-1)
+        affected = (self.sinks > 0)[:, None, None, None]
+        left = rest.exp().masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        return torch.where(affected, left, p), torch.where(affected, rest, log_p)
 
     def scores(self, needs: Needs) -> list[HeadScore]:
         """Those of its scores that need this."""
@@ -97,12 +112,16 @@ class LayerEdits:
         forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, (before & ~near).sum((1, 2, 3)))
         return before & near
 
-    def scores_of_probabilities(self, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
+    def scores_of_probabilities(self, block: Block, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
         """[rows, queries, heads] of each score of probabilities [rows, heads, queries, keys], taken before columns are rewritten.
 
         `log_p` is used up.
         """
-        scores = self.keep.scores("probabilities") if self.keep is not None else []
+        if self.keep is None:
+            return {}
+        scores = self.keep.scores("probabilities")
+        if scores:
+            p, log_p = self.keep.without_sinks(block, p, log_p)
         takers, values = sum(score.takes_log_p for score in scores), {}
         for score in scores:
             takers -= score.takes_log_p  # each may write over its own: only the last one needs no copy
@@ -267,6 +286,9 @@ def compile_layer(
             seed=_column([act.seed if act else 0 for act in keeps], device),
             sample=_column([_signed(s & (1 << 64) - 1) for s in samples], device),
             names=names,
+            sinks=_column([act.sinks if act else 0 for act in keeps], device)
+            if any(act and act.sinks for act in keeps)
+            else None,
         )
     limits = one_a_row(acts.LimitKeys)
     if any(limits):

@@ -49,7 +49,7 @@ class Condition:
     site: str = ""  # of the recurrent side: memory | block
     prefill: str = ""  # exposure mode, or limit in tokens
     decode: str = ""
-    sinks: int = 0  # first tokens that stay in sight under a limit
+    sinks: int = 0  # first tokens that stay in sight under a limit, or are left out of a head's score
     half: str = ""  # which half of the memory came from the twin
 
     def kept(self, heads: int) -> int | None:
@@ -69,12 +69,26 @@ class Condition:
         """How heads are chosen: a score's name, "ranking", "random" (anew for each token), "random, trial" or "" (none)."""
         if self.by.startswith(f"{RANKING}("):
             return RANKING
-        return f"{RANDOM}, trial" if self.draw == "trial" else self.by
+        by = f"{RANDOM}, trial" if self.draw == "trial" else self.by
+        return by + without_first(self.sinks) if self.kind == "heads" else by
+
+
+def without_first(tokens: int) -> str:
+    """What is said of a way of choosing heads whose score leaves out the first tokens."""
+    return f" without the first {'token' if tokens == 1 else f'{tokens} tokens'}" if tokens else ""
 
 
 def ways() -> list[str]:
     """How heads are chosen on purpose, in the order in which claims prefer them: by every known score, or by a ranking."""
     return [*(name for name in known_scores() if name != RANDOM), RANKING]
+
+
+def same(text: str, wanted: Intervention) -> bool:
+    """Whether a text stands for this intervention, however it is spelt."""
+    try:
+        return normal(parse(text)) == normal(wanted)
+    except NeedleworkError:
+        return False
 
 
 def place(text: str) -> Condition:
@@ -126,7 +140,7 @@ def _any(**fields: Any) -> dict[str, Any]:
 
 def _choice(c: Condition) -> dict[str, Any]:
     by = Ranking.parse(c.by.removeprefix("ranking('").removesuffix("')")) if c.way == RANKING else c.by
-    return {"k": c.k, "fraction": c.fraction, "by": by, "seed": c.seed, "draw": c.draw or "token"}
+    return {"k": c.k, "fraction": c.fraction, "by": by, "seed": c.seed, "draw": c.draw or "token", "sinks": c.sinks}
 
 
 def normal(intervention: Intervention) -> frozenset[str]:
@@ -148,7 +162,7 @@ def _heads(text: str, parts: tuple[Part, ...]) -> Condition | None:
         return Condition(text, "attention_block" if part.site == "block" else "heads", part.phase, k=0)
     if not isinstance(part, KeepHeads):
         return None
-    placed = Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction)
+    placed = Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction, sinks=part.sinks)
     if part.by == RANDOM:
         return replace(placed, by=RANDOM, seed=part.seed, draw=part.draw)
     return replace(placed, by=part.by.text() if isinstance(part.by, Ranking) else part.by)

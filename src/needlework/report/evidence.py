@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
-
 from needlework import stats
-from needlework.report.conditions import Condition
+from needlework.interventions import parse
+from needlework.interventions.scores import RANDOM
+from needlework.report.conditions import RANKING, Condition, without_first
 from needlework.report.frame import Frame
 from needlework.report.model_trials import ModelTrials, by_boundary
 from needlework.stats import NOTHING, Estimate
-from needlework.verdicts import Evidence, Kept, Verdict, judge
+from needlework.verdicts import Context, Curve, Evidence, Kept, Verdict, judge
 
+NO_CONTEXT = parse("ablate_attention(phase='prefill') + expose_tokens('only', phase='decode')")
 NAMED = ("niah", "niah_choice")  # tasks that are called as their kind need no mention
+
+
+HELPS = 0.10  # lower bound of what reading twice adds, for a model to show that the prompt can work
 
 
 def helped_by_reading_twice(frame: Frame) -> str:
     """The first model whose retrieval, with nothing done to it, surely rises when the prompt is read twice."""
     for model in frame.models:
-        trials = by_boundary(frame, model)[0]
-        plain, twice = (trials.accuracy(trials.retrieval("none", layout=layout)) for layout in ("plain", "jrt"))
-        if plain.n and twice.n and stats.difference(twice, plain).low > 0:
-            shares = [f"{stats.percent(e.value)}, n = {e.n:,}" for e in (plain, twice)]
-            return f"{model} ({shares[0]}, to {shares[1]})"
+        gain = by_boundary(frame, model)[0].reading_twice()
+        if gain.n and gain.low > HELPS:
+            bounds = f"[{stats.percent(gain.low, '')}, {stats.percent(gain.high, '')}; n = {gain.n:,}]"
+            return f"{model} (by {stats.percent(gain.value, '')} points {bounds})"
     return ""
 
 
@@ -32,13 +33,18 @@ def collect(trials: ModelTrials, reading_twice_helps: str) -> Evidence:
     few, off, recurrent = trials.few_heads(), trials.heads_off(), trials.recurrent_off()
     layouts = {name: trials.silenced(name) for name in ("jrt", "question_first")}
     exposed = trials.text_by_place(((c.prefill, c.decode), c) for c in trials.conditions_of("expose"))
-    limits = [c.text for c in trials.conditions_of("limit", sinks=0, decode="")]
+    reading = trials.heads_off("prefill")
+    without_context = {
+        "reading": reading.text if reading else None,
+        "answering": exposed.get(("keep", "only")),
+        "together": trials.text_of(NO_CONTEXT),
+    }
     swaps = [c.text for c in trials.conditions_of("swap") if c.half != "both"]
     texts_of_claim = {
         "segregation": _texts(off),
         "few_heads": _texts(few),
         "exposure": [exposed[place] for place in (("keep", "omit"), ("omit", "keep")) if place in exposed],
-        "context": limits,
+        "context": [text for text in without_context.values() if text],
         "double_dissociation": _texts(off, recurrent),
         "memory": swaps,
     }
@@ -50,19 +56,24 @@ def collect(trials: ModelTrials, reading_twice_helps: str) -> Evidence:
         baselines={claim: e for claim, texts in texts_of_claim.items() if (e := trials.baseline(texts)).n},
         tasks={claim: names for claim, texts in texts_of_claim.items() if (names := _task_names(trials, claim, texts))},
         silenced=trials.silenced("plain"),
-        few=_retained_if_any(trials, few.text if few else None),
-        few_label=f"{trials.kept_share(few)} per layer, by {few.way}" if few else "",
+        heads=trials.heads,
+        few_kept=(few.kept(trials.heads) or 0) if few else 0,
+        curves=_curves(trials, few),
         few_knowledge=[
             Kept(form, pairs.raw, pairs.corrected)
             for form in ("cloze", "letter")
             if few and len((pairs := trials.retained_knowledge(few.text, form)).after)
         ],
         layouts={name: silenced for name, silenced in layouts.items() if silenced.exact.n},
+        layouts_untouched={name: e for name in layouts if (e := trials.accuracy(trials.retrieval("none", layout=name))).n},
         reading_twice_helps=reading_twice_helps,
         omit_decode=trials.accuracy(trials.retrieval(exposed.get(("keep", "omit"), "-"))),
         omit_prefill=_retained_if_any(trials, exposed.get(("omit", "keep"))),
-        context=trials.limits(),
-        context_both=trials.limits(both=True),
+        context=Context(
+            **{name: _retained_if_any(trials, text) for name, text in without_context.items()},
+            limits=trials.limits(),
+            limits_both=trials.limits(both=True),
+        ),
         interaction=trials.interaction(),
         dissociation=_four_shares(trials),
         follows_kv=trials.follows_kv(in_window=True),
@@ -70,6 +81,19 @@ def collect(trials: ModelTrials, reading_twice_helps: str) -> Evidence:
         has_attention=not layers or any(layer.get("attention") for layer in layers),
         has_recurrence=not layers or any(layer.get("recurrent") for layer in layers),
     )
+
+
+def _curves(trials: ModelTrials, few: Condition | None) -> list[Curve]:
+    """Retrieval against heads kept, the way that is judged first, then what it is compared with."""
+    if few is None:
+        return []
+    ways = dict.fromkeys((few.way, few.way + without_first(1), RANKING, RANDOM))
+    curves = [Curve(_label(way), trials.retained_by_heads(way)) for way in ways]
+    return [curve for curve in curves if curve.points]
+
+
+def _label(way: str) -> str:
+    return "at random" if way == RANDOM else f"by a {way}" if way == RANKING else f"by {way}"
 
 
 def _texts(*conditions: Condition | None) -> list[str]:
@@ -87,19 +111,16 @@ def _retained_if_any(trials: ModelTrials, text: str | None) -> Estimate:
     return trials.retained(text).raw if text and len(trials.retrieval(text)) else NOTHING
 
 
-def _four_shares(trials: ModelTrials) -> str:
-    """What is left of each ability without each side, in words."""
+def _four_shares(trials: ModelTrials) -> list[tuple[str, Estimate]]:
+    """What is left of each ability without each side, corrected for chance."""
     sides = {name: trials.sides(name) for name in ("retrieval", "knowledge")}
-    sentences = []
-    for off, label in (("attention_off", "attention"), ("recurrent_off", "the recurrent side")):
-        shares = []
+    shares = []
+    for off, label in (("attention_off", "attention"), ("recurrent_off", "recurrent side")):
         for name, side in sides.items():
             if side is not None:
-                room = float(np.mean(side.base)) - side.chance
-                share = (float(np.mean(getattr(side, off))) - side.chance) / room if room > 0 else math.nan
-                shares.append(f"{stats.percent(share)} of {name} (n = {len(side.base):,})")
-        sentences.append(f"Without {label}, {' and '.join(shares)} remain.")
-    return " ".join(sentences)
+                left = stats.retained(getattr(side, off), side.base, side.clusters, side.chance)
+                shares.append((f"{name} without {label}", left))
+    return shares
 
 
 def verdicts(frame: Frame) -> list[Verdict]:

@@ -12,13 +12,15 @@ from numpy.typing import NDArray
 
 from needlework import stats
 from needlework.anatomy import heads_of_share
-from needlework.report.conditions import FEW_HEADS, Condition, place, ways
+from needlework.interventions import Intervention
+from needlework.report.conditions import FEW_HEADS, Condition, place, same, ways
 from needlework.report.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, Want
 from needlework.stats import Estimate, Interaction
 from needlework.verdicts import Silenced
 
 Floats = NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
+NEAR_FEW = 0.05  # how far from 15 % a share of heads may be to be judged as few, where a nearer one could have been kept
 SITES = ("memory", "block")
 BOUNDARIES = ("decode", "prefill", "")  # which one is judged where several were run
 AGAINST = ("context", "all", "absent")  # which choice is judged: the values in the context need binding, not mere presence
@@ -193,10 +195,52 @@ class ModelTrials:
         return max(off, key=lambda c: len(self.retrieval(c.text)) + len(self.retrieval(c.text, "choices")), default=None)
 
     def few_heads(self, phase: str = "both") -> Condition | None:
-        """The condition that keeps 15 % of the heads; of several, the one whose way of choosing claims prefer."""
-        order, wanted = ways(), heads_of_share(FEW_HEADS, self.heads)
-        thinned = [c for c in self.conditions_of("heads", phase=phase) if c.way in order and c.kept(self.heads) == wanted]
-        return min(thinned, key=lambda c: (order.index(c.way), c.fraction is None), default=None)
+        """The condition that keeps the share of heads nearest to 15 %, chosen in the way that claims prefer; of two that are
+        equally near, the one that keeps more. What is more than five points off counts only if no other number is nearer."""
+        order, rounded = ways(), heads_of_share(FEW_HEADS, self.heads)
+        near = [
+            (order.index(c.way), abs(kept / self.heads - FEW_HEADS), -kept, c.fraction is None, c)
+            for c in self.conditions_of("heads", phase=phase)
+            if c.way in order and (kept := c.kept(self.heads))
+            if kept == rounded or abs(kept / self.heads - FEW_HEADS) <= NEAR_FEW
+        ]
+        return min(near, key=lambda found: found[:4], default=(None,))[-1]
+
+    def retained_by_heads(self, way: str) -> dict[int, Estimate]:
+        """What is left of retrieval against heads kept at every position, chosen in this way; random seeds are pooled."""
+        texts: dict[int, dict[int, list[str]]] = {}
+        for c in self.conditions_of("heads", phase="both", way=way):
+            if kept := c.kept(self.heads):
+                texts.setdefault(kept, {}).setdefault(c.seed, []).append(c.text)
+        base = self.retrieval("none")
+        points = {}
+        for kept, by_seed in sorted(texts.items()):
+            # of two texts that do the same (k=2, fraction=0.125) the one with more trials stands for both
+            rows = [max((self.retrieval(text) for text in same), key=len) for same in by_seed.values()]
+            pairs = self.pairs(np.concatenate(rows), base)
+            if len(pairs.after):
+                points[kept] = pairs.raw
+        return points
+
+    def text_of(self, wanted: Intervention) -> str | None:
+        """The text under which an intervention was run, however it was spelt; of several, the one with more trials."""
+        texts = [c.text for c in self.conditions if same(c.text, wanted)]
+        return max(texts, key=lambda text: len(self.retrieval(text)), default=None)
+
+    def reading_twice(self) -> Estimate:
+        """Needles found by reading twice minus by reading once, untouched: the same needles in the same haystacks."""
+        once, twice = (self._by_needle(self.retrieval("none", layout=layout)) for layout in ("plain", "jrt"))
+        both = [key for key in once if key in twice]
+        clusters = [key[1] for key in both]
+        return stats.gain([twice[key] for key in both], [once[key] for key in both], clusters)
+
+    def _by_needle(self, rows: Ints) -> dict[tuple[Any, ...], float]:
+        """Whether each needle was found, by everything that tells it from others but the layout of its prompt."""
+        found = {}
+        for row, right in zip(rows.tolist(), self.frame.values("correct", rows).tolist(), strict=True):
+            group = self.frame.groups[int(self.frame.group[row])]
+            found[group.setting, int(self.frame.cluster[row]), group.context_tokens, group.depth_percent] = right
+        return found
 
     def silenced(self, layout: str) -> Silenced:
         off = self.heads_off()

@@ -25,12 +25,21 @@ from needlework.verdicts import RULES, Verdict, Word
 
 HARD_SPACE = "\u00a0"
 LETTERS = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
-SYMBOLS: dict[Word, str] = {"supported": "●", "not supported": "○", "inconclusive": "◐", "not testable": "–"}
+SYMBOLS: dict[Word, str] = {
+    "supported": "●",
+    "not supported": "○",
+    "inconclusive": "◐",
+    "not testable": "–",
+    "not run": "·",
+    "does not apply": " ",
+}
 STYLES: dict[Word, str] = {
     "supported": "bold green",
     "not supported": "bold red",
     "inconclusive": "yellow",
     "not testable": "dim",
+    "not run": "dim",
+    "does not apply": "dim",
 }
 
 
