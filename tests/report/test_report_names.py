@@ -87,7 +87,9 @@ def test_a_shown_name_is_short_and_printable(name: str) -> None:
     assert shown(label) == label, "what can be shown is shown as it is"
 
 
-@given(st.lists(st.text(alphabet=st.sampled_from("ab\n\x00\ud800 "), min_size=60, max_size=90), unique=True, min_size=2, max_size=2))
+@given(
+    st.lists(st.text(alphabet=st.sampled_from("ab\n\x00\ud800 "), min_size=60, max_size=90), unique=True, min_size=2, max_size=2)
+)
 def test_two_names_stay_two(names: Any) -> None:
     assert shown(names[0]) != shown(names[1])
 

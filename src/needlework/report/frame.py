@@ -13,6 +13,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from needlework.report.models import made_of
 from needlework.report.names import shown
 
 Ints = NDArray[np.int64]
@@ -89,6 +90,8 @@ class Frame:
     failed: int
     warnings: list[str] = field(default_factory=list)  # what a reader must know before believing anything
     notes: list[str] = field(default_factory=list)  # what was left out, and how much of it
+    plans: list[tuple[str, str]] = field(default_factory=list)  # name and what it is about, of each run
+    families: list[list[str]] = field(default_factory=list)  # checkpoints of one name or one anatomy, two and more
 
     @cached_property
     def _order(self) -> tuple[Ints, Ints]:
@@ -161,6 +164,10 @@ class Frame:
         """Query heads per attention layer (the most of any layer); 0 if the model has none or the store does not say."""
         layers = self.anatomy(model).get("layers", [])
         return max((layer["attention"]["query_heads"] for layer in layers if layer.get("attention")), default=0)
+
+    def made_of(self, model: str) -> str:
+        """Which kinds of layers a model has, in words; nothing where the store does not say."""
+        return made_of(self.anatomy(model))
 
     def window(self, model: str) -> int | None:
         return self.anatomy(model).get("window")

@@ -17,11 +17,12 @@ import numpy as np
 from needlework.errors import NeedleworkError
 from needlework.receipts import NOTHING_TO_HIDE
 from needlework.report.frame import Frame, Group, Watched
-from needlework.report.models import Seen, labels, renamed
+from needlework.report.models import Seen, families, in_order, labels, renamed
 from needlework.report.names import shown
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
 
+LONGEST_ABOUT = 600
 FORMS = {
     "cloze": "cloze",
     "question": "cloze",
@@ -192,7 +193,9 @@ def load(directories: Sequence[Path]) -> Frame:
         warnings = _versions(stores)
         seen = [[Seen(s.directory, name, about) for name, about in (s.meta("models") or {}).items()] for s in stores]
         all_seen = [model for of_store in seen for model in of_store]
-        label_at = dict(zip(((model.directory, model.name) for model in all_seen), labels(all_seen), strict=True))
+        all_labels = labels(all_seen)
+        label_at = dict(zip(((model.directory, model.name) for model in all_seen), all_labels, strict=True))
+        plans = [(shown(str(p.get("name") or "")), str(p.get("about") or "")[:LONGEST_ABOUT]) for p in map(_plan, stores)]
         models: dict[str, dict[str, Any]] = {}
         watched: list[Watched] = []
         for source, (store, of_store) in enumerate(zip(stores, seen, strict=True)):
@@ -203,7 +206,17 @@ def load(directories: Sequence[Path]) -> Frame:
             watched += _watched(store, label_of)
     for group in reader.groups:
         models.setdefault(group.model, {})
-    return _frame(reader, models, watched, list(directories), warnings, [*reader.counts.notes(), *renamed(all_seen)])
+    related = families(all_seen, all_labels)
+    frame = _frame(reader, in_order(models, related), watched, list(directories), warnings)
+    frame.notes = [*reader.counts.notes(), *renamed(all_seen)]
+    frame.plans = [plan for plan in dict.fromkeys(plans) if any(plan)]
+    frame.families = [[label for label in frame.models if label in family] for family in related]
+    return frame
+
+
+def _plan(store: Store) -> dict[str, Any]:
+    plan = store.meta("plan")
+    return plan if isinstance(plan, dict) else {}
 
 
 def _versions(stores: Sequence[Store]) -> list[str]:
@@ -240,7 +253,6 @@ def _frame(
     watched: list[Watched],
     directories: list[Path],
     warnings: list[str],
-    notes: list[str],
 ) -> Frame:
     columns = reader.columns
     keys = np.asarray(columns.key, dtype=np.int64)
@@ -262,7 +274,6 @@ def _frame(
         trials=reader.counts.rows,
         failed=reader.counts.failed,
         warnings=warnings,
-        notes=notes,
         **picked,
     )
 
