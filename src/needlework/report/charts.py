@@ -181,8 +181,12 @@ def _dots(panel: Dots, ax: Any) -> None:
     for i, dot in enumerate(panel.dots):
         ax.plot([dot.y.low * 100, dot.y.high * 100], [i, i], color=COLORS[dot.color], linewidth=1.6, alpha=0.55)
         ax.plot([dot.y.value * 100], [i], "o", color=COLORS[dot.color], markersize=4)
-    ax.set_yticks(range(len(panel.dots)), [dot.label for dot in panel.dots])
+    ax.set_yticks(range(len(panel.dots)), [panel.drawn(dot) for dot in panel.dots])
     ax.set_ylim(len(panel.dots) - 0.5, -0.5)
+    for name, color in panel.legend:
+        ax.plot([], [], "o", color=COLORS[color], markersize=4, label=name)
+    if panel.legend:
+        ax.legend(loc="lower right")
     if panel.signed:
         ax.set_xlim(-100 * span(panel), 100 * span(panel))
     else:

@@ -69,8 +69,8 @@ class _Family:
             apart = [Series(self._less(m), self._color(m), self._points(points, m)) for m in list(points)[1:]]
             apart = [curve for curve in apart if curve.points and self.models[0] in points]
             if apart and panel.percent:
-                words = {"y_label": "difference, points", "level": (0.0, ""), "mark": panel.mark}
-                made.append(replace(panel, group=self.name, title=f"{name}: difference", series=apart, signed=True, **words))
+                less = replace(panel, y_label="difference, points", level=(0.0, ""), signed=True)
+                made.append(replace(less, group=self.name, title=f"{name}: difference", series=apart))
         return made
 
     def _color(self, model: str) -> int:
@@ -87,13 +87,14 @@ class _Family:
         panel = next(iter(of_model.values()))
         labels = list(dict.fromkeys(dot.label for one in of_model.values() for dot in one.dots))
         at = {(model, dot.label): dot for model, one in of_model.items() for dot in one.dots}
-        together = [
-            replace(at[m, label], label=f"{label}, {m}", color=self._color(m))
-            for label in labels
-            for m in of_model
-            if (m, label) in at
-        ]
-        made: list[Panel] = [replace(panel, group=self.name, title=title or "side by side", dots=together)]
+        together = []
+        for label in labels:
+            asked = [m for m in of_model if (m, label) in at]
+            dots = [replace(at[m, label], label=f"{label}, {m}", color=self._color(m)) for m in asked]
+            together += [replace(dot, follows=asked[0] == self.models[0] and i > 0) for i, dot in enumerate(dots)]
+        legend = [(m, self._color(m)) for m in of_model]
+        legend = legend if legend[0][0] == self.models[0] else []
+        made: list[Panel] = [replace(panel, group=self.name, title=title or "Side by side", dots=together, legend=legend)]
         apart = []
         for model in [m for m in of_model if m != self.models[0]]:
             for label in labels:

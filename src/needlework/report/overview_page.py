@@ -9,7 +9,7 @@ from needlework.stats import whole_percent
 from needlework.verdicts import Point, Verdict
 
 LINE = 19  # height of a line of a small figure, in its own units and in the style sheet's pixels
-LABELS, COLUMN = 276, 164  # the least width of a table of so many models, in pixels
+LABELS, COLUMN = 276, (164, 240)  # pixels: width of the labels; least and most of a model's column
 LEFT, RIGHT, WIDTH = 6, 106, 148  # 0 %, 100 %, and the room for the number behind
 
 
@@ -55,9 +55,9 @@ def picture(overview: Overview) -> str:
         f'<th scope="col"><b>{escape(model)}</b><small>{escape(kind)}</small></th>' for model, kind in overview.models.items()
     )
     body = "".join(_block(block, overview, first=i == 0) for i, block in enumerate(overview.blocks))
-    least = LABELS + COLUMN * len(overview.models)
+    least, most = (LABELS + column * len(overview.models) for column in COLUMN)
     table = (
-        f'<table class="overview" style="min-width:{least}px"><colgroup><col></colgroup>'
+        f'<table class="overview" style="min-width:{least}px;max-width:{most}px"><colgroup><col></colgroup>'
         f'<thead><tr><th scope="col"><span class="hidden">claim</span></th>{heads}</tr></thead><tbody>{body}</tbody></table>'
     )
     return (

@@ -274,6 +274,9 @@ def _frame(
         trials=reader.counts.rows,
         failed=reader.counts.failed,
         warnings=warnings,
+        notes=[],
+        plans=[],
+        families=[],
         **picked,
     )
 

@@ -7,7 +7,7 @@ from html import escape
 
 from needlework.report import captions, tables, tasks
 from needlework.report.frame import Frame
-from needlework.report.spec import Figure, Grid, Lines, Panel, table
+from needlework.report.spec import Dots, Figure, Grid, Lines, Panel, table
 from needlework.report.svg import WIDTH, draw
 from needlework.verdicts import RULES, RULES_NOTE
 
@@ -85,6 +85,9 @@ def _panel(panel: Panel, width: int) -> str:
         dash = ' class="dashed"'
         items = "".join(f'<li class="s{s.color}"><i{dash * s.dashed}></i>{escape(s.label)}</li>' for s in panel.series)
         legend = f'<p class="y">{escape(panel.y_label)}</p><ul class="legend">{items}</ul>'
+    elif isinstance(panel, Dots) and panel.legend:
+        items = "".join(f'<li class="s{color}"><i></i>{escape(name)}</li>' for name, color in panel.legend)
+        legend = f'<ul class="legend">{items}</ul>'
     return f'<figure class="panel"><h4>{escape(panel.title)}</h4>{legend}{draw(panel, width)}</figure>'
 
 

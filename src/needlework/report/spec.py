@@ -72,6 +72,7 @@ class Dot:
     color: int
     y: Estimate
     key: str = ""
+    follows: bool = False  # the same as the dot before, of another checkpoint: drawn close below it
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,13 @@ class Dots:
     dots: Sequence[Dot]
     level: tuple[float, str] | None = None
     signed: bool = False
+    legend: Sequence[tuple[str, int]] = ()  # names and colours of checkpoints; labels end with these names
+
+    def drawn(self, dot: Dot) -> str:
+        """What is written beside a dot: its label, less what the legend says."""
+        if dot.follows:
+            return ""
+        return dot.label.removesuffix(f", {self.legend[0][0]}") if self.legend else dot.label
 
 
 Panel = Lines | Grid | Dots

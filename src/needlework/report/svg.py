@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import accumulate
 
 from needlework.report.spec import Cell, Dots, Grid, Lines, Panel, Point, Series, said, span
 from needlework.stats import Estimate, percent, whole_percent
@@ -20,9 +21,10 @@ def draw(panel: Panel, width: int) -> str:
 
 
 def _svg(panel: Panel, height: float, body: Sequence[str], width: int) -> str:
+    kind = ' class="dots"' if isinstance(panel, Dots) else ""
     label = f"{panel.group}: {panel.title}. The table below holds the same numbers."
     return (
-        f'<svg viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg{kind} viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
         + "".join(body)
         + "</svg>"
     )
@@ -210,10 +212,11 @@ def _window_edge(panel: Grid, left: float, top: float, wide: float, tall: float)
 
 
 def _dots(panel: Dots, width: int) -> str:
-    left, right, top, row, bottom = 10, 14, 12, 34, 38
+    left, right, top, bottom = 10, 14, 12, 38
     most = max([1.0, *(dot.y.high for dot in panel.dots if math.isfinite(dot.y.high))])
     least = min([0.0, *(dot.y.low for dot in panel.dots if math.isfinite(dot.y.low))])
-    height = top + row * len(panel.dots) + bottom
+    rows = [0.0, *accumulate(15 if next_.follows else 34 for next_ in panel.dots[1:])]
+    height = top + rows[-1] + 34 + bottom
     x, ticks = Scale(max(-0.5, least), min(1.5, most), left, width - right), [(v / 100, f"{v} %") for v in (0, 25, 50, 75, 100)]
     if panel.signed:
         end = span(panel)
@@ -225,18 +228,12 @@ def _dots(panel: Dots, width: int) -> str:
     if panel.level:
         body.append(_line(x(panel.level[0]), top, x(panel.level[0]), base, "guide"))
     for i, dot in enumerate(panel.dots):
-        y = top + row * i + 23
+        y = top + rows[i] + 23
         label = f"{dot.label}: {said(panel, dot.y)}"
-        body.append(_text(left, y - 10, dot.label, "name", "start"))
-        body.append(
-            _text(
-                width - right,
-                y - 10,
-                in_points(dot.y.value) if panel.signed else whole_percent(dot.y.value) + " %",
-                "name",
-                "end",
-            )
-        )
+        if name := panel.drawn(dot):
+            body.append(_text(left, y - 10, name, "name", "start"))
+        share = in_points(dot.y.value) if panel.signed else whole_percent(dot.y.value) + " %"
+        body.append(_text(width - right, y + 4 if panel.legend else y - 10, share, "name", "end"))
         body.append(
             f'<g><g{_mark(dot.key, label, i == 0, (i, 0))}><title>{escape(label)}</title><g class="s{dot.color}">'
             f'<rect class="halo" x="{left}" y="{y - 8}" width="{width - left - right}" height="16"/>'
