@@ -35,6 +35,8 @@ class HeadRow:
     entropy: float  # nats
     copy_score: float  # share of copied span tokens for which the head looked exactly at the token being generated
     copied: int  # how many generated tokens occur in the span
+    sink_mass: float  # attention on the first token
+    sink_mass_of_best: float  # of its layer's heads of least entropy, as many as its index + 1, chosen query by query
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Watch:
         self._hand_over = hand_over
         self.each_sample = hand_over is not None
         self._samples: list[int] = []  # by slot
-        self._sums: dict[tuple[int, Phase], Tensor] = {}  # [3, heads]: mass, entropy, copies
+        self._sums: dict[tuple[int, Phase], Tensor] = {}  # [5, heads]: mass, entropy, copies, sinks, sinks of the best
         self._queries: dict[tuple[int, Phase], int] = {}
         self._copied = 0
         self._looked: dict[int, Tensor] = {}  # layer -> position that each row's heads look at most, this step
@@ -100,16 +102,20 @@ class Watch:
         columns = self._needle[forward.slots].gather(1, k) & inside  # [rows, keys]
         key = (layer, forward.phase)
         if key not in self._sums:
-            self._sums[key] = torch.zeros(3, heads, dtype=torch.float64, device=probabilities.device)
+            self._sums[key] = torch.zeros(5, heads, dtype=torch.float64, device=probabilities.device)
             self._queries[key] = 0
         mass = (probabilities * columns[:, None, None]).sum(-1).sum((0, 2))
-        entropy = -torch.special.xlogy(probabilities, probabilities).sum(-1).sum((0, 2))
+        entropy = -torch.special.xlogy(probabilities, probabilities).sum(-1)  # [rows, heads, queries]
+        sink = (probabilities * (block.k_positions == 0)[:, None, None]).sum(-1)
+        best = sink.gather(1, entropy.argsort(dim=1, stable=True)).cumsum(1)
         self._sums[key][0] += mass
-        self._sums[key][1] += entropy
+        self._sums[key][1] += entropy.sum((0, 2))
+        self._sums[key][3] += sink.sum((0, 2))
+        self._sums[key][4] += best.sum((0, 2)) / torch.arange(1, heads + 1, device=best.device)
         self._queries[key] += rows * queries
         if forward.phase == "decode":
-            best = probabilities[:, :, -1].argmax(-1)  # [rows, heads]
-            self._looked[layer] = block.k_positions.gather(1, best)
+            most = probabilities[:, :, -1].argmax(-1)  # [rows, heads]
+            self._looked[layer] = block.k_positions.gather(1, most)
 
     def chose(self, slots: Tensor, tokens: Tensor) -> None:
         """The tokens that this decode step produced, one a row: did a head look at the needle token being copied?"""
@@ -129,9 +135,10 @@ class Watch:
             if when != phase:
                 continue
             count = self._queries[layer, when]
-            for head, (mass, entropy, copies) in enumerate(sums.T.tolist()):
+            for head, (mass, entropy, copies, sink, best) in enumerate(sums.T.tolist()):
                 share = copies / self._copied if self._copied and when == "decode" else 0.0
-                rows.append(HeadRow(layer, head, when, count, mass / count, entropy / count, share, self._copied))
+                means = (mass / count, entropy / count, share, self._copied, sink / count, best / count)
+                rows.append(HeadRow(layer, head, when, count, *means))
         return rows
 
     def keep(self, block: PatternBlock, heads: Collection[Head], positions: Collection[int] | None) -> None:

@@ -100,6 +100,8 @@ class FakeSeen:
     needle_mass: float
     entropy: float
     copy_score: float
+    sink_mass: float = 0.0
+    sink_mass_of_best: float = 0.0
 
 
 def _number(*parts: object) -> float:

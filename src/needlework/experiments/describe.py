@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 import torch
 
 from needlework.engine.budget import default_limit
+from needlework.experiments import samples
 from needlework.experiments.models import DiskModels, ModelSource
 from needlework.experiments.plan import Plan
+from needlework.experiments.samples import Samples
 from needlework.experiments.trials import Trial, Work, expand
 from needlework.requests import prepare
 
@@ -51,6 +53,7 @@ class Description:
     parts: tuple[Part, ...]
     totals: tuple[Total, ...]
     notes: tuple[str, ...] = field(default=())  # conditions left out, samples that repeat
+    samples: tuple[Samples, ...] = field(default=())  # what each rule reads of each model
 
     @property
     def trials(self) -> int:
@@ -84,7 +87,9 @@ class Description:
             for t in self.totals
         ]
         whole = f"in all {self.trials:,} trials, {self.prefills:,} prefills, about {_time(self.seconds)}"
-        return "\n".join([*lines, *self.notes, f"{whole}, about {self.memory_bytes / 2**20:,.0f} MiB"])
+        return "\n".join(
+            [*lines, *self.notes, *samples.text(self.samples), f"{whole}, about {self.memory_bytes / 2**20:,.0f} MiB"]
+        )
 
 
 def describe(plan: Plan, source: ModelSource | None = None) -> Description:
@@ -95,7 +100,8 @@ def describe(plan: Plan, source: ModelSource | None = None) -> Description:
     repeated = [(work.repeated, work.model.name) for work in works if work.repeated]
     notes += [f"{count} samples of {name} are the same question twice and count once" for count, name in repeated]
     parts = [part for work in works for part in _parts(plan, work)]
-    return Description(plan.name, tuple(parts), tuple(_total(work) for work in works), tuple(notes))
+    read = tuple(samples.samples(plan, works))
+    return Description(plan.name, tuple(parts), tuple(_total(work) for work in works), tuple(notes), read)
 
 
 def _parts(plan: Plan, work: Work) -> Iterable[Part]:
@@ -120,7 +126,7 @@ def _prefills(work: Work, trials: Sequence[Trial]) -> tuple[int, int]:
     step = len(trials) // _EXACT + 1
     looked_at = list(prompts.values())[::step]
     readings: dict[tuple[object, ...], int] = {}
-    for request in (request for group in looked_at for trial in group for request in trial.requests()):
+    for request in (request for group in looked_at for trial in group for request in trial.requests(work.any_rankings)):
         prepared = prepare(request, work.model.anatomy)
         size = prepared.prefill_tokens
         for prompt in (prepared.request.prompt, *prepared.twins.values()):

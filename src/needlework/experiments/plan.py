@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments.lines import Place, PlanError, YamlFile, read
+from needlework.experiments.rankings import METHODS
 from needlework.experiments.schema import (
     NAME,
     NAME_RULE,
@@ -22,6 +23,7 @@ from needlework.experiments.schema import (
     Loading,
     ModelFile,
     PlanFile,
+    RankingFile,
     Settings,
     keys_at,
     model_option,
@@ -88,6 +90,17 @@ class Experiment(Located):
 
 
 @dataclass(frozen=True)
+class RankingSource(Located):
+    """An order of heads that is recorded on samples of its own."""
+
+    name: str
+    by: str
+    tasks: tuple[NamedTask, ...]
+    seeds: tuple[int, ...]
+    limit: int | None
+
+
+@dataclass(frozen=True)
 class Plan:
     path: Path
     name: str
@@ -96,6 +109,7 @@ class Plan:
     models: Mapping[str, Model]
     experiments: tuple[Experiment, ...]
     fast: bool = False
+    rankings: Mapping[str, RankingSource] = field(default_factory=dict)
     adds: bool = False  # to what a directory holds; else rows that it does not ask for are not counted any more
 
     def loading(self, **given: Any) -> Plan:
@@ -163,7 +177,19 @@ class _Builder:
             raise self.file.error(("experiments",), "--fast skips every experiment of this plan")
         text = self.file.path.read_text(encoding="utf-8")
         name = self.content.name or self.file.path.stem
-        return Plan(self.file.path, name, self.content.about, text, self.models, tuple(experiments), self.fast)
+        about, rankings = self.content.about, {name: self._ranking(name, spec) for name, spec in self.content.rankings.items()}
+        return Plan(self.file.path, name, about, text, self.models, tuple(experiments), self.fast, rankings)
+
+    def _ranking(self, name: str, spec: RankingFile) -> RankingSource:
+        place: Place = ("rankings", name)
+        if not NAME.fullmatch(name):
+            raise self.file.error(place, f"{name!r} is no name; {NAME_RULE}")
+        if spec.by not in METHODS:
+            raise self.file.error((*place, "by"), f"heads are not ranked by {spec.by!r}; {did_you_mean(spec.by, METHODS)}")
+        tasks = self._tasks((*place, "tasks"), spec.tasks)
+        if wrong := [task for task in tasks if task.task.mode != "generate"]:
+            raise wrong[0].error(f"task {wrong[0].name!r} generates nothing, so there are no answers to watch")
+        return RankingSource(self._at(place), name, spec.by, tasks, tuple(dict.fromkeys(spec.seeds)), spec.limit)
 
     def _experiment(self, name: str, spec: ExperimentFile) -> Experiment:
         place: Place = ("experiments", name)

@@ -38,18 +38,18 @@ def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
     store.set_meta("models", {**signed_before, **signed})
     if not plan.adds or store.meta("plan") is None:
         store.set_meta("plan", {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text})
-    experiments, added = store.meta("experiments") or {}, _experiments(plan)
+    known_before, added = store.meta("experiments") or {}, experiments(plan)
     if plan.adds:  # to an experiment of the same name, too: its other tasks stay known
         for name, content in added.items():
-            known = experiments.get(name, {})
+            known = known_before.get(name, {})
             lists = {key: list(dict.fromkeys([*known.get(key, ()), *content[key]])) for key in ("models", "interventions")}
             added[name] = {**content, **known, **lists, "tasks": {**known.get("tasks", {}), **content["tasks"]}}
     else:
         store.set_meta("skipped", [note for work in works for note in work.skipped])
-    store.set_meta("experiments", {**experiments, **added})
+    store.set_meta("experiments", {**known_before, **added})
 
 
-def _experiments(plan: Plan) -> dict[str, Any]:
+def experiments(plan: Plan) -> dict[str, Any]:
     """What a report wants to know of each experiment beside its rows."""
     return {
         experiment.name: {

@@ -17,9 +17,12 @@ from needlework.experiments.models import DiskModels, LoadedModel, ModelSource
 from needlework.experiments.plan import Plan
 from needlework.experiments.progress import Bars, bars, summary
 from needlework.experiments.provenance import mark, sign
+from needlework.experiments.rankings import record
 from needlework.experiments.result import Result
 from needlework.experiments.shipped import get
 from needlework.experiments.trials import Recording, Trial, Work, chunks, expand
+from needlework.interventions import Ranking
+from needlework.interventions.ranking import Recorded
 from needlework.requests import Answer, Prepared, prepare
 from needlework.rescoring import lasting_scores
 from needlework.store import Observation, Row, Store, StoreError, claimed, is_full, writing
@@ -104,7 +107,7 @@ def _largest(work: Work) -> Iterator[Prepared]:
         longest[trial.mode, str(trial.intervention)] = trial
     for trial in longest.values():
         with suppress(NeedleworkError):  # what cannot be asked of this prompt fails its own trial
-            yield from [prepare(request, work.model.anatomy) for request in trial.requests()]
+            yield from [prepare(request, work.model.anatomy) for request in trial.requests(work.any_rankings)]
 
 
 class _ModelRun:
@@ -118,6 +121,7 @@ class _ModelRun:
         self.done = {key[:1] + key[2:]: scoring for key, scoring in done.items() if key[1] == self.model}  # row -> scoring
         self.bars = Bars()
         self.versions = ""
+        self.rankings: dict[Recorded, Ranking] = {}
         self._last = 0.0
 
     def go(self, shown: Bars) -> None:
@@ -131,6 +135,7 @@ class _ModelRun:
             return
         model = self.source.load(self.work.model)
         self.versions = self.store.note_versions(model.versions())
+        self._rank(model)
         for chunk in pending:
             self._chunk(model, chunk, {trial.id for trial in chunk} - unfinished)
         for recording in recordings:
@@ -167,7 +172,7 @@ class _ModelRun:
         askable = []
         for trial in chunk:
             try:
-                for request in trial.requests():
+                for request in trial.requests(self.rankings):
                     prepare(request, self.work.model.anatomy)
                 askable.append(trial)
             except NeedleworkError as error:
@@ -194,7 +199,7 @@ class _ModelRun:
 
     def _ask(self, model: LoadedModel, trials: Sequence[Trial], finished: set[str]) -> None:
         """Rows are written as answers come; a trial with several requests waits for all of its own."""
-        requests = [(n, request) for n, trial in enumerate(trials) for request in trial.requests()]
+        requests = [(n, request) for n, trial in enumerate(trials) for request in trial.requests(self.rankings)]
         missing = Counter(n for n, _ in requests)
         parts: dict[int, dict[int, Answer]] = {}
         for i, answer in model.answers([request for _, request in requests]) if requests else ():
@@ -212,6 +217,18 @@ class _ModelRun:
             self.store.add([rows.to_row(one, answer, self.model, seconds, self.versions) for one in same])
             finished.add(trial.id)
             self.bars.advance([one.experiment for one in same])
+
+    def _rank(self, model: LoadedModel) -> None:
+        """Record the rankings that trials wait for, each once for a store."""
+        kept = self.store.meta("rankings") or {}
+        known = kept.setdefault(self.model, {})
+        for ranked in self.work.rankings.values():
+            if ranked.source.content not in known:
+                requests = [request for trial in ranked.trials for request in trial.requests()]
+                made = record(ranked.by, model.watch(requests, RECORDED_SPAN), len(requests))
+                known[ranked.source.content] = {"name": ranked.source.name, **made}
+                self.store.set_meta("rankings", kept)
+            self.rankings[ranked.source] = Ranking.parse(known[ranked.source.content]["order"])
 
     def _record(self, model: LoadedModel, recording: Recording) -> None:
         heads = model.watch([request for trial in recording.trials for request in trial.requests()], RECORDED_SPAN)

@@ -117,9 +117,20 @@ class ExperimentFile(Settings):
     fast: FastFile | None = None
 
 
+class RankingFile(Strict):
+    """An order of heads that a run records before it needs it: `keep_heads(k=2, by=recorded('NAME'))`."""
+
+    about: str = ""
+    by: str = "needle_mass"  # what heads are ranked by, the most first; see experiments/rankings.py
+    tasks: Tasks  # whose answers are watched, with nothing done to the model
+    seeds: Seeds  # none that an experiment which uses it is judged on
+    limit: Count | None = None
+
+
 class PlanFile(Settings):
     name: str = ""
     about: str = ""
+    rankings: dict[str, RankingFile] = Field(default_factory=dict)
     experiments: Annotated[dict[str, ExperimentFile], Field(min_length=1)]
     fast: Settings | None = None
 
@@ -129,6 +140,8 @@ def keys_at(place: tuple[str | int, ...]) -> set[str]:
     shape = tuple(part for part in place if not isinstance(part, int))
     if shape[-1:] == ("models",):
         return set(ModelFile.model_fields)
+    if shape[:1] == ("rankings",) and len(shape) >= 2:
+        return set(RankingFile.model_fields)
     if shape[:1] == ("experiments",) and len(shape) >= 2:
         return set((FastFile if shape[2:3] == ("fast",) else ExperimentFile).model_fields)
     return set((Settings if shape[:1] == ("fast",) else PlanFile).model_fields)

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments.models import ModelInfo
-from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan
-from needlework.interventions import Intervention, SwapMemory
+from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan, RankingSource
+from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
 from needlework.interventions.acts import Phase
+from needlework.interventions.attention import recorded, with_rankings
+from needlework.interventions.ranking import Recorded
 from needlework.interventions.text import expand as expand_text
 from needlework.requests import Request, prepare, sample_key
 from needlework.store import SEMANTICS_VERSION, digest
 from needlework.tasks.base import Item, Mode
 
+NO_RANKINGS: Mapping[Recorded, Ranking] = MappingProxyType({})
 RowKey = tuple[str, str, str]  # experiment, task, trial id: a row of one model
 
 
@@ -49,16 +53,17 @@ class Trial:
         """How many tokens are read, at most."""
         return sum(len(r.prompt) + (sum(map(len, r.options)) or r.max_new_tokens) for r in self.requests())
 
-    def requests(self) -> list[Request]:
-        """One, unless the sample has several prompts."""
-        return [self._request(item) for item in (self.item, *self.item.also)]
+    def requests(self, rankings: Mapping[Recorded, Ranking] = NO_RANKINGS) -> list[Request]:
+        """One, unless the sample has several prompts. `rankings`: the orders of heads that its intervention waits for."""
+        act = with_rankings(self.intervention, rankings)
+        return [self._request(item, act) for item in (self.item, *self.item.also)]
 
-    def _request(self, item: Item) -> Request:
+    def _request(self, item: Item, act: Intervention) -> Request:
         prompt, options = item.prompt, () if self.mode == "generate" else item.options
         whole_text = self.mode == "perplexity" and not options  # scored from its second token on
         return Request(
             prompt=prompt[:1] if whole_text else prompt,
-            intervention=self.intervention,
+            intervention=act,
             max_new_tokens=self.max_new_tokens,
             stop=self.stop,
             spans={} if whole_text else item.spans,
@@ -82,6 +87,15 @@ class Recording:
         return digest(trial.id for trial in self.trials)
 
 
+@dataclass(frozen=True)
+class Ranked:
+    """A ranking that some of a model's trials wait for: the samples whose answers are watched for it."""
+
+    source: Recorded
+    by: str
+    trials: tuple[Trial, ...]
+
+
 @dataclass
 class Work:
     """Everything that a plan asks of one model."""
@@ -89,8 +103,15 @@ class Work:
     model: ModelInfo
     trials: list[Trial] = field(default_factory=list)
     recordings: list[Recording] = field(default_factory=list)
+    rankings: dict[str, Ranked] = field(default_factory=dict)  # by their names in the plan
     skipped: list[str] = field(default_factory=list)  # what this model has no parts for, in words
     repeated: int = 0  # the same question twice in one task: asked and counted once
+
+    @property
+    def any_rankings(self) -> dict[Recorded, Ranking]:
+        """An order of heads for each ranking that is to be recorded: whichever it will be, it costs the same."""
+        heads = Ranking(order=tuple(self.model.anatomy.heads))
+        return {ranked.source: heads for ranked in self.rankings.values()}
 
     def by_id(self) -> dict[str, list[Trial]]:
         """Trials that one answer serves."""
@@ -132,7 +153,7 @@ def _hash(text: str) -> str:
 # [walk 2] docs/architecture.md
 def expand(plan: Plan, model: ModelInfo) -> Work:
     """All trials of one model, in the order of the plan. Raises a PlanError for whatever cannot be asked."""
-    expander = _Expander(Work(model))
+    expander = _Expander(Work(model), plan.rankings)
     for experiment in plan.experiments:
         if model.name in experiment.models:
             expander.add(experiment)
@@ -140,15 +161,15 @@ def expand(plan: Plan, model: ModelInfo) -> Work:
 
 
 class _Expander:
-    def __init__(self, work: Work) -> None:
-        self.work, self.model = work, work.model
+    def __init__(self, work: Work, sources: Mapping[str, RankingSource]) -> None:
+        self.work, self.model, self.sources = work, work.model, sources
         self._samples_of: dict[tuple[str, str, int], list[tuple[Item, str]]] = {}
 
     def add(self, experiment: Experiment) -> None:
         chosen = self._interventions(experiment)
         for named in experiment.tasks:
             try:
-                new_tokens, stop = self._ending(experiment, named)
+                new_tokens, stop = self._ending(named, experiment.max_new_tokens)
                 samples = [(seed, self._samples(named, seed)) for seed in experiment.seeds]
             except NeedleworkError as error:
                 if not named.optional:
@@ -193,6 +214,7 @@ class _Expander:
                         if note not in self.work.skipped:
                             self.work.skipped.append(note)
                     else:
+                        act = self._ranked(act, experiment)
                         chosen.setdefault(str(act), (text, act))
             except NeedleworkError as error:
                 raise text.error(f"for {self.model.name}: {error}") from None
@@ -201,6 +223,40 @@ class _Expander:
                 f"{self.model.name} has no parts that any intervention of {experiment.name!r} acts on; leave this model out"
             )
         return list(chosen.values())
+
+    def _ranked(self, act: Intervention, experiment: Experiment) -> Intervention:
+        """The intervention with the content of the rankings that it names: what they come from is known, their order not yet."""
+        named: dict[Recorded, Ranking | Recorded] = {}
+        for by in recorded(act):
+            source = self.sources.get(by.name)
+            if source is None:
+                raise NeedleworkError(
+                    f"there is no ranking {by.name!r} in this plan; {did_you_mean(by.name, list(self.sources))}"
+                )
+            if shared := sorted(set(source.seeds) & set(experiment.seeds)):
+                raise NeedleworkError(
+                    f"the ranking {by.name!r} is recorded on seed {shared[0]}, which is judged here; take others"
+                )
+            if by.name not in self.work.rankings:
+                self.work.rankings[by.name] = self._watched(source)
+            named[by] = self.work.rankings[by.name].source
+        return with_rankings(act, named)
+
+    def _watched(self, source: RankingSource) -> Ranked:
+        """All samples of a ranking. Its content is that of their prompts, how they are answered, and what heads are ranked by."""
+        trials: dict[str, Trial] = {}
+        for named in source.tasks:
+            most, stop = self._ending(named)
+            for seed in source.seeds:
+                for item, prompt_id in _spread(self._samples(named, seed), source.limit):
+                    new_tokens, ends = item.ending or (most, stop)
+                    decoded = decoding(named.task.mode, new_tokens, "decode", ends)
+                    watched = Trial(prompt_id, prompt_id, source.name, named, item, seed, NONE, "decode", new_tokens, ends)
+                    trials.setdefault(f"{prompt_id} {decoded}", watched)
+        if not trials:
+            raise source.error(f"the ranking {source.name!r} has no samples for {self.model.name}")
+        content = digest([f"by {source.by}", *trials])[:12]
+        return Ranked(Recorded(name=source.name, content=content), source.by, tuple(trials.values()))
 
     def _missing(self, act: Intervention) -> str:
         anatomy = self.model.anatomy
@@ -212,10 +268,10 @@ class _Expander:
                 return "recurrent layers"
         return ""
 
-    def _ending(self, experiment: Experiment, named: NamedTask) -> tuple[int, frozenset[int]]:
+    def _ending(self, named: NamedTask, most: int | None = None) -> tuple[int, frozenset[int]]:
         try:
             new_tokens, stop = named.task.ending(self.model.tokenizer)
-            return experiment.max_new_tokens or new_tokens, self.model.stops(stop)
+            return most or new_tokens, self.model.stops(stop)
         except NeedleworkError as error:
             raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
 
@@ -233,7 +289,7 @@ class _Expander:
     def _check(self, text: Grid, trial: Trial) -> None:
         """An intervention against the first sample: what cannot be done to that cannot be done to the others of its kind."""
         try:
-            for request in trial.requests():
+            for request in trial.requests(self.work.any_rankings):
                 prepare(request, self.model.anatomy)
         except NeedleworkError as error:
             raise text.error(f"for {self.model.name}, sample {trial.item.id}: {error}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
@@ -11,8 +11,8 @@ from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions import acts
 from needlework.interventions.acts import Act, Scene
-from needlework.interventions.base import Part, register
-from needlework.interventions.ranking import Ranking
+from needlework.interventions.base import Intervention, Part, combine, register
+from needlework.interventions.ranking import Ranking, Recorded
 from needlework.interventions.scores import RANDOM, known_scores, scores_attention
 
 
@@ -20,7 +20,7 @@ def _sorted_heads(value: Any) -> Any:
     return tuple(sorted({Head(*pair) for pair in value}))
 
 
-def _known_score(by: str | Ranking) -> str | Ranking:
+def _known_score(by: str | Ranking | Recorded) -> str | Ranking | Recorded:
     if isinstance(by, str) and by not in known_scores():
         raise ValueError(f"there is no head score {by!r}; {did_you_mean(by, known_scores())}")
     return by
@@ -36,7 +36,7 @@ class KeepHeads(Part):
     side = "attention"
     k: int | None = Field(None, ge=0)
     fraction: float | None = Field(None, ge=0, le=1)
-    by: Annotated[str | Ranking, AfterValidator(_known_score)] = "entropy"
+    by: Annotated[str | Ranking | Recorded, AfterValidator(_known_score)] = "entropy"
     scope: Literal["layer", "model"] = "layer"
     seed: int = 0
     draw: Literal["token", "trial"] = "token"  # for by="random": a new choice per token, or one per trial
@@ -59,7 +59,7 @@ class KeepHeads(Part):
     @property
     def _static(self) -> bool:
         """The heads are known before the model runs."""
-        return isinstance(self.by, Ranking) or (self.by == RANDOM and self.draw == "trial")
+        return isinstance(self.by, (Ranking, Recorded)) or (self.by == RANDOM and self.draw == "trial")
 
     def count(self, heads: int) -> int:
         """How many of `heads` are kept."""
@@ -94,11 +94,36 @@ class KeepHeads(Part):
                     yield acts.SilenceHeads(index, silenced)
 
     def _static_order(self, scene: Scene, sizes: dict[int, int]) -> list[Head]:
+        if isinstance(self.by, Recorded):
+            raise NeedleworkError(
+                f"{self}: the ranking {self.by.name!r} is not recorded yet; `needlework run` records those that a plan lists"
+                " under rankings, elsewhere give the heads: by=ranking('2.0 5.11')"
+            )
         heads = [Head(index, i) for index, count in sizes.items() for i in range(count)]
         if isinstance(self.by, Ranking):
             rank = {head: i for i, head in enumerate(self.by.order)}
             return sorted(heads, key=rank.__getitem__)
         return sorted(heads, key=lambda h: acts.draw(self.seed, scene.sample, h.layer, h.index))
+
+
+def recorded(intervention: Intervention) -> list[Recorded]:
+    """The rankings that an intervention waits for."""
+    return [part.by for part in intervention.parts if isinstance(part, KeepHeads) and isinstance(part.by, Recorded)]
+
+
+def with_rankings(intervention: Intervention, known: Mapping[Recorded, Ranking | Recorded]) -> Intervention:
+    """The same intervention with the rankings that are known in the place of their names."""
+    if not any(by in known for by in recorded(intervention)):
+        return intervention
+    parts = intervention.parts
+    return combine(
+        [
+            part.model_copy(update={"by": known.get(part.by, part.by)})
+            if isinstance(part, KeepHeads) and isinstance(part.by, Recorded)
+            else part
+            for part in parts
+        ]
+    )
 
 
 @register

@@ -12,7 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Act, Phase, Scene
-from needlework.interventions.ranking import Ranking
+from needlework.interventions.ranking import Ranking, Recorded
 
 When = Literal["prefill", "decode", "both"]
 
@@ -191,7 +191,7 @@ def _plug_ins() -> tuple[Any, ...]:
 
 
 def _literal(value: Any) -> str:
-    if isinstance(value, Ranking):
+    if isinstance(value, (Ranking, Recorded)):
         return value.text()
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(_literal(item) for item in value) + "]"

@@ -1,4 +1,4 @@
-"""An order of heads, best first, from whatever measured it."""
+"""An order of heads, best first, from whatever measured it; or the name of one that a run has yet to record."""
 
 from __future__ import annotations
 
@@ -8,6 +8,21 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from needlework.anatomy import Head
 from needlework.errors import NeedleworkError
+
+
+class Recorded(BaseModel):
+    """A ranking that a plan names and its run records before it is needed.
+
+    `content` is a hash of what it is recorded from: with the model it decides the order, so that a trial has its id before
+    the order is known. A plan's text leaves it out: `keep_heads(k=2, by=recorded('needle_mass'))`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    name: str
+    content: str = ""
+
+    def text(self) -> str:
+        return f"recorded({', '.join(repr(part) for part in (self.name, self.content) if part)})"
 
 
 class Ranking(BaseModel):

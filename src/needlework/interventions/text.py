@@ -12,7 +12,7 @@ from typing import Any
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.base import NONE, Intervention, combine, registered
-from needlework.interventions.ranking import Ranking
+from needlework.interventions.ranking import Ranking, Recorded
 
 
 def parse(text: str) -> Intervention:
@@ -66,6 +66,16 @@ def _part(call: ast.expr, text: str) -> Intervention:
 def _value(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ranking" and len(node.args) == 1:
         return Ranking.parse(ast.literal_eval(node.args[0]))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "recorded":
+        words = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
+        if (
+            node.keywords
+            or len(words) != len(node.args)
+            or len(words) not in (1, 2)
+            or not all(isinstance(w, str) for w in words)
+        ):
+            raise _bad(text, "write recorded('name'), with a name of the plan's rankings")
+        return Recorded(name=str(words[0]), content=str(words[-1]) if len(words) == 2 else "")
     try:
         return ast.literal_eval(node)
     except ValueError:

@@ -24,7 +24,7 @@ from needlework.interventions import (
     SwapMemory,
     parse,
 )
-from needlework.interventions.ranking import Ranking
+from needlework.interventions.ranking import Ranking, Recorded
 from needlework.interventions.scores import RANDOM, known_scores
 
 Kind = Literal["none", "heads", "attention_block", "recurrent", "both_off", "expose", "limit", "swap", "other"]
@@ -43,7 +43,7 @@ class Condition:
     phase: str = "both"  # prefill | decode | both
     k: int | None = None  # heads kept per layer; 0 also for ablate_attention
     fraction: float | None = None
-    by: str = ""  # name of a head score | random | the text of a ranking | "" for ablate_attention
+    by: str = ""  # name of a head score | random | the text of a ranking or of a recorded one | "" for ablate_attention
     seed: int = 0  # of random heads
     draw: str = ""  # of random heads: token | trial
     site: str = ""  # of the recurrent side: memory | block
@@ -67,7 +67,7 @@ class Condition:
     @property
     def way(self) -> str:
         """How heads are chosen: a score's name, "ranking", "random" (anew for each token), "random, trial" or "" (none)."""
-        if self.by.startswith(f"{RANKING}("):
+        if self.by.startswith((f"{RANKING}(", "recorded(")):
             return RANKING
         by = f"{RANDOM}, trial" if self.draw == "trial" else self.by
         return by + without_first(self.sinks) if self.kind == "heads" else by
@@ -139,8 +139,19 @@ def _any(**fields: Any) -> dict[str, Any]:
 
 
 def _choice(c: Condition) -> dict[str, Any]:
-    by = Ranking.parse(c.by.removeprefix("ranking('").removesuffix("')")) if c.way == RANKING else c.by
+    by = _ranking(c.by) if c.way == RANKING else c.by
     return {"k": c.k, "fraction": c.fraction, "by": by, "seed": c.seed, "draw": c.draw or "token", "sinks": c.sinks}
+
+
+def _ranking(text: str) -> Ranking | Recorded:
+    by: Ranking | Recorded = getattr(parse(f"keep_heads(k=1, by={text})").parts[0], "by")  # noqa: B009
+    return by
+
+
+def ranking_name(text: str) -> str:
+    """What a static ranking goes by: `needle mass` for one that was recorded under this name; "" for a mere list of heads."""
+    by = _ranking(text)
+    return by.name.replace("_", " ") if isinstance(by, Recorded) else ""
 
 
 def normal(intervention: Intervention) -> frozenset[str]:
@@ -165,7 +176,7 @@ def _heads(text: str, parts: tuple[Part, ...]) -> Condition | None:
     placed = Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction, sinks=part.sinks)
     if part.by == RANDOM:
         return replace(placed, by=RANDOM, seed=part.seed, draw=part.draw)
-    return replace(placed, by=part.by.text() if isinstance(part.by, Ranking) else part.by)
+    return replace(placed, by=part.by if isinstance(part.by, str) else part.by.text())
 
 
 def _off(text: str, parts: tuple[Part, ...]) -> Condition | None:

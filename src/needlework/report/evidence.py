@@ -5,13 +5,14 @@ from __future__ import annotations
 from needlework import stats
 from needlework.interventions import parse
 from needlework.interventions.scores import RANDOM
-from needlework.report.conditions import RANKING, Condition, without_first
+from needlework.report.conditions import RANKING, Condition, ranking_name, without_first
 from needlework.report.frame import Frame
 from needlework.report.model_trials import ModelTrials, by_boundary
 from needlework.stats import NOTHING, Estimate
 from needlework.verdicts import Context, Curve, Evidence, Kept, Verdict, judge
 
 NO_CONTEXT = parse("ablate_attention(phase='prefill') + expose_tokens('only', phase='decode')")
+ENTROPY = "entropy"
 NAMED = ("niah", "niah_choice")  # tasks that are called as their kind need no mention
 
 
@@ -87,13 +88,23 @@ def _curves(trials: ModelTrials, few: Condition | None) -> list[Curve]:
     """Retrieval against heads kept, the way that is judged first, then what it is compared with."""
     if few is None:
         return []
-    ways = dict.fromkeys((few.way, few.way + without_first(1), RANKING, RANDOM))
-    curves = [Curve(_label(way), trials.retained_by_heads(way)) for way in ways]
+    rankings = dict.fromkeys(c.by for c in trials.conditions_of("heads", phase="both", way=RANKING))
+    judged = (few.way, few.by if few.way == RANKING else "")
+    ways = [judged, (few.way + without_first(1), ""), *((RANKING, ranking) for ranking in rankings), (RANDOM, "")]
+    curves = [_curve(trials, way, ranking) for way, ranking in dict.fromkeys(ways)]
     return [curve for curve in curves if curve.points]
 
 
-def _label(way: str) -> str:
-    return "at random" if way == RANDOM else f"by a {way}" if way == RANKING else f"by {way}"
+def _curve(trials: ModelTrials, way: str, ranking: str) -> Curve:
+    points = trials.retained_by_heads(way, ranking)
+    if way == RANKING:
+        name = ranking_name(ranking)
+        label = f"by {name}, recorded on other samples," if name else "by a ranking"
+    else:
+        label = "at random" if way == RANDOM else f"by {way}"
+    seen = [sinks for sinks in trials.frame.sinks.get(trials.model, ()) if way != RANKING or sinks.content in ranking]
+    known = {kept: seen[0].share(way, kept) for kept in points} if seen and way in (ENTROPY, RANKING, RANDOM) else {}
+    return Curve(label, points, known)
 
 
 def _texts(*conditions: Condition | None) -> list[str]:

@@ -92,6 +92,7 @@ class Frame:
     notes: list[str] = field(default_factory=list)  # what was left out, and how much of it
     plans: list[tuple[str, str]] = field(default_factory=list)  # name and what it is about, of each run
     families: list[list[str]] = field(default_factory=list)  # checkpoints of one name or one anatomy, two and more
+    sinks: dict[str, list[Sinks]] = field(default_factory=dict)  # by model, one for each recorded ranking
 
     @cached_property
     def _order(self) -> tuple[Ints, Ints]:
@@ -171,6 +172,29 @@ class Frame:
 
     def window(self, model: str) -> int | None:
         return self.anatomy(model).get("window")
+
+
+@dataclass(frozen=True)
+class Sinks:
+    """How much of their attention heads gave the first token, seen while a ranking was recorded."""
+
+    content: str  # of the ranking
+    order: tuple[tuple[int, int], ...]  # (layer, head), best first
+    of_head: dict[int, list[float]]  # by layer
+    by_entropy: dict[int, list[float]]  # by layer: of the 1, 2, ... heads of least entropy
+
+    def share(self, chosen: str, kept: int) -> float:
+        """Mean over layers; `chosen`: "entropy", "ranking" (this one) or "random", which no other number is known for."""
+        shares = []
+        for layer, sinks in self.of_head.items():
+            if chosen == "entropy":
+                shares.append(self.by_entropy[layer][min(kept, len(sinks)) - 1])
+            elif chosen == "ranking":
+                best = [head for at, head in self.order if at == layer][:kept]
+                shares.append(sum(sinks[head] for head in best) / len(best))
+            else:
+                shares.append(sum(sinks) / len(sinks))
+        return sum(shares) / len(shares)
 
 
 @dataclass(frozen=True)

@@ -206,11 +206,14 @@ class ModelTrials:
         ]
         return min(near, key=lambda found: found[:4], default=(None,))[-1]
 
-    def retained_by_heads(self, way: str) -> dict[int, Estimate]:
-        """What is left of retrieval against heads kept at every position, chosen in this way; random seeds are pooled."""
+    def retained_by_heads(self, way: str, ranking: str = "") -> dict[int, Estimate]:
+        """What is left of retrieval against heads kept at every position, chosen in this way; random seeds are pooled.
+
+        `ranking`: which one, where the way is one of several rankings.
+        """
         texts: dict[int, dict[int, list[str]]] = {}
         for c in self.conditions_of("heads", phase="both", way=way):
-            if kept := c.kept(self.heads):
+            if (kept := c.kept(self.heads)) and ranking in ("", c.by):
                 texts.setdefault(kept, {}).setdefault(c.seed, []).append(c.text)
         base = self.retrieval("none")
         points = {}

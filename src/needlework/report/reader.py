@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from needlework.errors import NeedleworkError
+from needlework.interventions import Ranking
 from needlework.receipts import NOTHING_TO_HIDE
-from needlework.report.frame import Frame, Group, Watched
+from needlework.report.frame import Frame, Group, Sinks, Watched
 from needlework.report.models import Seen, families, in_order, labels, renamed
 from needlework.report.names import shown
-from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
+from needlework.store import LM_EVAL, SEMANTICS_VERSION, Row, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
 
 LONGEST_ABOUT = 600
@@ -131,7 +132,7 @@ class _Reader:
         return {"follows_twin": float(same(output, twin))} if twin else {}
 
     def read(self, store: Store, source: int, label_of: dict[str, str]) -> None:
-        c, counts, options, plain = self.columns, self.counts, _options(store), _Options()
+        counts, options, plain = self.counts, _options(store.meta("experiments") or {}), _Options()
         for (
             row,
             id_,
@@ -163,16 +164,40 @@ class _Reader:
                 continue
             label, values = label_of.get(model) or shown(model), json.loads(scores)
             group = self.group_of(label, ability, kind, task, options.get((experiment, task), plain), mode, text, boundary, facts)
-            c.source.append(source)
-            c.row.append(row)
-            c.key.append(hash((group, id_, scoring)))
-            c.trial.append(hash((label, id_, values.get("correct"))))
-            c.group.append(group)
             pair = ("", prompt, 0) if prompt else (task, sample, seed)  # what is paired with its baseline
-            c.sample.append(self.samples.setdefault(pair, len(self.samples)))
             family = kind.removesuffix("_choice") or task  # tasks of one kind draw one cell's haystack alike
-            c.cluster.append(self.clusters.setdefault((family, f"{seed}/{cluster}"), len(self.clusters)))
-            c.score(values if not output else {**self._whose(output, self.facts(facts)), **values})
+            if output:
+                values = {**self._whose(output, self.facts(facts)), **values}
+            self._add(source, row, group, (label, id_), scoring, pair, (family, f"{seed}/{cluster}"), values)
+
+    def _add(
+        self,
+        source: int,
+        row: int,
+        group: int,
+        trial: tuple[str, str],
+        scoring: str,
+        pair: tuple[str, str, int],
+        cluster: tuple[str, str],
+        values: dict[str, float],
+    ) -> None:
+        c = self.columns
+        c.source.append(source)
+        c.row.append(row)
+        c.key.append(hash((group, trial[1], scoring)))
+        c.trial.append(hash((*trial, values.get("correct"))))
+        c.group.append(group)
+        c.sample.append(self.samples.setdefault(pair, len(self.samples)))
+        c.cluster.append(self.clusters.setdefault(cluster, len(self.clusters)))
+        c.score(values)
+
+    def read_planned(self, row: Row, options: _Options) -> None:
+        """A trial that was not asked yet, as if it had been answered right."""
+        about = (row.kind, row.task, options, row.mode, row.intervention, row.boundary, json.dumps(dict(row.facts)))
+        group = self.group_of(row.model, row.ability, *about)
+        cluster = (row.kind.removesuffix("_choice") or row.task, f"{row.seed}/{row.cluster}")
+        values = {"correct": 1.0, "follows_twin": 1.0}
+        self._add(0, 0, group, (row.model, row.id), row.scoring, ("", row.prompt_id, 0), cluster, values)
 
 
 def opened(directory: Path) -> Store:
@@ -198,17 +223,20 @@ def load(directories: Sequence[Path]) -> Frame:
         plans = [(shown(str(p.get("name") or "")), str(p.get("about") or "")[:LONGEST_ABOUT]) for p in map(_plan, stores)]
         models: dict[str, dict[str, Any]] = {}
         watched: list[Watched] = []
+        sinks: dict[str, list[Sinks]] = {}
         for source, (store, of_store) in enumerate(zip(stores, seen, strict=True)):
             label_of = {model.name: label_at[model.directory, model.name] for model in of_store}
             for model in of_store:
                 models.setdefault(label_of[model.name], model.about)
             reader.read(store, source, label_of)
             watched += _watched(store, label_of)
+            for name, rankings in (store.meta("rankings") or {}).items():
+                sinks.setdefault(label_of.get(name) or shown(name), []).extend(map(_sinks, rankings, rankings.values()))
     for group in reader.groups:
         models.setdefault(group.model, {})
     related = families(all_seen, all_labels)
-    frame = _frame(reader, in_order(models, related), watched, list(directories), warnings)
-    frame.notes = [*reader.counts.notes(), *renamed(all_seen)]
+    notes = [*reader.counts.notes(), *renamed(all_seen)]
+    frame = _frame(reader, in_order(models, related), watched, list(directories), warnings, notes, sinks)
     frame.plans = [plan for plan in dict.fromkeys(plans) if any(plan)]
     frame.families = [[label for label in frame.models if label in family] for family in related]
     return frame
@@ -217,6 +245,14 @@ def load(directories: Sequence[Path]) -> Frame:
 def _plan(store: Store) -> dict[str, Any]:
     plan = store.meta("plan")
     return plan if isinstance(plan, dict) else {}
+
+
+def planned(rows: Iterable[Row], models: dict[str, dict[str, Any]], experiments: Mapping[str, Any]) -> Frame:
+    """What a report would read if every one of these trials were answered, and right: which number would stand on how many."""
+    reader, options = _Reader(), _options(experiments)
+    for row in rows:
+        reader.read_planned(row, options[row.experiment, row.task])
+    return _frame(reader, models, [], [], [], [], {})
 
 
 def _versions(stores: Sequence[Store]) -> list[str]:
@@ -253,6 +289,8 @@ def _frame(
     watched: list[Watched],
     directories: list[Path],
     warnings: list[str],
+    notes: list[str],
+    sinks: dict[str, list[Sinks]],
 ) -> Frame:
     columns = reader.columns
     keys = np.asarray(columns.key, dtype=np.int64)
@@ -274,9 +312,10 @@ def _frame(
         trials=reader.counts.rows,
         failed=reader.counts.failed,
         warnings=warnings,
-        notes=[],
+        notes=notes,
         plans=[],
         families=[],
+        sinks=sinks,
         **picked,
     )
 
@@ -289,10 +328,10 @@ class _Options:
     against: str = "all"
 
 
-def _options(store: Store) -> dict[tuple[str, str], _Options]:
+def _options(experiments: Mapping[str, Any]) -> dict[tuple[str, str], _Options]:
     """Per experiment and task."""
     options = {}
-    for name, experiment in (store.meta("experiments") or {}).items():
+    for name, experiment in experiments.items():
         for task, about in experiment.get("tasks", {}).items():
             written = about.get("options", {})
             setting = {key: value for key, value in written.items() if key not in COUNTED}
@@ -315,6 +354,12 @@ def _watched(store: Store, label_of: dict[str, str]) -> list[Watched]:
         if place not in most or most[place].samples < watched.samples:
             most[place] = watched
     return list(most.values())
+
+
+def _sinks(content: str, ranking: dict[str, Any]) -> Sinks:
+    order = tuple((head.layer, head.index) for head in Ranking.parse(ranking["order"]).order)
+    by_layer = [{int(layer): values for layer, values in ranking[key].items()} for key in ("sinks", "sinks_by_entropy")]
+    return Sinks(content, order, *by_layer)
 
 
 def _number(value: Any) -> float:

@@ -56,7 +56,8 @@ def segregation(e: Evidence) -> Finding:
     if e.silenced.exact.n == 0:
         return NOT_RUN
     clauses, sentence = _lost(e.silenced, "without heads")
-    shown = (*points(Point("untouched", e.baselines.get("segregation", e.baseline))), *_silenced_points(e.silenced, "no heads"))
+    untouched = Point("untouched", e.baselines.get("segregation", e.baseline), judged=False)
+    shown = (*points(untouched), *_silenced_points(e.silenced, "no heads"))
     return Finding(worst(clauses), because(clauses), sentence + ".", e.silenced.exact, shown)
 
 
@@ -73,7 +74,9 @@ def few(e: Evidence) -> Finding:
     sentence += f"; {', '.join(knowledge)}." if knowledge else "; knowledge was not asked under it."
     sentence += "".join(f" {curve.sentence(e.heads)}" for curve in e.curves)
     clause = held(e.few, KEPT, "at least", f"{label} keep")
-    shown = points(*(Point(f"{kept} {curve.label}", curve.at(e.few_kept), KEPT, "at least") for curve in e.curves))
+    shown = points(
+        *(Point(f"{kept} {curve.label}", curve.at(e.few_kept), KEPT, "at least", curve is first) for curve in e.curves)
+    )
     return Finding(clause.word, clause.text, sentence, e.few, shown)
 
 
@@ -111,7 +114,7 @@ def exposure(e: Evidence) -> Finding:
     clause = held(e.omit_decode, LOST, "at most", "with the needle hidden while answering it finds")
     shown = points(
         Point("needle hidden while answering", e.omit_decode, LOST, "at most"),
-        Point("needle hidden while reading", e.omit_prefill),
+        Point("needle hidden while reading", e.omit_prefill, judged=False),
     )
     return Finding(clause.word, clause.text, sentence + ".", e.omit_decode, shown)
 

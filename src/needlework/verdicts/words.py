@@ -20,6 +20,7 @@ class Point:
     estimate: Estimate
     line: float | None = None
     bound: Bound = ""  # on which side of the line the claim has it; "chance": the line is what guessing reaches
+    judged: bool = True  # the rule reads it; else it stands beside the verdict
 
 
 @dataclass(frozen=True)
