@@ -28,8 +28,8 @@ $(BROWSER): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/needlework demo --out runs/demo
 
-# README's table and pictures, from the demo; the log's tables of the zoo, from the cards.
-docs: $(BROWSER) demo
+# README's picture and table, from the demo; the log's tables of the zoo, from the cards.
+docs: demo
 	$(BIN)/python docs/figures.py runs/demo
 
 check: $(STAMP)

@@ -1,12 +1,14 @@
-"""`make docs`: README's table and pictures from the demo's run, and the log's tables of the zoo from the cards.
+"""`make docs`: README's picture, table and sentences from the demo's run, and the log's tables of the zoo from the cards.
 
     python docs/figures.py runs/demo
 
-Tables are found by how their first line begins and written anew in place. The screenshot needs Chromium.
+What stands between `<!-- name -->` and `<!-- end of name -->` is written anew, and so is a table that begins alike. How many
+of a study's models show the effect is read from docs/study.json ({"shown": 5, "total": 12}), once there is one.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Iterable
@@ -14,24 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from needlework import zoo
-from needlework.report.model_trials import by_boundary
+from needlework.report.frame import Frame
+from needlework.report.model_trials import ModelTrials, by_boundary
 from needlework.report.reader import load
-from needlework.report.spec import FORM_COLORS
 from needlework.stats import Estimate
 from needlework.training import effects
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 LOG = HERE / "log.md"
-CHROMIUM = "/usr/bin/chromium"
-MODELS = ("tiny-griffin", "tiny-jamba", "tiny-granite", "tiny-transformer", "tiny-mamba")
-CONDITIONS = {
-    "none": "untouched",
-    "keep_heads(k=2)": "2 of 16 heads per layer, by entropy",
-    "ablate_attention()": "no heads",
-    "ablate_recurrent()": "no recurrent memory",
-}
-ABILITIES = ("needles found", "forced choice (chance 25 %)", "facts, cloze (chance 25 %)", "facts, letter (chance 25 %)")
+STUDY = HERE / "study.json"
+ZOO = ("tiny-griffin", "tiny-griffin-small", "tiny-jamba", "tiny-granite", "tiny-transformer", "tiny-mamba")
+NEEDLES = ("model", "untouched", "no heads", "no heads, forced choice", "few heads, by entropy", "no recurrent memory")
+ILLUSTRATION = "A model that was chosen because it shows an effect is an illustration of it, no evidence."
 FIGURES = {  # rows of the log's first table -> figures of a card
     "NIAH, 256 tokens, one needle; among 8 others": ("niah_256_1_needle", "niah_256_8_distractors"),
     "NIAH, 512 tokens, one needle; among 8 others": ("niah_512_1_needle", "niah_512_8_distractors"),
@@ -65,27 +62,60 @@ def replace(file: Path, lines: list[str]) -> None:
     file.write_text("\n".join([*text[:start], *lines, *text[end:]]) + "\n", encoding="utf-8")
 
 
-def demo_table(run: Path) -> list[str]:
-    """The numbers of the report: of what the plan asks for, by the kind of task, every trial once."""
-    frame, lines = load([run]), []
-    for model in MODELS:
-        trials = by_boundary(frame, model)[0]
-        for text, label in CONDITIONS.items():
-            needles = [trials.retrieval(text, mode) for mode in ("generate", "choices")]
-            shares = [trials.accuracy(rows) for rows in (*needles, *(trials.knowledge(text, form) for form in FORM_COLORS))]
-            if any(share.n for share in shares):
-                lines.append([model if text == "none" else "", label, *map(cell, shares)])
-    return table(["model", "condition", *ABILITIES], lines)
+def fill(file: Path, name: str, lines: Iterable[str]) -> None:
+    """Write these lines between the marks of this name."""
+    text = file.read_text(encoding="utf-8")
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"{file} has no place {begin.strip()} ... {end}")
+    file.write_text(before + begin + "".join(f"{line}\n" for line in lines) + end + after, encoding="utf-8")
 
 
-def cell(share: Estimate) -> str:
-    return f"{percent(share.value)} % [{percent(share.low)}, {percent(share.high)}]" if share.n else ""
+def said(frame: Frame) -> str:
+    """What the table and the picture stand on."""
+    sizes = [n / 1e6 for model in frame.models if (n := frame.anatomy(model).get("parameters"))]
+    of = f" of {min(sizes):.1f} to {max(sizes):.1f} million parameters" if sizes else ""
+    return f"Needles found ({frame.trials:,} trials of {len(frame.models)} models{of}; 95 % intervals in brackets):"
+
+
+def demo_table(frame: Frame) -> list[str]:
+    """Needles found, as the report has them: of what the plan asks for, by the kind of task, every trial once."""
+    return table(NEEDLES, [[model, *_needles(by_boundary(frame, model)[0])] for model in frame.models])
+
+
+def _needles(trials: ModelTrials) -> list[str]:
+    off, few, recurrent = trials.heads_off(), trials.few_heads(), trials.recurrent_off()
+    choices = trials.retrieval(off.text, "choices") if off else []
+    chance = f", chance {percent(trials.frame.chance(choices))} %" if off and len(choices) else ""
+    kept = f", {few.kept(trials.heads)} of {trials.heads}" if few else ""
+    return [
+        cell(trials.accuracy(trials.retrieval("none"))),
+        cell(trials.accuracy(trials.retrieval(off.text))) if off else "",
+        cell(trials.accuracy(trials.retrieval(off.text, "choices")), chance) if off else "",
+        cell(trials.accuracy(trials.retrieval(few.text)), kept) if few else "",
+        cell(trials.accuracy(trials.retrieval(recurrent.text))) if recurrent else "",
+    ]
+
+
+def cell(share: Estimate, more: str = "") -> str:
+    return f"{percent(share.value)} % [{percent(share.low)}, {percent(share.high)}]{more}" if share.n else ""
+
+
+def study(file: Path = STUDY) -> str:
+    """How far the models of the demo can stand for others."""
+    if not file.exists():
+        return ILLUSTRATION
+    counts = json.loads(file.read_text(encoding="utf-8"))
+    shown, total = counts["shown"], counts["total"]
+    of_study = f"Of the {total} models of the study in [docs/log.md](docs/log.md), {shown} show it and {total - shown} do not."
+    return f"{ILLUSTRATION} {of_study}"
 
 
 def cards() -> list[dict[str, Any]]:
     entries = zoo.catalog()
-    order = ("tiny-griffin", "tiny-griffin-small", *MODELS[1:])
-    return [entries[name].record for name in order]
+    return [entries[name].record for name in ZOO]
 
 
 def figures_table(records: list[dict[str, Any]]) -> list[str]:
@@ -113,24 +143,13 @@ def effects_table(records: list[dict[str, Any]]) -> list[str]:
     return table(head, [[label, *(cell(r, act) for r in records)] for act, label in effects.CONDITIONS.items()])
 
 
-def screenshot(page: Path, picture: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
-    flags = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=flags)
-        view = browser.new_page(viewport={"width": 1000, "height": 1240})
-        view.goto(page.absolute().as_uri())
-        view.screenshot(path=str(picture))
-        browser.close()
-
-
 def main(run: Path) -> None:
-    replace(README, demo_table(run))
+    frame = load([run])
+    fill(README, "demo", [said(frame), "", *demo_table(frame)])
+    fill(README, "study", [study()])
     replace(LOG, figures_table(cards()))
     replace(LOG, effects_table(cards()))
-    shutil.copy(run / "figures" / "heads.png", HERE / "head-sweep.png")
-    screenshot(run / "report.html", HERE / "report.png")
+    shutil.copy(run / "figures" / "finding.png", HERE / "finding.png")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import synthetic
 
+from needlework.report.reader import load
 from needlework.store import Row, Store
 
 FILE = Path(__file__).parents[2] / "docs" / "figures.py"
@@ -25,17 +26,39 @@ def figures() -> ModuleType:
 
 
 def test_readme_takes_what_the_plan_asks_for_by_the_kind_of_task(figures: ModuleType, tmp_path: Path) -> None:
-    run = synthetic.write(tmp_path / "run", ("tiny-jamba",), per_cell=1)
-    before = figures.demo_table(run)
+    run = synthetic.write(tmp_path / "run", ("tiny-jamba", "tiny-mamba"), per_cell=1)
+    before = figures.demo_table(load([run]))
     store = Store(run)
-    wanted = "task IN ('niah', 'niah_choice') AND intervention IN ('none', 'keep_heads(k=2)', 'ablate_attention()')"
+    wanted = "task IN ('niah', 'niah_choice') AND intervention IN ('none', 'keep_heads(k=1)', 'ablate_attention()')"
     rows = [row for row in store.rows() if row.task == "niah" and row.intervention == "none"]
-    assert "| tiny-jamba | untouched | 100 % [83.9, 100] |" in before[2]
-    assert len(before) == 2 + 4
+    assert before[2].startswith("| tiny-jamba | 100 % [83.9, 100] | 0 % [0, 16.1] |")
+    assert ", chance 25 % |" in before[2]
+    assert ", 1 of 8 |" in before[2]
+    assert before[3].startswith("| tiny-mamba | ")
+    assert len(before) == 2 + 2
     store.db.execute(f"UPDATE trials SET task = 'my-' || task WHERE {wanted}")  # a name is the plan's own affair
     store.add([Row(**{**vars(row), "id": f"old {row.id}", "scores": {"correct": 0.0}, "asked": 0}) for row in rows])
     store.close()
-    assert figures.demo_table(run) == before
+    assert figures.demo_table(load([run])) == before
+
+
+def test_a_place_is_filled_and_what_is_around_it_stays(figures: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "page.md"
+    file.write_text("before\n<!-- demo -->\nold\nolder\n<!-- end of demo -->\nafter\n")
+    figures.fill(file, "demo", ["new"])
+    assert file.read_text() == "before\n<!-- demo -->\nnew\n<!-- end of demo -->\nafter\n"
+    with pytest.raises(SystemExit, match="has no place <!-- study -->"):
+        figures.fill(file, "study", ["new"])
+
+
+def test_a_chosen_model_is_called_an_illustration_with_how_many_show_the_effect(figures: ModuleType, tmp_path: Path) -> None:
+    file = tmp_path / "study.json"
+    assert figures.study(file) == figures.ILLUSTRATION
+    file.write_text('{"shown": 5, "total": 12}')
+    said = figures.study(file)
+    assert "an illustration of it, no evidence." in said
+    assert "Of the 12 models" in said
+    assert "5 show it and 7 do not." in said
 
 
 def test_a_table_is_written_over_the_one_that_begins_alike(figures: ModuleType, tmp_path: Path) -> None:
@@ -46,7 +69,9 @@ def test_a_table_is_written_over_the_one_that_begins_alike(figures: ModuleType, 
 
 
 def test_the_tables_that_are_written_stand_where_they_are_looked_for(figures: ModuleType) -> None:
-    heads = [(figures.README, figures.table(["model", "condition", *figures.ABILITIES], []))]
-    heads += [(figures.LOG, made(figures.cards())) for made in (figures.figures_table, figures.effects_table)]
-    for file, lines in heads:
-        assert lines[0] in file.read_text(encoding="utf-8").splitlines()
+    for made in (figures.figures_table, figures.effects_table):
+        assert made(figures.cards())[0] in figures.LOG.read_text(encoding="utf-8").splitlines()
+    readme = figures.README.read_text(encoding="utf-8")
+    assert figures.table(figures.NEEDLES, [])[0] in readme.splitlines()
+    assert all(f"<!-- {mark} -->" in readme for mark in ("demo", "end of demo", "study", "end of study"))
+    assert figures.study() in readme, "make docs"

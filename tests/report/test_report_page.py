@@ -19,15 +19,16 @@ from rich.console import Console
 from needlework.errors import NeedleworkError
 from needlework.experiments import shipped
 from needlework.report import build, summary
-from needlework.report.captions import WORDS
-from needlework.report.page import filled, script_json
+from needlework.report.captions import LINKS, PLAN_OF_CLAIM, WORDS
+from needlework.report.page import FIGURES, filled, script_json
 from needlework.store import Store
+from needlework.verdicts import RULES
 
 
 class Outline(HTMLParser):
     """Checks that elements close in order and collects what matters."""
 
-    VOID = {"meta", "rect", "line", "circle", "br", "polygon", "polyline"}
+    VOID = {"meta", "col", "rect", "line", "circle", "br", "polygon", "polyline"}
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,16 +115,25 @@ def test_parts_are_not_read_as_templates() -> None:
     assert filled("{{a}}-{{b}}", {"a": "{{b}}", "b": "x"}) == "{{b}}-x"
 
 
-def test_what_was_not_run_is_one_line_with_its_plan(tmp_path: Path, run: Path) -> None:
-    synthetic.write(tmp_path / "m", ("tiny-mamba",), per_cell=1)
+def test_no_block_only_says_that_something_was_not_run(tmp_path: Path) -> None:
+    """What was not run is a cell of the picture; a claim that nobody was asked about is named below it, with its command."""
+    synthetic.write(tmp_path / "m", ("tiny-griffin", "tiny-mamba"), per_cell=1)
+    store = Store(tmp_path / "m")
+    store.db.execute("DELETE FROM trials WHERE intervention LIKE '%expose%' OR intervention LIKE '%swap%'")
+    store.close()
     text = build([tmp_path / "m"], pictures=False).read_text(encoding="utf-8")
-    assert "no trials here. <code>needlework run 04 --model MODEL --out DIR</code> gives them." in text
+    assert "This was not run" not in text
     assert '<section id="exposure">' not in text
     assert '<section id="layouts">' in text
+    assert 'id="claim-exposure"' not in text
+    assert "<code>needlework run 04 --model MODEL --out DIR</code>" in text
+    assert "This model has no" not in text, "the picture says it"
 
 
-def test_what_was_not_run_names_plans_that_are_shipped() -> None:
-    assert {plan for _, _, plan in WORDS.values()} <= set(shipped.names())
+def test_every_claim_has_its_plan_and_every_figure_its_link() -> None:
+    assert set(PLAN_OF_CLAIM) == {rule.claim for rule in RULES}
+    assert set(PLAN_OF_CLAIM.values()) <= set(shipped.names())
+    assert set(WORDS) == set(LINKS) == set(FIGURES)
 
 
 def test_two_runs_side_by_side(tmp_path: Path, run: Path) -> None:

@@ -11,13 +11,15 @@ from typing import Any
 import numpy as np
 
 from needlework.report.frame import Frame, Ints
+from needlework.report.names import shown
+from needlework.report.reader import opened
 from needlework.stats import SEED
-from needlework.store import Store
 
 MOST = 20
 BUDGET_BYTES = 4_500_000
 LONGEST_PROMPT = 6_000  # characters; longer ones are shown around their needle
 AROUND = 1_200
+LONGEST_ANSWER = 2_000
 _COLUMNS = "rowid, prompt, prompt_tokens, target, output, intervention, sample, spans, scores"
 
 
@@ -71,7 +73,7 @@ class Browser:
         for row in rows:
             by_source.setdefault(int(self.frame.source[row]), {})[int(self.frame.row[row])] = row
         for source, ids in by_source.items():
-            store = Store(self.frame.directories[source])
+            store = opened(self.frame.directories[source])
             try:
                 for values in _by_ids(store.db, list(ids)):
                     yield ids[values[0]], (source, *values)
@@ -103,8 +105,9 @@ class _Book:
         marks = needle_characters(prompt, tokens, json.loads(spans), target)
         at = self._prompt(prompt, marks)
         plain = {name: round(value, 3) for name, value in json.loads(scores).items() if value is not None}
-        self.trials.append([at, sample, intervention, target, output[:2000], plain])
-        self.size += len(output[:2000]) + len(target) + len(intervention) + len(sample) + 60 + 16 * len(plain)
+        words = [shown(sample, 200), shown(intervention, 400), target[:LONGEST_ANSWER], output[:LONGEST_ANSWER]]
+        self.trials.append([at, *words, plain])
+        self.size += sum(map(len, words)) + 60 + 16 * len(plain)
         return self._trial_at.setdefault((source, row), len(self.trials) - 1)
 
     def _prompt(self, prompt: str, marks: list[tuple[int, int]]) -> int:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from needlework.files import beside
-from needlework.report.spec import Dots, Figure, Grid, Lines, Panel
-from needlework.report.svg import log_ticks
+from needlework.report.overview import Overview
+from needlework.report.overview_chart import finding
+from needlework.report.spec import Dots, Figure, Grid, Lines, Panel, span
+from needlework.report.svg import in_points, log_ticks
 from needlework.stats import whole_percent
 
 COLORS = ("#8b8f97", "#1f5f8b", "#c8702a", "#6a8f3c", "#7a4f9a", "#b8336a", "#0f8b8d")
@@ -29,26 +32,33 @@ STYLE = {
     "xtick.major.width": 0.6,
     "ytick.major.width": 0.6,
     "svg.fonttype": "none",
+    "text.parse_math": False,  # a dollar in a model's name is a dollar
     "svg.hashsalt": "needlework",
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
 }
 
 
-def save(figures: Sequence[Figure], folder: Path) -> None:
-    """PNG and SVG of each figure; one row of panels per model."""
+def save(figures: Sequence[Figure], folder: Path, overview: Overview) -> None:
+    """PNG and SVG of the finding and of each figure; one row of panels per model."""
     import matplotlib
     from matplotlib.figure import Figure as Canvas
 
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(STYLE), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script: a box stands for it
+        if overview.blocks:
+            _write(finding(overview, Canvas), folder / "finding")
         for figure in figures:
-            canvas = _draw(figure, Canvas)
-            canvas.draw_without_rendering()
-            canvas.set_layout_engine("none")  # laid out once, not again for each file
-            for ending, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
-                with beside(folder / f"{figure.id}.{ending}") as half:
-                    canvas.savefig(half, format=ending, **options)
+            _write(_draw(figure, Canvas), folder / figure.id)
+
+
+def _write(canvas: Any, path: Path) -> None:
+    canvas.draw_without_rendering()
+    canvas.set_layout_engine("none")  # laid out once, not again for each file
+    for ending, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):
+        with beside(path.with_suffix(f".{ending}")) as half:
+            canvas.savefig(half, format=ending, **options)
 
 
 def _draw(figure: Figure, canvas_type: Any) -> Any:
@@ -110,7 +120,9 @@ def _lines(panel: Lines, ax: Any) -> None:
             label=series.label,
             markerfacecolor="white" if series.dashed else color,
         )
-    if panel.percent:
+    if panel.signed:
+        ax.set_ylim(-100 * span(panel), 100 * span(panel))
+    elif panel.percent:
         ax.set_ylim(-3, max(104.0, min(130.0, ax.get_ylim()[1])))
     else:
         ax.set_yscale("log")
@@ -127,7 +139,7 @@ def _lines(panel: Lines, ax: Any) -> None:
             of_share = panel.percent if line == ax.axhline else panel.share_x
             line(mark[0] * (100 if of_share else 1), color="#767d88", linewidth=0.6, linestyle=":")
     ax.set_xlabel(panel.x_label + (", %" if panel.share_x else ""))
-    ax.set_ylabel(panel.y_label + (", %" if panel.percent else ""))
+    ax.set_ylabel(panel.y_label + (", %" if panel.percent and not panel.signed else ""))
     ax.grid(axis="y", color="#ebe8e0", linewidth=0.5)
     ax.legend(loc="lower right" if panel.percent else "upper right")
 
@@ -135,13 +147,14 @@ def _lines(panel: Lines, ax: Any) -> None:
 def _grid(panel: Grid, ax: Any) -> None:
     from matplotlib.colors import LinearSegmentedColormap
 
-    values = [[math.nan if cell is None else cell.y.value / panel.top for cell in line] for line in panel.cells]
+    values = [[math.nan if cell is None else abs(cell.y.value) / panel.top for cell in line] for line in panel.cells]
     ax.imshow(values, cmap=LinearSegmentedColormap.from_list("needlework", HEAT), vmin=0, vmax=1, aspect="auto")
     for r, line in enumerate(panel.cells):
         for c, cell in enumerate(line):
             if cell is not None and panel.numbers:
-                ink = "white" if cell.y.value / panel.top > 0.62 else "#23303d"
-                text = ax.text(c, r, whole_percent(cell.y.value), ha="center", va="center", fontsize=6.5, color=ink)
+                ink = "white" if abs(cell.y.value) / panel.top > 0.62 else "#23303d"
+                words = in_points(cell.y.value) if panel.signed else whole_percent(cell.y.value)
+                text = ax.text(c, r, words, ha="center", va="center", fontsize=6.5, color=ink)
                 text.set_in_layout(False)
             _edge(panel, r, c, ax)
     turned = max(map(len, panel.cols)) > 5
@@ -168,10 +181,17 @@ def _dots(panel: Dots, ax: Any) -> None:
     for i, dot in enumerate(panel.dots):
         ax.plot([dot.y.low * 100, dot.y.high * 100], [i, i], color=COLORS[dot.color], linewidth=1.6, alpha=0.55)
         ax.plot([dot.y.value * 100], [i], "o", color=COLORS[dot.color], markersize=4)
-    ax.set_yticks(range(len(panel.dots)), [dot.label for dot in panel.dots])
+    ax.set_yticks(range(len(panel.dots)), [panel.drawn(dot) for dot in panel.dots])
     ax.set_ylim(len(panel.dots) - 0.5, -0.5)
-    ax.set_xlim(min(-3.0, max(-50.0, ax.get_xlim()[0])), max(103.0, min(150.0, ax.get_xlim()[1])))
+    for name, color in panel.legend:
+        ax.plot([], [], "o", color=COLORS[color], markersize=4, label=name)
+    if panel.legend:
+        ax.legend(loc="lower right")
+    if panel.signed:
+        ax.set_xlim(-100 * span(panel), 100 * span(panel))
+    else:
+        ax.set_xlim(min(-3.0, max(-50.0, ax.get_xlim()[0])), max(103.0, min(150.0, ax.get_xlim()[1])))
     if panel.level:
         ax.axvline(panel.level[0] * 100, color="#767d88", linewidth=0.6, linestyle=":")
     ax.grid(axis="x", color="#ebe8e0", linewidth=0.5)
-    ax.set_xlabel(panel.x_label + ", %")
+    ax.set_xlabel(panel.x_label + ("" if panel.signed else ", %"))

@@ -13,6 +13,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from needlework.report.models import made_of
+from needlework.report.names import shown
+
 Ints = NDArray[np.int64]
 T = TypeVar("T")
 
@@ -87,6 +90,8 @@ class Frame:
     failed: int
     warnings: list[str] = field(default_factory=list)  # what a reader must know before believing anything
     notes: list[str] = field(default_factory=list)  # what was left out, and how much of it
+    plans: list[tuple[str, str]] = field(default_factory=list)  # name and what it is about, of each run
+    families: list[list[str]] = field(default_factory=list)  # checkpoints of one name or one anatomy, two and more
     sinks: dict[str, list[Sinks]] = field(default_factory=dict)  # by model, one for each recorded ranking
 
     @cached_property
@@ -161,6 +166,10 @@ class Frame:
         layers = self.anatomy(model).get("layers", [])
         return max((layer["attention"]["query_heads"] for layer in layers if layer.get("attention")), default=0)
 
+    def made_of(self, model: str) -> str:
+        """Which kinds of layers a model has, in words; nothing where the store does not say."""
+        return made_of(self.anatomy(model))
+
     def window(self, model: str) -> int | None:
         return self.anatomy(model).get("window")
 
@@ -207,4 +216,4 @@ def differences(settings: Iterable[str]) -> dict[str, str]:
     parsed = {setting: json.loads(setting) if setting else {} for setting in dict.fromkeys(settings)}
     names = dict.fromkeys(name for options in parsed.values() for name in options)
     unlike = [n for n in names if len({json.dumps(options.get(n), sort_keys=True) for options in parsed.values()}) > 1]
-    return {setting: ", ".join(f"{n} {options.get(n)}" for n in unlike) for setting, options in parsed.items()}
+    return {setting: ", ".join(shown(f"{n} {options.get(n)}") for n in unlike) for setting, options in parsed.items()}

@@ -1,4 +1,4 @@
-"""Which models of several runs are the same one, and how each is called: one label for each identity, never shared."""
+"""Which models of several runs are the same one, how each is called (one label for each identity), and their order."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from needlework.report.names import shown
+
+KINDS = ("hybrid", "attention only", "recurrent only", "")  # in this order: what the claims are about, then controls
 IDENTITY = ("weights", "tokenizer", "dtype", "window_rule")  # what makes two models answer differently
 
 
@@ -32,7 +35,7 @@ def labels(seen: Sequence[Seen]) -> list[str]:
     label: dict[tuple[str, ...], str] = {}
     for name in dict.fromkeys(model.name for model in first.values()):
         same_name = [model for model in first.values() if model.name == name]
-        for model, text in zip(same_name, _told_apart(name, same_name), strict=True):
+        for model, text in zip(same_name, _told_apart(shown(name), same_name), strict=True):
             while text in label.values():  # another model is really called so
                 text += "*"
             label[model.identity] = text
@@ -44,10 +47,39 @@ def renamed(seen: Sequence[Seen]) -> list[str]:
     first = _first(seen)
     pairs = dict.fromkeys((model.name, first[model.identity].name) for model in seen)
     return [
-        f"{name} is the same model as {other} (weights, tokenizer, dtype and window rule): shown as one, as {other}."
+        f"{shown(name)} is the same model as {shown(other)} (weights, tokenizer, dtype and window rule): shown as one, as"
+        f" {shown(other)}."
         for name, other in pairs
         if name != other
     ]
+
+
+def made_of(anatomy: dict[str, Any]) -> str:
+    """One of KINDS."""
+    layers = anatomy.get("layers", [])
+    attention, recurrent = (any(layer.get(part) for layer in layers) for part in ("attention", "recurrent"))
+    return KINDS[0] if attention and recurrent else KINDS[1] if attention else KINDS[2] if recurrent else KINDS[3]
+
+
+def families(seen: Sequence[Seen], label_of: Sequence[str]) -> list[list[str]]:
+    """Labels of models that are to be compared: of one name, or made of the same layers. Of each such group two and more."""
+    groups: list[tuple[set[str], list[str]]] = []
+    for model, label in zip(seen, label_of, strict=True):
+        anatomy = model.about.get("anatomy")
+        traits = {f"name {model.name}"} | ({f"made {anatomy.get('architecture')} {anatomy['layers']}"} if anatomy else set())
+        same = [group for group in groups if group[0] & traits]
+        joined = [name for group in same for name in group[1]]
+        groups = [group for group in groups if group not in same]
+        groups.append((traits.union(*(group[0] for group in same)), list(dict.fromkeys([*joined, label]))))
+    return [names for _, names in groups if len(names) > 1]
+
+
+def in_order(models: dict[str, dict[str, Any]], related: Sequence[Sequence[str]]) -> dict[str, dict[str, Any]]:
+    """Hybrids before controls, checkpoints of one family beside each other, else as they were met."""
+    at = {label: i for i, label in enumerate(models)}
+    first = {label: min(at[other] for other in family) for family in related for label in family}
+    rank = {label: KINDS.index(made_of(about.get("anatomy") or {})) for label, about in models.items()}
+    return dict(sorted(models.items(), key=lambda item: (rank[item[0]], first.get(item[0], at[item[0]]), at[item[0]])))
 
 
 def _first(seen: Sequence[Seen]) -> dict[tuple[str, ...], Seen]:

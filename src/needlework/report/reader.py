@@ -18,10 +18,12 @@ from needlework.errors import NeedleworkError
 from needlework.interventions import Ranking
 from needlework.receipts import NOTHING_TO_HIDE
 from needlework.report.frame import Frame, Group, Sinks, Watched
-from needlework.report.models import Seen, labels, renamed
+from needlework.report.models import Seen, families, in_order, labels, renamed
+from needlework.report.names import shown
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Row, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
 
+LONGEST_ABOUT = 600
 FORMS = {
     "cloze": "cloze",
     "question": "cloze",
@@ -108,7 +110,7 @@ class _Reader:
             model=label,
             ability=ability,
             kind=kind,
-            task=task,
+            task=shown(task),
             setting=options.setting,
             mode=mode,
             against=options.against if mode == "choices" else "",
@@ -160,7 +162,7 @@ class _Reader:
             counts.nothing_hidden += bool(asked and idle) and finish != "failed"
             if not asked or idle or finish == "failed":
                 continue
-            label, values = label_of.get(model, model), json.loads(scores)
+            label, values = label_of.get(model) or shown(model), json.loads(scores)
             group = self.group_of(label, ability, kind, task, options.get((experiment, task), plain), mode, text, boundary, facts)
             pair = ("", prompt, 0) if prompt else (task, sample, seed)  # what is paired with its baseline
             family = kind.removesuffix("_choice") or task  # tasks of one kind draw one cell's haystack alike
@@ -198,18 +200,27 @@ class _Reader:
         self._add(0, 0, group, (row.model, row.id), row.scoring, ("", row.prompt_id, 0), cluster, values)
 
 
+def opened(directory: Path) -> Store:
+    """A run's store, of which broken text is read as far as it can be: one bad byte must not hide a whole run."""
+    store = Store(directory)
+    store.db.text_factory = lambda data: data.decode("utf-8", "replace")
+    return store
+
+
 def load(directories: Sequence[Path]) -> Frame:
     """Read the stores of these directories, side by side."""
     reader = _Reader()
-    with ExitStack() as opened:
+    with ExitStack() as stack:
         stores = []
         for directory in directories:
-            stores.append(Store(directory))
-            opened.callback(stores[-1].close)
+            stores.append(opened(directory))
+            stack.callback(stores[-1].close)
         warnings = _versions(stores)
         seen = [[Seen(s.directory, name, about) for name, about in (s.meta("models") or {}).items()] for s in stores]
         all_seen = [model for of_store in seen for model in of_store]
-        label_at = dict(zip(((model.directory, model.name) for model in all_seen), labels(all_seen), strict=True))
+        all_labels = labels(all_seen)
+        label_at = dict(zip(((model.directory, model.name) for model in all_seen), all_labels, strict=True))
+        plans = [(shown(str(p.get("name") or "")), str(p.get("about") or "")[:LONGEST_ABOUT]) for p in map(_plan, stores)]
         models: dict[str, dict[str, Any]] = {}
         watched: list[Watched] = []
         sinks: dict[str, list[Sinks]] = {}
@@ -220,11 +231,20 @@ def load(directories: Sequence[Path]) -> Frame:
             reader.read(store, source, label_of)
             watched += _watched(store, label_of)
             for name, rankings in (store.meta("rankings") or {}).items():
-                sinks.setdefault(label_of.get(name, name), []).extend(map(_sinks, rankings, rankings.values()))
+                sinks.setdefault(label_of.get(name) or shown(name), []).extend(map(_sinks, rankings, rankings.values()))
     for group in reader.groups:
         models.setdefault(group.model, {})
+    related = families(all_seen, all_labels)
     notes = [*reader.counts.notes(), *renamed(all_seen)]
-    return _frame(reader, models, watched, list(directories), warnings, notes, sinks)
+    frame = _frame(reader, in_order(models, related), watched, list(directories), warnings, notes, sinks)
+    frame.plans = [plan for plan in dict.fromkeys(plans) if any(plan)]
+    frame.families = [[label for label in frame.models if label in family] for family in related]
+    return frame
+
+
+def _plan(store: Store) -> dict[str, Any]:
+    plan = store.meta("plan")
+    return plan if isinstance(plan, dict) else {}
 
 
 def planned(rows: Iterable[Row], models: dict[str, dict[str, Any]], experiments: Mapping[str, Any]) -> Frame:
@@ -293,6 +313,8 @@ def _frame(
         failed=reader.counts.failed,
         warnings=warnings,
         notes=notes,
+        plans=[],
+        families=[],
         sinks=sinks,
         **picked,
     )
@@ -327,7 +349,7 @@ def _watched(store: Store, label_of: dict[str, str]) -> list[Watched]:
         by_task.setdefault((o.experiment, o.model, o.task), {})[o.layer, o.head] = (o.needle_mass, o.samples)
     for (experiment, model, task), mass in by_task.items():
         options = experiments.get(experiment, {}).get("tasks", {}).get(task, {}).get("options", {})
-        watched = Watched(label_of.get(model, model), task, json.dumps(options, sort_keys=True), mass)
+        watched = Watched(label_of.get(model) or shown(model), shown(task), json.dumps(options, sort_keys=True), mass)
         place = (watched.model, task, watched.setting)
         if place not in most or most[place].samples < watched.samples:
             most[place] = watched

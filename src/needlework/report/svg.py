@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from html import escape
+from itertools import accumulate
 
-from needlework.report.spec import Cell, Dots, Grid, Lines, Panel, Point, Series
+from needlework.report.spec import Cell, Dots, Grid, Lines, Panel, Point, Series, said, span
 from needlework.stats import Estimate, percent, whole_percent
 
 WIDTH = 360
@@ -20,9 +21,10 @@ def draw(panel: Panel, width: int) -> str:
 
 
 def _svg(panel: Panel, height: float, body: Sequence[str], width: int) -> str:
+    kind = ' class="dots"' if isinstance(panel, Dots) else ""
     label = f"{panel.group}: {panel.title}. The table below holds the same numbers."
     return (
-        f'<svg viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg{kind} viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
         + "".join(body)
         + "</svg>"
     )
@@ -98,11 +100,19 @@ def _axes(panel: Lines, left: float, right: float, bottom: float, top: float) ->
         places = sorted({point.x for point in points})
         x = Scale(places[0], max(places[-1], places[0] * 1.01), left + 8, right - 10, log=True)
         x_ticks = [(v, f"{v:g}") for v in places]
+    if panel.signed:
+        end = span(panel)
+        return x, Scale(-end, end, bottom, top), x_ticks, [(v * end, in_points(v * end)) for v in (-1, -0.5, 0, 0.5, 1)]
     if panel.percent:
         most = min(1.3, max([1.0, *(point.y.high for point in points if math.isfinite(point.y.high))]))
         return x, Scale(0, most, bottom, top), x_ticks, [(v / 100, f"{v} %") for v in (0, 25, 50, 75, 100)]
     low, high = min(point.y.low for point in points), max(point.y.high for point in points)
     return x, Scale(low * 0.9, high * 1.1, bottom, top, log=True), x_ticks, log_ticks(low * 0.9, high * 1.1)
+
+
+def in_points(difference: float) -> str:
+    """A difference of shares, in points, with its sign: `+12.5`."""
+    return f"{100 * difference:+.1f}".removesuffix(".0") if difference else "0"
 
 
 def log_ticks(low: float, high: float) -> Ticks:
@@ -128,7 +138,7 @@ def _curve(panel: Lines, series: Series, x: Scale, y: Scale, row: int) -> str:
 
 def _point(panel: Lines, series: Series, p: Point, x: Scale, y: Scale, place: tuple[int, int], stop: bool) -> str:
     where = percent(p.x) + " of the heads" if panel.share_x else f"{p.x:g} tokens"
-    label = f"{series.label}, {where}: {p.y.text('%' if panel.percent else '')}"
+    label = f"{series.label}, {where}: {said(panel, p.y)}"
     hollow = " hollow" if series.dashed else ""
     return (
         f"<g{_mark(p.key, label, stop, place)}><title>{escape(label)}</title>"
@@ -166,7 +176,7 @@ def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wi
     box = f'x="{x + 0.5:.1f}" y="{y + 0.5:.1f}" width="{wide - 1:.1f}" height="{tall - 1:.1f}" rx="2"'
     if cell is None:
         return f'<rect {box} class="empty"/>'
-    share = max(0.0, min(1.0, cell.y.value / panel.top))
+    share = max(0.0, min(1.0, (abs(cell.y.value) if panel.signed else cell.y.value) / panel.top))
     label = f"{panel.row_title} {panel.rows[r]}, {panel.col_title} {panel.cols[c]}: {_value(panel, cell.y)}"
     label += ", out of window" if cell.outside else ""
     half = "hi" if share > 0.5 else "lo"
@@ -174,7 +184,8 @@ def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wi
     shown = ""
     if panel.numbers:
         kind = "on" if share > 0.62 else "off"
-        shown = _text(x + wide / 2, y + tall / 2 + 3.5, whole_percent(cell.y.value), f"value {kind}")
+        value = in_points(cell.y.value) if panel.signed else whole_percent(cell.y.value)
+        shown = _text(x + wide / 2, y + tall / 2 + 3.5, value, f"value {kind}")
     return (
         f"<g{_mark(cell.key, label, r == 0 and c == 0, (r, c))}><title>{escape(label)}</title>"
         f'<rect {box} class="heat {half}" style="--v:{100 * mixed:.0f}%"/>{shown}</g>'
@@ -182,7 +193,7 @@ def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wi
 
 
 def _value(panel: Grid, y: Estimate) -> str:
-    return f"{percent(y.value)}, n = {y.n:,}" if math.isnan(y.low) else y.text()
+    return f"{percent(y.value)}, n = {y.n:,}" if math.isnan(y.low) else said(panel, y)
 
 
 def _window_edge(panel: Grid, left: float, top: float, wide: float, tall: float) -> list[str]:
@@ -201,22 +212,28 @@ def _window_edge(panel: Grid, left: float, top: float, wide: float, tall: float)
 
 
 def _dots(panel: Dots, width: int) -> str:
-    left, right, top, row, bottom = 10, 14, 12, 34, 38
+    left, right, top, bottom = 10, 14, 12, 38
     most = max([1.0, *(dot.y.high for dot in panel.dots if math.isfinite(dot.y.high))])
     least = min([0.0, *(dot.y.low for dot in panel.dots if math.isfinite(dot.y.low))])
-    height = top + row * len(panel.dots) + bottom
-    x = Scale(max(-0.5, least), min(1.5, most), left, width - right)
+    rows = [0.0, *accumulate(15 if next_.follows else 34 for next_ in panel.dots[1:])]
+    height = top + rows[-1] + 34 + bottom
+    x, ticks = Scale(max(-0.5, least), min(1.5, most), left, width - right), [(v / 100, f"{v} %") for v in (0, 25, 50, 75, 100)]
+    if panel.signed:
+        end = span(panel)
+        x, ticks = Scale(-end, end, left + 14, width - right - 14), [(v * end, in_points(v * end)) for v in (-1, -0.5, 0, 0.5, 1)]
     base = height - bottom
     body = []
-    for value in (0.0, 0.25, 0.5, 0.75, 1.0):
-        body += [_line(x(value), top, x(value), base, "rule"), _text(x(value), base + 15, f"{value * 100:.0f} %")]
+    for value, name in ticks:
+        body += [_line(x(value), top, x(value), base, "rule"), _text(x(value), base + 15, name)]
     if panel.level:
         body.append(_line(x(panel.level[0]), top, x(panel.level[0]), base, "guide"))
     for i, dot in enumerate(panel.dots):
-        y = top + row * i + 23
-        label = f"{dot.label}: {dot.y.text()}"
-        body.append(_text(left, y - 10, dot.label, "name", "start"))
-        body.append(_text(width - right, y - 10, whole_percent(dot.y.value) + " %", "name", "end"))
+        y = top + rows[i] + 23
+        label = f"{dot.label}: {said(panel, dot.y)}"
+        if name := panel.drawn(dot):
+            body.append(_text(left, y - 10, name, "name", "start"))
+        share = in_points(dot.y.value) if panel.signed else whole_percent(dot.y.value) + " %"
+        body.append(_text(width - right, y + 4 if panel.legend else y - 10, share, "name", "end"))
         body.append(
             f'<g><g{_mark(dot.key, label, i == 0, (i, 0))}><title>{escape(label)}</title><g class="s{dot.color}">'
             f'<rect class="halo" x="{left}" y="{y - 8}" width="{width - left - right}" height="16"/>'

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Group as Stack
 from rich.console import RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -16,11 +17,13 @@ from needlework.report.conditions import Condition
 from needlework.report.evidence import verdicts
 from needlework.report.frame import Frame, Ints
 from needlework.report.model_trials import ModelTrials, by_model_and_boundary
+from needlework.report.names import shown
+from needlework.report.overview import UNJUDGED
 from needlework.report.reader import load
 from needlework.report.spec import HeaderAndRows
 from needlework.stats import Estimate, percent
 from needlework.terminal import Sheet
-from needlework.verdicts import RULES, Verdict, Word
+from needlework.verdicts import Verdict, Word
 
 HARD_SPACE = "\u00a0"
 LETTERS = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
@@ -28,9 +31,9 @@ SYMBOLS: dict[Word, str] = {
     "supported": "●",
     "not supported": "○",
     "inconclusive": "◐",
-    "not testable": "–",
+    "not testable": "⊘",
     "not run": "·",
-    "does not apply": " ",
+    "does not apply": "–",
 }
 STYLES: dict[Word, str] = {
     "supported": "bold green",
@@ -78,7 +81,7 @@ def _conditions(trials: ModelTrials) -> list[tuple[str, str]]:
 
 def unplaced(trials: ModelTrials) -> list[tuple[str, str]]:
     """Interventions that lie on no figure's axis, by their texts."""
-    return [(c.text, c.text) for c in trials.conditions if c.kind in ("other", "attention_block")]
+    return [(shown(c.text, 200), c.text) for c in trials.conditions if c.kind in ("other", "attention_block")]
 
 
 def scores(frame: Frame, conditions: Callable[[ModelTrials], list[tuple[str, str]]] = _conditions) -> HeaderAndRows:
@@ -159,26 +162,39 @@ def summary(directories: Sequence[Path]) -> RenderableType:
     return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_other_tasks(frame), *remarks)
 
 
-def _numbers(frame: Frame) -> Table:
-    """Models as blocks: eighty columns have no room for a column of names."""
+class _Aligned(Sheet):
+    """One of several tables whose columns stand below each other's."""
+
+    def __init__(self, columns: Sequence[str], words: Sequence[str], together: list[_Aligned]) -> None:
+        super().__init__(columns, words=words)
+        self.show_header = not together  # the first of them is the heading of all
+        self.together = together
+        together.append(self)
+
+    def _widths(self) -> tuple[list[int], list[int]]:
+        both = [Sheet._widths(one) for one in self.together]
+        least, most = ([max(widths) for widths in zip(*kind, strict=True)] for kind in zip(*both, strict=True))
+        return least, most
+
+
+def _numbers(frame: Frame) -> RenderableType:
+    """Models as blocks, each under its name: eighty columns have no room for a column of names."""
     columns = ("condition", "retrieval", "forced choice", "cloze", "letter")
-    table = Sheet(columns, "Retrieval and knowledge", words=columns[:1])
-    table.caption = "in-window needles, exact match; 95 % intervals in brackets, n trials"
-    table.caption_justify = "left"
+    together: list[_Aligned] = []
+    shown: list[RenderableType] = [Text("Retrieval and knowledge", "italic"), _Aligned(columns, columns[:1], together)]
     for trials in by_model_and_boundary(frame):
-        labels, rows = [], []
+        rows = []
         for label, text in (c for c in _conditions(trials) if "decode only" not in c[0]):
             known = [trials.knowledge(text, form) for form in ("cloze", "letter")]
             cells = [trials.retrieval(text), *([trials.retrieval(text, "choices"), *known] if trials.judged else [])]
             if any(map(len, cells)):
-                rows.append([_short(trials.accuracy(numbers)) for numbers in cells])
-                labels.append(trials.titled(label))
+                rows.append([trials.titled(label), *(_short(trials.accuracy(numbers)) for numbers in cells)])
         if rows:
-            table.add_row(Text(trials.model, "bold"))
-            for label, shown in zip(labels, rows, strict=True):
-                table.add_row(Text(label), *shown)
-            table.add_section()
-    return table
+            table = _Aligned(columns, columns[:1], together)
+            for row in rows:
+                table.add_row(*map(Text, row))
+            shown += [Text(trials.model, "bold", overflow="fold"), table, Text("")]
+    return Stack(*shown, Text("in-window needles, exact match; 95 % intervals in brackets, n trials\n", "dim"))
 
 
 def _short(e: Estimate) -> str:
@@ -195,24 +211,24 @@ def _other_tasks(frame: Frame) -> list[Table]:
     return [table] if rows else []
 
 
-def _claims(frame: Frame, judged: Sequence[Verdict]) -> Table:
-    """Each claim with its verdicts, and the models that got each."""
+def _claims(frame: Frame, judged: Sequence[Verdict]) -> RenderableType:
+    """Models as blocks: each verdict with its claim, and below it why it fell so. What was not judged takes a line together."""
     failed = f", {frame.failed:,} of them failed" if frame.failed else ""
-    columns = ("claim", "verdict", "models")
-    table = Sheet(columns, "Claims of the paper", words=columns)
-    table.caption = f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint"
-    table.caption_justify = "left"
-    for rule in RULES:
-        models: dict[Word, list[str]] = {word: [] for word in SYMBOLS}
-        for verdict in judged:
-            if verdict.claim == rule.claim:
-                models[verdict.word].append(verdict.model)
-        title = rule.title
-        for word, names in models.items():
-            if names:
-                table.add_row(
-                    title, Text(f"{SYMBOLS[word]} {word}".replace(" ", HARD_SPACE), STYLES[word]), Text(", ".join(names))
-                )
-                title = ""
-        table.add_section()
-    return table
+    shown: list[RenderableType] = [Text("Claims of the paper", "italic")]
+    for model in frame.models:
+        shown.append(Text(model, "bold", overflow="fold"))
+        of_model = [verdict for verdict in judged if verdict.model == model]
+        for verdict in of_model:
+            if verdict.word not in UNJUDGED:
+                said = Text(f"{SYMBOLS[verdict.word]} {verdict.word:<14}".replace(" ", HARD_SPACE), STYLES[verdict.word])
+                shown += [said + Text(verdict.title), Padding(Text(verdict.why, "dim"), (0, 0, 0, 2))]
+        unjudged: dict[tuple[Word, str], list[str]] = {}
+        for verdict in of_model:
+            if verdict.word in UNJUDGED:
+                unjudged.setdefault((verdict.word, verdict.why.partition(": ")[2]), []).append(verdict.title)
+        for (word, why), titles in unjudged.items():
+            reason = f" ({why})" if why != word else ""
+            which = "every claim" if len(titles) == len(of_model) else "; ".join(titles)
+            shown.append(Text(f"{SYMBOLS[word]} {word}{reason}: {which}", STYLES[word]))
+        shown.append(Text(""))
+    return Stack(*shown, Text(f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint", "dim"))

@@ -12,6 +12,7 @@ from needlework.report.browser import Browser
 from needlework.report.captions import figure
 from needlework.report.frame import ALL, ANY_SAMPLE, Frame, Pick, differences
 from needlework.report.model_trials import ModelTrials, by_boundary
+from needlework.report.names import shown
 from needlework.report.spec import Cell, Figure, Grid, HeaderAndRows
 
 APART = ("task", "mode", "kind", "ability", "setting", "against", "boundary", "layout", "form")
@@ -80,5 +81,5 @@ def others(frame: Frame) -> HeaderAndRows:
         for label, pick in task_picks(frame, model, ability=""):
             for text in frame.distinct("text", **{**vars(pick), "text": ALL}):
                 share = trials.accuracy(frame.rows(replace(pick, text=text)))
-                rows.append([model, label, text, share.text()])
+                rows.append([model, label, shown(text, 200), share.text()])
     return header, rows
