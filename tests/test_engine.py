@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -227,7 +228,7 @@ def test_the_share_of_the_work_grows_between_answers(monkeypatch: pytest.MonkeyP
     running = subject.engine.run(requests)
     next(running)
     assert len(shares) == 6, "no answer came before the last step"
-    assert all(0 < a < b < 1 for a, b in zip(shares, shares[1:], strict=False))
+    assert all(0 < a < b < 1 for a, b in pairwise(shares))
     assert subject.engine.share == pytest.approx(1)
     running.close()
     assert subject.engine.share == 0
