@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 
 from needlework.checkup.case import Case, DoesNotApply, Finding
-from needlework.checkup.findings import Check, Checkup
+from needlework.checkup.findings import Check, Checkup, Outcome
 from needlework.checkup.laws import LAWS
 from needlework.checkup.spans import chat_spans, plain_spans, sample
 from needlework.subject import Subject
@@ -65,7 +65,7 @@ def _tried(case: Case, law: str, says: str, check: Callable[[Case], Finding]) ->
     except Exception as error:  # a model that cannot do this cannot be trusted to have done it
         words = (str(error) or type(error).__name__).splitlines()[0]
         return Check(law, says, "fail", words, seconds=time.perf_counter() - start)
-    outcome = found.holds and "pass" or "fail"
+    outcome: Outcome = "pass" if found.holds else "fail"
     return Check(law, says, outcome, found.why, found.measured, found.allowed, time.perf_counter() - start, found.shown)
 
 

@@ -8,13 +8,13 @@ import torch
 
 from needlework.checkup.case import Case, DoesNotApply, Finding, near, worst
 from needlework.checkup.window import window_edge
-from needlework.interventions.attention import AblateAttention, KeepHeads, LimitContext
 from needlework.interventions.base import NONE, Intervention
-from needlework.interventions.memory import AblateRecurrent
+from needlework.interventions.text import parse
 from needlework.requests import Answer, Request
 
 _EFFECT = 1e-5  # standard deviations: what an act moves at least, if it acts at all
-_HIDES_NOTHING = LimitContext(tokens=1 << 30)  # makes attention go needlework's own way, and changes nothing
+_NO_HEADS, _NO_MEMORY = parse("ablate_attention()"), parse("ablate_recurrent()")
+_HIDES_NOTHING = parse(f"limit_context({1 << 30})")  # makes attention go needlework's own way, and changes nothing
 
 
 def idle_is_stock(case: Case) -> Finding:
@@ -41,9 +41,9 @@ def reached(case: Case) -> Finding:
     anatomy = case.anatomy
     silent: Intervention = NONE
     if anatomy.attention_layers:
-        silent = silent + AblateAttention()
+        silent = silent + _NO_HEADS
     if anatomy.recurrent_layers:
-        silent = silent + AblateRecurrent()
+        silent = silent + _NO_MEMORY
     other = case.changed(case.prompt, range(case.tokens - 1))
     a, b = (case.subject.logits([ids], silent)[:, -1] for ids in (case.prompt, other))
     found = case.apart(a, b)
@@ -55,14 +55,15 @@ def reached(case: Case) -> Finding:
 
 def keeping_all_is_identity(case: Case) -> Finding:
     case.need_heads()
-    acts = (KeepHeads(fraction=1.0), KeepHeads(fraction=1.0) + _HIDES_NOTHING)
+    all_heads = parse("keep_heads(fraction=1.0)")
+    acts = (all_heads, all_heads + _HIDES_NOTHING)
     found = max(case.apart(case.subject.logits([case.prompt], act), case.idle) for act in acts)
     return near(found, case.rounding, "k = all against idle, also where needlework computes attention itself")
 
 
 def keeping_none_is_ablation(case: Case) -> Finding:
     case.need_heads()
-    none, ablated = KeepHeads(k=0), AblateAttention()
+    none, ablated = parse("keep_heads(k=0)"), _NO_HEADS
     found = case.apart(*(case.subject.logits([case.prompt], act) for act in (none, ablated)))
     a, b = (case.ask([case.forced(act)])[0].receipt.total("heads_zeroed") for act in (none, ablated))
     if a != b:
@@ -73,7 +74,9 @@ def keeping_none_is_ablation(case: Case) -> Finding:
 def silencing_heads_acts(case: Case) -> Finding:
     case.need_heads()
     layers = {layer.index: len(layer.heads) for layer in case.anatomy.attention_layers}
-    return _each_layer_acts(case, [AblateAttention(layers=[i]) for i in layers], list(layers), "heads_zeroed", layers)
+    return _each_layer_acts(
+        case, [parse(f"ablate_attention(layers=[{i}])") for i in layers], list(layers), "heads_zeroed", layers
+    )
 
 
 def cutting_memory_acts(case: Case) -> Finding:
@@ -81,7 +84,9 @@ def cutting_memory_acts(case: Case) -> Finding:
     if not layers:
         why = case.anatomy.no_mixer_reason or f"{case.anatomy.architecture} has no recurrent layers"
         raise DoesNotApply(why)
-    return _each_layer_acts(case, [AblateRecurrent(layers=[i]) for i in layers], layers, "states_cut", dict.fromkeys(layers, 1))
+    return _each_layer_acts(
+        case, [parse(f"ablate_recurrent(layers=[{i}])") for i in layers], layers, "states_cut", dict.fromkeys(layers, 1)
+    )
 
 
 def _each_layer_acts(
@@ -104,7 +109,7 @@ def _each_layer_acts(
     if not effects[weakest] > least:
         why = f"layer {weakest}: the receipt says that it was silenced, but log-probabilities do not move"
         return Finding(False, why, effects[weakest], least)
-    why = f"each of {len(layers)} layers silenced by itself moves log-probabilities, least of all layer {weakest}; receipts are whole"
+    why = f"each of {len(layers)} layers by itself moves log-probabilities, layer {weakest} least; receipts are whole"
     return Finding(True, why, effects[weakest])
 
 
@@ -136,9 +141,11 @@ def forked_rows_do_not_mix(case: Case) -> Finding:
     """Rows that share one reading of a prompt, each under something else and each saying something else."""
     acts: list[Intervention] = [NONE, NONE]
     if case.anatomy.attention_layers:
-        acts += [AblateAttention(phase="decode"), KeepHeads(k=1, phase="decode"), LimitContext(tokens=4, phase="decode")]
+        acts += map(
+            parse, ("ablate_attention(phase='decode')", "keep_heads(1, phase='decode')", "limit_context(4, phase='decode')")
+        )
     if case.anatomy.recurrent_layers:
-        acts += [AblateRecurrent(phase="decode")]
+        acts.append(parse("ablate_recurrent(phase='decode')"))
     requests = [case.forced(act, after=case.sequence(case.after, seed=10 + i)) for i, act in enumerate(acts)]
     return _together_and_alone(case, requests, f"{len(acts)} rows forked from one prompt")
 
@@ -149,7 +156,7 @@ def batch_is_single(case: Case) -> Finding:
     prompts = [case.prompt, *(case.sequence(n, seed=20 + n) for n in lengths)]
     acts: list[Intervention] = [NONE]
     if case.anatomy.attention_layers:
-        acts.append(KeepHeads(k=1))
+        acts.append(parse("keep_heads(k=1)"))
     requests = [case.forced(act, prompt) for prompt in prompts for act in acts]
     return _together_and_alone(case, requests, f"{len(requests)} requests of {len({len(p) for p in prompts})} lengths")
 

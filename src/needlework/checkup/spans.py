@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from needlework.checkup.case import Case, DoesNotApply, Finding
-from needlework.tasks import toy
+from needlework.tasks import make_task, toy
 from needlework.tasks.base import Item
-from needlework.tasks.niah import KEY, NEEDLE, VALUE, Niah, filled
+from needlework.tasks.niah import KEY, NEEDLE, VALUE, filled
 from needlework.tasks.prompts import MARKER, has_chat, token_ids
 
 _NEIGHBOURS = 3  # tokens shown on either side of a needle
@@ -17,9 +17,10 @@ _NEIGHBOURS = 3  # tokens shown on either side of a needle
 def sample(tokenizer: Any, chat: bool) -> Item:
     """A short needle prompt as experiments ask it, with the needle in the middle."""
     if toy.is_toy(tokenizer):
-        task = Niah(lengths=(64,), depths=(50,))
+        settings: dict[str, Any] = {"lengths": [64]}
     else:
-        task = Niah(lengths=(240,), depths=(50,), reserve_tokens=0, style="chat" if chat else "base")
+        settings = {"lengths": [240], "reserve_tokens": 0, "style": "chat" if chat else "base"}
+    task = make_task({"kind": "niah", "depths": [50], **settings})
     return next(iter(task.items(tokenizer, 0, None, None)))
 
 

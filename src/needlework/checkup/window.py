@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from needlework.checkup.case import Case, DoesNotApply, Finding, near, worst
-from needlework.interventions.attention import LimitContext
 from needlework.interventions.base import NONE, Intervention
+from needlework.interventions.text import parse
 from needlework.requests import Answer, Request
 
 _PAST = 6  # tokens beyond the edge
@@ -45,7 +45,8 @@ def _limited(case: Case, ids: Sequence[int], tokens: int, shown: dict[int, int],
     """Every layer limited to the keys that it shows, or to one fewer."""
     act: Intervention = NONE
     for window in sorted(set(shown.values())):
-        act = act + LimitContext(tokens=window - less, layers=[i for i, keys in shown.items() if keys == window])
+        layers = [i for i, keys in shown.items() if keys == window]
+        act = act + parse(f"limit_context({window - less}, layers={layers})")
     return Request(tuple(ids[:tokens]), act, forced=tuple(ids[tokens:]), boundary="prefill")
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from needlework.errors import NeedleworkError
 from needlework.experiments.export import trial_columns, values
-from needlework.store import Store
+from needlework.store import Store, fingerprint
 
 if TYPE_CHECKING:
     import pandas
@@ -22,6 +22,11 @@ class Result:
 
     directory: Path
     sound: bool  # no trial of the plan failed, and every condition hid something that it was to hide
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash over trial id, tokens and scores: the same plan and seed give the same one. `needlework compare` says more."""
+        return fingerprint(self.directory)
 
     def rows(self) -> pandas.DataFrame:
         """One row for each trial that the plan asks for, with the columns of docs/store.md and each score as `score_NAME`."""
