@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -157,7 +157,9 @@ def run(
     fast: Fast = False,
     memory: Memory = None,
     retry_failed: RetryFailed = False,
+    doctor: Annotated[str, typer.Option(help="Examine each model first, for the record: quick, full or off.")] = "quick",
     plugin: Plugins = [],  # noqa: B006
+    as_json: Json = False,
 ) -> None:
     """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
 
@@ -166,7 +168,15 @@ def run(
     """
     use(plugin)
     limit = read_bytes(memory)
-    result = nw.run(file, out, models=model, fast=fast, memory_bytes=limit, retry_failed=retry_failed, **loading)
+    options: dict[str, Any] = {"memory_bytes": limit, "retry_failed": retry_failed, "doctor": doctor, "progress": not as_json}
+    result = nw.run(file, out, models=model, fast=fast, **options, **loading)
+    if as_json:
+        sound = {name: found.sound for name, found in result.checkups().items()}
+        typer.echo(json.dumps({"directory": str(out), "sound": result.sound, "fingerprint": result.fingerprint, "doctor": sound}))
+    else:
+        say(
+            f"fingerprint {result.fingerprint} (of trial ids, tokens and scores); `needlework compare` holds it against another run"
+        )
     raise typer.Exit(0 if result.sound else FAILED)
 
 

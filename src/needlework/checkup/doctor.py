@@ -13,8 +13,8 @@ from needlework.checkup.laws import LAWS
 from needlework.checkup.spans import chat_spans, plain_spans, sample
 from needlework.subject import Subject
 
-TOKENS, QUICK_TOKENS = 48, 24  # of the prompts that laws are tried on; a window's edge may need longer ones
-AFTER, QUICK_AFTER = 6, 3  # tokens that follow them
+TOKENS, QUICK_TOKENS = 32, 16  # of the prompts that laws are tried on; a window's edge may need longer ones
+AFTER, QUICK_AFTER = 4, 2  # tokens that follow them
 MOST_TOKENS, QUICK_MOST_TOKENS = 4096, 256
 _SPANS: dict[str, tuple[str, Callable[[Case], Finding]]] = {
     "spans": ("a needle's span is the needle, token by token", plain_spans),
@@ -38,7 +38,7 @@ def doctor(subject: Subject, *, quick: bool = False, most_tokens: int | None = N
     tokens, after = (QUICK_TOKENS, QUICK_AFTER) if quick else (TOKENS, AFTER)
     if subject.anatomy.max_tokens is not None:
         longest = min(longest, subject.anatomy.max_tokens - 2 * AFTER)
-    case = Case(subject, max(12, min(tokens, longest)), after, longest, quick, _text(subject))
+    case = Case(subject, min(tokens, longest), after, longest, _text(subject))
     checks = []
     with _told(progress) as tell:
         for law, (says, check) in ALL_LAWS.items():

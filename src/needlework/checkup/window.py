@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from needlework.checkup.case import Case, DoesNotApply, Finding, near, worst
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import parse
@@ -35,7 +32,7 @@ def window_edge(case: Case) -> Finding:
         return Finding(False, wrong)
     idle = case.subject.logits([ids])[0, tokens - 1 : -1]
     rows = case.ask([case.forced(prompt=ids[:tokens], after=ids[tokens:]) for _ in range(2)])  # rows that share their keys
-    found = worst(*(_apart(case, answer, idle, ids[tokens:]) for answer in (whole, *rows)))
+    found = worst(*(case.follows(answer.logprobs, idle, ids[tokens:]) for answer in (whole, *rows)))
     seen = " and ".join(sorted({f"{window} keys" if window else "all keys" for window in windows.values()}))
     why = f"layers show {seen}, as configured; {len(ids)} tokens read at once, with the limit, and decoded past the edge"
     return near(found, case.between_routes, why)
@@ -60,11 +57,6 @@ def _wrong_edge(whole: Answer, fewer: Answer, shown: dict[int, int], tokens: int
                 keys = "more" if hidden > right else "fewer"
                 return f"layer {layer} shows {keys} than {window} keys: a limit of {limit} hid {hidden} pairs, not {right}"
     return ""
-
-
-def _apart(case: Case, answer: Answer, logits: Tensor, said: Sequence[int]) -> float:
-    expected = logits.log_softmax(-1).gather(1, torch.tensor(said, device=logits.device)[:, None])[:, 0].tolist()
-    return worst(*(abs(x - y) for x, y in zip(answer.logprobs, expected, strict=True))) / case.spread
 
 
 def _configured(case: Case) -> set[int]:

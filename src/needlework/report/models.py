@@ -50,6 +50,16 @@ def renamed(seen: Sequence[Seen]) -> list[str]:
     ]
 
 
+def ailing(seen: Sequence[Seen]) -> list[str]:
+    """Models of which the doctor found that a law fails, in words."""
+    told = []
+    for model in seen:
+        failed = [check["law"] for check in model.about.get("checkup", {}).get("checks", ()) if check["outcome"] == "fail"]
+        if failed:
+            told.append(f"{model.name}: the doctor found that laws fail ({', '.join(failed)}): believe no number of this model.")
+    return list(dict.fromkeys(told))
+
+
 def _first(seen: Sequence[Seen]) -> dict[tuple[str, ...], Seen]:
     """Of each identity the one that was met first."""
     first: dict[tuple[str, ...], Seen] = {}

@@ -17,7 +17,7 @@ import numpy as np
 from needlework.errors import NeedleworkError
 from needlework.receipts import NOTHING_TO_HIDE
 from needlework.report.frame import Frame, Group, Watched
-from needlework.report.models import Seen, labels, renamed
+from needlework.report.models import Seen, ailing, labels, renamed
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
 
@@ -195,6 +195,7 @@ def load(directories: Sequence[Path]) -> Frame:
             watched += _watched(store, label_of)
     for group in reader.groups:
         models.setdefault(group.model, {})
+    warnings += ailing(all_seen)
     return _frame(reader, models, watched, list(directories), warnings, [*reader.counts.notes(), *renamed(all_seen)])
 
 

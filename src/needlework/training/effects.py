@@ -34,7 +34,7 @@ def measure(folder: Path, longest: int, per_depth: int = 40, per_subject: int | 
     experiment = Experiment("card", "card", "", ("card",), tasks, grids, (seed,), "decode", None, None, False)
     plan = Plan(Path("card"), "card", "", "", {"card": Model("card", "card", str(folder))}, (experiment,))
     with TemporaryDirectory(prefix="needlework-") as out:
-        run(plan, out, progress=False, tell=False)
+        run(plan, out, progress=False, tell=False, doctor="off")
         store = Store(out)
         try:
             return _figures(list(store.rows()))
