@@ -174,9 +174,7 @@ def run(
         sound = {name: found.sound for name, found in result.checkups().items()}
         typer.echo(json.dumps({"directory": str(out), "sound": result.sound, "fingerprint": result.fingerprint, "doctor": sound}))
     else:
-        say(
-            f"fingerprint {result.fingerprint} (of trial ids, tokens and scores); `needlework compare` holds it against another run"
-        )
+        say(f"fingerprint {result.fingerprint} (of trial ids, tokens and scores); `needlework compare` looks at two runs")
     raise typer.Exit(0 if result.sound else FAILED)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
 
 from needlework.checkup.case import Case, DoesNotApply, Finding, near, worst
 from needlework.checkup.window import window_edge
@@ -23,17 +24,22 @@ def idle_is_stock(case: Case) -> Finding:
 
 
 def causal(case: Case) -> Finding:
-    """Later tokens are changed: nothing before them may move."""
+    """Later tokens are changed: nothing before them may move, however the prompt is read."""
     kept = case.tokens - 4
     other = case.changed(case.prompt, range(kept, case.tokens))
-    routes = {"transformers' own forward": (case.stock(case.prompt), case.stock(other))}
-    routes["needlework, idle"] = (case.idle, case.subject.logits([other]))
+    ways: dict[str, Callable[[Sequence[int]], Tensor]] = {
+        "transformers' own forward": case.stock,
+        "needlework, idle": lambda ids: case.subject.logits([ids]),
+    }
     if case.anatomy.attention_layers:
-        routes["needlework's own attention"] = tuple(case.subject.logits([x], _HIDES_NOTHING) for x in (case.prompt, other))  # type: ignore[assignment]
-    apart = {name: case.apart(a[:, :kept], b[:, :kept]) for name, (a, b) in routes.items()}
-    way = next(name for name, value in apart.items() if value is worst(*apart.values()))
-    why = f"the last 4 of {case.tokens} tokens changed: logits before them, in {len(routes)} ways of reading"
-    return near(apart[way], case.rounding, why, f"{way}: tokens that come later change logits of those before them")
+        ways["needlework's own attention"] = lambda ids: case.subject.logits([ids], _HIDES_NOTHING)
+    found = 0.0
+    for way, read in ways.items():
+        found = worst(found, case.apart(*(read(ids)[:, :kept] for ids in (case.prompt, other))))
+        if not found <= case.rounding:
+            return Finding(False, f"{way}: tokens that come later change the logits before them", found, case.rounding)
+    why = f"the last 4 of {case.tokens} tokens changed, logits before them stay, in {len(ways)} ways of reading"
+    return Finding(True, why, found, case.rounding)
 
 
 def reached(case: Case) -> Finding:
