@@ -85,7 +85,7 @@ def test_the_model_is_as_it_was_afterwards() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ["llama", "recurrent_gemma"])
+@pytest.mark.parametrize("name", ["llama", "recurrent_gemma", pytest.param("lfm2_moe", marks=pytest.mark.slow)])
 def test_half_precision_has_tolerances_of_its_own(name: str, dtype: torch.dtype) -> None:
     found = nw.doctor(nw.wrap(cases.build(name).to(dtype)), quick=True)
     assert [f"{check.law}: {check.why}" for check in found.failed] == []
