@@ -39,11 +39,11 @@ def window_edge(case: Case) -> Finding:
 
 
 def _limited(case: Case, ids: Sequence[int], tokens: int, shown: dict[int, int], less: int) -> Request:
-    """Every layer limited to the keys that it shows, or to one fewer."""
+    """While the prompt is read, every layer limited to the keys that it shows, or to one fewer."""
     act: Intervention = NONE
     for window in sorted(set(shown.values())):
         layers = [i for i, keys in shown.items() if keys == window]
-        act = act + parse(f"limit_context({window - less}, layers={layers})")
+        act = act + parse(f"limit_context({window - less}, layers={layers}, phase='prefill')")
     return Request(tuple(ids[:tokens]), act, forced=tuple(ids[tokens:]), boundary="prefill")
 
 
