@@ -22,6 +22,7 @@ PUBLIC = [
     "Anatomy",
     "Answer",
     "ChangeOutputs",
+    "Checkup",
     "ExposeTokens",
     "Head",
     "Intervention",
@@ -42,6 +43,7 @@ PUBLIC = [
     "TrialError",
     "__version__",
     "calibrate",
+    "doctor",
     "head_score",
     "load",
     "observe",
@@ -53,7 +55,7 @@ PUBLIC = [
     "tasks",
     "wrap",
 ]
-FREE_OF_TORCH = "Answer ChangeOutputs KeepHeads Request Result Store head_score report run sample_key tasks"
+FREE_OF_TORCH = "Answer ChangeOutputs Checkup KeepHeads Request Result Store head_score report run sample_key tasks"
 
 
 def test_these_names_are_public_and_no_others() -> None:

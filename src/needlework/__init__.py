@@ -29,6 +29,8 @@ from needlework.interventions import (
 if TYPE_CHECKING:
     from needlework import tasks
     from needlework.calibration import Means, calibrate
+    from needlework.checkup.doctor import doctor
+    from needlework.checkup.findings import Checkup
     from needlework.experiments.result import Result
     from needlework.experiments.run import run
     from needlework.observation import observe
@@ -41,12 +43,14 @@ __version__ = "0.2.0"
 
 _LAZY = {  # name -> its module: brought in when first used, so that `import needlework` stays quick and free of torch
     "Answer": "requests",
+    "Checkup": "checkup.findings",
     "Means": "calibration",
     "Request": "requests",
     "Result": "experiments.result",
     "Store": "store",
     "Subject": "subject",
     "calibrate": "calibration",
+    "doctor": "checkup.doctor",
     "load": "subject",
     "observe": "observation",
     "report": "report",  # a package that can be called
@@ -64,6 +68,7 @@ __all__ = [
     "Anatomy",
     "Answer",
     "ChangeOutputs",
+    "Checkup",
     "ExposeTokens",
     "Head",
     "Intervention",
@@ -83,6 +88,7 @@ __all__ = [
     "TrialError",
     "__version__",
     "calibrate",
+    "doctor",
     "head_score",
     "load",
     "observe",

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -70,6 +70,24 @@ def ask(
         for i, a in zip(interventions, answers, strict=True)
     ]
     show(answers_table(interventions, answers), rows, as_json)
+
+
+@command("needlework doctor ./my-checkpoint --dtype bfloat16")
+def doctor(
+    model: Model,
+    loading: LoadingOptions,
+    tokens: Annotated[int, typer.Option(min=64, help="The longest prompt: windows that end beyond are not looked at.")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Try on a model the laws that every number rests on: a table of what holds, what fails and what does not apply.
+
+    Exit codes: 0 no law fails; 1 one does, so that no number of this model is to be believed; 2 bad input; 130 stopped.
+    """
+    from needlework.inspection import checkup_table
+
+    found = nw.doctor(nw.load(model, **loading), most_tokens=tokens, progress=True)
+    show(checkup_table(found), found.to_dict(), as_json)
+    raise typer.Exit(0 if found.sound else FAILED)
 
 
 @command("needlework zoo")
@@ -162,7 +180,9 @@ def run(
     fast: Fast = False,
     memory: Memory = None,
     retry_failed: RetryFailed = False,
+    doctor: Annotated[str, typer.Option(help="Examine each model first, for the record: quick, full or off.")] = "quick",
     plugin: Plugins = [],  # noqa: B006
+    as_json: Json = False,
 ) -> None:
     """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
 
@@ -171,8 +191,32 @@ def run(
     """
     use(plugin)
     limit = read_bytes(memory)
-    result = nw.run(file, out, models=model, fast=fast, memory_bytes=limit, retry_failed=retry_failed, **loading)
+    options: dict[str, Any] = {"memory_bytes": limit, "retry_failed": retry_failed, "doctor": doctor, "progress": not as_json}
+    result = nw.run(file, out, models=model, fast=fast, **options, **loading)
+    if as_json:
+        sound = {name: found.sound for name, found in result.checkups().items()}
+        typer.echo(json.dumps({"directory": str(out), "sound": result.sound, "fingerprint": result.fingerprint, "doctor": sound}))
+    else:
+        say(f"fingerprint {result.fingerprint} (of trial ids, tokens and scores); `needlework compare` looks at two runs")
     raise typer.Exit(0 if result.sound else FAILED)
+
+
+@command("needlework compare runs/sweep runs/again")
+def compare(
+    first: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of the same plan.")],
+    tolerance: Annotated[float, typer.Option(min=0, help="Log-probabilities may be so far apart, in nats.")] = 1e-4,
+    as_json: Json = False,
+) -> None:
+    """Say whether two runs are the same: the rows that differ are counted and named.
+
+    Exit codes: 0 the same; 1 not the same; 2 bad input.
+    """
+    from needlework.store import compare as hold_against
+
+    found = hold_against(first, second, tolerance)
+    typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else plain(found.text()))
+    raise typer.Exit(0 if found.same else FAILED)
 
 
 @command("needlework rescore runs/sweep")

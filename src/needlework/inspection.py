@@ -1,4 +1,4 @@
-"""Tables for people: the anatomy of a model, answers side by side, the zoo."""
+"""Tables for people: the anatomy of a model, answers side by side, the zoo, what the doctor found."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from needlework.anatomy import Anatomy
+from needlework.checkup.findings import Checkup
 from needlework.interventions import Intervention
 from needlework.requests import Answer
 from needlework.terminal import Sheet, plain
@@ -119,6 +120,19 @@ def zoo_table(entries: Mapping[str, Any]) -> Group:
 size: parameters. n: tokens of the longest document in training.
 And {smollm2.NAME}, a pretrained Transformer: {smollm2.INSTALL}"""
     return Group(able, left, Text(notes))
+
+
+def checkup_table(checkup: Checkup) -> Group:
+    """One row a law; then what a person should look at themselves, and the result in one sentence."""
+    columns = ("law", "result", "measured", "allowed", "what was seen, or why it does not apply")
+    rows = Sheet(columns, words=(columns[0], columns[1], columns[4]))
+    styles = {"pass": "green", "fail": "bold red", "does not apply": "dim"}
+    for check in checkup.checks:
+        numbers = ["" if value is None else f"{value:.1e}" for value in (check.measured, check.allowed)]
+        rows.add_row(check.law, Text(check.outcome, styles[check.outcome]), *numbers, Text(plain(check.why)))
+    shown = [Text(plain(f"\n{check.law}\n" + "\n".join(check.shown))) for check in checkup.checks if check.shown]
+    unit = Text("\nmeasured, allowed: in standard deviations of the model's logits")
+    return Group(rows, unit, *shown, Text(f"\n{checkup.verdict()}", "" if checkup.sound else "bold red"))
 
 
 def plans_table(plans: Mapping[str, Any]) -> Table:

@@ -78,7 +78,7 @@ def stored_answer(trial: Row) -> Answer:
     """What came back for a row, as far as scores can read it."""
     logs, greedy = tuple(trial.logprobs), tuple(trial.greedy)
     if trial.mode == "generate":
-        return Answer(logprobs=logs, finish="stop", text=trial.output)
+        return Answer(tuple(trial.tokens), logs, finish="stop", text=trial.output)
     options = (logs,) if trial.mode == "perplexity" else tuple((value,) for value in logs)
     return Answer(option_logprobs=options, greedy=greedy)
 

@@ -18,6 +18,7 @@ from needlework.requests import Answer, Request, stop_tokens
 from needlework.tasks.prompts import token_ids
 
 if TYPE_CHECKING:
+    from needlework.checkup.findings import Checkup
     from needlework.engine.budget import Costs
     from needlework.subject import Subject
 
@@ -184,6 +185,11 @@ class LoadedSubject:
         with observe(self.subject, span=span) as watch:
             self.subject.answer(requests)
         return watch.table()
+
+    def checkup(self, quick: bool) -> Checkup:
+        from needlework.checkup.doctor import doctor
+
+        return doctor(self.subject, quick=quick)
 
     def versions(self) -> dict[str, str]:
         import torch

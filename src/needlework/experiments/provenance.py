@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 from needlework.errors import NeedleworkError
+from needlework.experiments.models import LoadedModel, ModelInfo
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Work
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
+from needlework.terminal import say
 
 
 def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
@@ -35,6 +38,8 @@ def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
                 )
     store.set_meta("semantics_version", SEMANTICS_VERSION)
     signed = {name: {**m.identity(), "source": m.model.source, "anatomy": m.anatomy.to_dict()} for name, m in models.items()}
+    for name in signed.keys() & signed_before.keys():
+        signed[name] = {**signed_before[name], **signed[name]}  # what the doctor found of it stays
     store.set_meta("models", {**signed_before, **signed})
     if not plan.adds or store.meta("plan") is None:
         store.set_meta("plan", {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text})
@@ -47,6 +52,36 @@ def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
     else:
         store.set_meta("skipped", [note for work in works for note in work.skipped])
     store.set_meta("experiments", {**known_before, **added})
+
+
+Doctor = Literal["quick", "full", "off"]
+_EXAMINED: dict[str, dict[str, Any]] = {}  # what this process has found already: a model is the same in its next run
+
+
+def examine(store: Store, info: ModelInfo, model: LoadedModel, how: Doctor) -> None:
+    """Record what the doctor finds of a model, once for each state of model and software; say it if a law fails.
+
+    The run goes on all the same: what its numbers are worth stands beside them, in the store and in the report.
+    """
+    if how == "off" or not hasattr(model, "checkup"):  # a source of one's own need not know a doctor
+        return
+    known = store.meta("models")
+    state = {**info.identity(), **model.versions()}
+    found = known[info.name].get("checkup")
+    if found is None or found["identity"] != state or (how == "full" and found["quick"]):
+        key = json.dumps([state, how], sort_keys=True)
+        if key not in _EXAMINED:
+            _EXAMINED[key] = {**model.checkup(how == "quick").to_dict(), "identity": state}
+        found = _EXAMINED[key]
+        known[info.name]["checkup"] = found
+        store.set_meta("models", known)
+    failed = [check for check in found["checks"] if check["outcome"] == "fail"]
+    if failed:
+        laws = "; ".join(f"{check['law']}: {check['why']}" for check in failed)
+        say(
+            f"{info.name}: {len(failed)} laws fail, so believe no number of it (needlework doctor shows more): {laws}",
+            style="red",
+        )
 
 
 def experiments(plan: Plan) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from needlework.checkup.findings import Checkup
 from needlework.errors import NeedleworkError
 from needlework.experiments.export import trial_columns, values
-from needlework.store import Store
+from needlework.store import Store, fingerprint
 
 if TYPE_CHECKING:
     import pandas
@@ -22,6 +23,20 @@ class Result:
 
     directory: Path
     sound: bool  # no trial of the plan failed, and every condition hid something that it was to hide
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash over trial id, tokens and scores: the same plan and seed give the same one. `needlework compare` says more."""
+        return fingerprint(self.directory)
+
+    def checkups(self) -> dict[str, Checkup]:
+        """What the doctor found of each model when this run first loaded it."""
+        store = Store(self.directory)
+        try:
+            about = store.meta("models") or {}
+        finally:
+            store.close()
+        return {name: Checkup.from_dict(model["checkup"]) for name, model in about.items() if "checkup" in model}
 
     def rows(self) -> pandas.DataFrame:
         """One row for each trial that the plan asks for, with the columns of docs/store.md and each score as `score_NAME`."""

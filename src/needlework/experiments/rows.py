@@ -77,6 +77,7 @@ def to_row(
         boundary=trial.boundary if trial.mode == "generate" else "",
         scoring=trial.task.scoring,
         greedy=list(answer.greedy),
+        tokens=list(answer.tokens),
     )
 
 

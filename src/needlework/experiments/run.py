@@ -9,14 +9,14 @@ from contextlib import suppress
 from functools import reduce
 from operator import add
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import rows
 from needlework.experiments.models import DiskModels, LoadedModel, ModelSource
 from needlework.experiments.plan import Plan
 from needlework.experiments.progress import Tracker, summary
-from needlework.experiments.provenance import mark, sign
+from needlework.experiments.provenance import Doctor, examine, mark, sign
 from needlework.experiments.rankings import record
 from needlework.experiments.result import Result
 from needlework.experiments.shipped import get
@@ -55,16 +55,20 @@ def run(
     progress: bool = True,
     tell: bool = True,
     source: ModelSource | None = None,
+    doctor: Doctor = "quick",
 ) -> Result:
     """Run a plan (its path, a shipped one's name, or a loaded Plan) into a directory, or what an earlier run left of it.
 
     `models` replaces the plan's models, `fast` takes its reduced grid; `device`, `dtype`, `window` and `kernels` are as in
     `nw.load` and go before what the plan says of its models. `memory_bytes` limits prompts and answers. `progress` shows
     bars, `tell` says at the end what was left out or failed. `source` brings models that do not come from disk or hub.
+    `doctor` says how each model is examined for the record when it is first loaded: "quick" (seconds), "full" or "off".
 
     Every model is looked at and every trial known before the first one starts: bad input raises before anything is written.
     Each answer is kept as it comes, so that after Ctrl-C, which is passed on, the same call goes on from there.
     """
+    if doctor not in get_args(Doctor):
+        raise NeedleworkError(f"doctor={doctor!r} is not known; choose from {', '.join(get_args(Doctor))}")
     asked = get(plan, fast=fast, models=models, device=device, dtype=dtype, window=window, kernels=kernels)
     source = source or DiskModels(memory_bytes)
     works = [expand(asked, source.look(model)) for model in asked.models.values()]
@@ -76,7 +80,7 @@ def run(
     with claimed(out) as folder:
         store = Store(folder, create=True)
         try:
-            return Result(folder, _into(store, asked, works, source, retry_failed, progress, tell))
+            return Result(folder, _into(store, asked, works, source, retry_failed, progress, tell, doctor))
         except KeyboardInterrupt:
             say(f"everything that was finished is in {folder}; the same command goes on from there")
             raise
@@ -85,14 +89,21 @@ def run(
 
 
 def _into(
-    store: Store, plan: Plan, works: Sequence[Work], source: ModelSource, retry_failed: bool, progress: bool, tell: bool
+    store: Store,
+    plan: Plan,
+    works: Sequence[Work],
+    source: ModelSource,
+    retry_failed: bool,
+    progress: bool,
+    tell: bool,
+    doctor: Doctor,
 ) -> bool:
     """Ask what a store lacks. True if every trial of the plan was answered, and every condition was one."""
     sign(store, plan, works)
     unasked = mark(store, plan, works)
     if retry_failed:
         store.forget_failed(lm_eval=plan.adds)
-    runs = [_ModelRun(store, work) for work in works]
+    runs = [_ModelRun(store, work, doctor) for work in works]
     if again := sum(one.reuse() for one in runs):
         say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
     if not plan.adds:
@@ -117,8 +128,8 @@ def _largest(work: Work) -> Iterator[Prepared]:
 class _ModelRun:
     """One model's trials."""
 
-    def __init__(self, store: Store, work: Work) -> None:
-        self.store, self.work = store, work
+    def __init__(self, store: Store, work: Work, doctor: Doctor) -> None:
+        self.store, self.work, self.doctor = store, work, doctor
         self.model = work.model.name
         self.trials = work.by_id()
         done = store.done()
@@ -139,6 +150,7 @@ class _ModelRun:
         tracker.loads(self.model)
         model = source.load(self.work.model)
         self.versions = self.store.note_versions(model.versions())
+        examine(self.store, self.work.model, model, self.doctor)
         self._rank(model)
         for chunk in pending:
             self._chunk(model, chunk, {trial.id for trial in chunk} - unfinished, tracker)

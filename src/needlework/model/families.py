@@ -22,6 +22,8 @@ class Family:
     deepmind_window: bool = False  # trained with one key more than transformers shows
     continues: bool = False  # its own code takes several tokens at once after a prefill, as the tests show
     mended_mixer: str = ""  # class that does so with the code of `patches.py` only
+    drift: float = 0.0  # how far its own decode lies from its own full forward, in standard deviations of the logits
+    drift_reason: str = ""
 
     def continues_prefill(self, fast: bool) -> bool:
         """Whether several tokens at once may follow a prefill, with stock code or (`fast`) inside `fast_kernels`.
@@ -73,7 +75,6 @@ _NOTHING_ELSE = (
     "lfm2_moe",
     "llama",
     "mamba2",
-    "nemotron_h",
     "olmo_hybrid",
     "qwen3",
     "qwen3_5",
@@ -81,8 +82,8 @@ _NOTHING_ELSE = (
     "qwen3_5_moe_text",
     "qwen3_5_text",
     "qwen3_next",
-    "zamba2",
 )
+_CLAMPED = "prefill clamps the time step at its minimum, single-token decode does not"
 
 FAMILIES: dict[str, Family] = {
     **dict.fromkeys(_NOTHING_ELSE, Family(continues=True)),
@@ -90,6 +91,7 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(("inkling", "inkling_text"), Family(continues=True, no_mixer=_SHORT_CONVOLUTIONS)),
     "hrm_text": Family(continues=True, no_mixer="it recurs over depth, not over tokens"),
     "zaya": Family(continues=True, no_mixer="its convolution sits inside the query, key and value projections"),
+    **dict.fromkeys(("nemotron_h", "zamba2"), Family(continues=True, drift=0.1, drift_reason=_CLAMPED)),
     "minimax": Family(make_cache=_minimax_cache),
     "falcon_mamba": Family(mended_mixer="FalconMambaMixer"),
     "jamba": Family(mended_mixer="JambaMambaMixer"),

@@ -82,6 +82,16 @@ def in_order(models: dict[str, dict[str, Any]], related: Sequence[Sequence[str]]
     return dict(sorted(models.items(), key=lambda item: (rank[item[0]], first.get(item[0], at[item[0]]), at[item[0]])))
 
 
+def ailing(seen: Sequence[Seen]) -> list[str]:
+    """Models of which the doctor found that a law fails, in words."""
+    told = []
+    for model in seen:
+        failed = [check["law"] for check in model.about.get("checkup", {}).get("checks", ()) if check["outcome"] == "fail"]
+        if failed:
+            told.append(f"{model.name}: the doctor found that laws fail ({', '.join(failed)}): believe no number of this model.")
+    return list(dict.fromkeys(told))
+
+
 def _first(seen: Sequence[Seen]) -> dict[tuple[str, ...], Seen]:
     """Of each identity the one that was met first."""
     first: dict[tuple[str, ...], Seen] = {}

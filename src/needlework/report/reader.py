@@ -18,7 +18,7 @@ from needlework.errors import NeedleworkError
 from needlework.interventions import Ranking
 from needlework.receipts import NOTHING_TO_HIDE
 from needlework.report.frame import Frame, Group, Sinks, Watched
-from needlework.report.models import Seen, families, in_order, labels, renamed
+from needlework.report.models import Seen, ailing, families, in_order, labels, renamed
 from needlework.report.names import shown
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Row, Store
 from needlework.tasks.scores import SCORES_VERSION, begins, holds
@@ -234,6 +234,7 @@ def load(directories: Sequence[Path]) -> Frame:
                 sinks.setdefault(label_of.get(name) or shown(name), []).extend(map(_sinks, rankings, rankings.values()))
     for group in reader.groups:
         models.setdefault(group.model, {})
+    warnings += ailing(all_seen)
     related = families(all_seen, all_labels)
     notes = [*reader.counts.notes(), *renamed(all_seen)]
     frame = _frame(reader, in_order(models, related), watched, list(directories), warnings, notes, sinks)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Group as Stack
@@ -47,7 +48,7 @@ STYLES: dict[Word, str] = {
 
 def models(frame: Frame) -> HeaderAndRows:
     """What each model is made of."""
-    header = ["model", "layers", "heads per layer", "window", "parameters", "trials"]
+    header = ["model", "layers", "heads per layer", "window", "parameters", "trials", "doctor"]
     rows = []
     for model in frame.models:
         anatomy = frame.anatomy(model)
@@ -61,9 +62,20 @@ def models(frame: Frame) -> HeaderAndRows:
                 str(frame.window(model) or "none"),
                 f"{parameters:,}" if parameters else "–",
                 f"{frame.count(model):,}",
+                checkup(frame.models[model].get("checkup")),
             ]
         )
     return header, rows
+
+
+def checkup(found: Mapping[str, Any] | None) -> str:
+    """What the doctor found of a model, when, and by which version, in a few words."""
+    if found is None:
+        return "not asked"
+    failed = [check["law"] for check in found["checks"] if check["outcome"] == "fail"]
+    held = sum(check["outcome"] == "pass" for check in found["checks"])
+    result = f"FAILED: {', '.join(failed)}" if failed else f"{held} laws hold"
+    return f"{result} ({'quick, ' if found['quick'] else ''}{found['at'][:10]}, needlework {found['versions']['needlework']})"
 
 
 def _conditions(trials: ModelTrials) -> list[tuple[str, str]]:

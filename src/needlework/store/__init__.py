@@ -1,5 +1,6 @@
 """The store of a run. Whoever reads or writes a run imports from here."""
 
+from needlework.store.comparison import Comparison, compare, fingerprint
 from needlework.store.database import Store
 from needlework.store.disk import StoreError, claimed, is_full, writing
 from needlework.store.rows import (
@@ -21,12 +22,15 @@ __all__ = [
     "SCHEMA_VERSION",
     "SEMANTICS_VERSION",
     "WHOLE_COLUMNS",
+    "Comparison",
     "Observation",
     "Row",
     "Store",
     "StoreError",
     "claimed",
+    "compare",
     "digest",
+    "fingerprint",
     "is_full",
     "writing",
 ]

@@ -64,6 +64,9 @@ class Store:
                 " choose another directory"
             )
         self.db.execute(f"CREATE TABLE IF NOT EXISTS trials ({columns(Row)}, PRIMARY KEY (experiment, model, task, id))")
+        if "tokens" not in {name for _, name, *_ in self.db.execute("PRAGMA table_info(trials)")}:  # a store of before 0.3
+            with suppress(sqlite3.OperationalError):  # another process was faster
+                self.db.execute("ALTER TABLE trials ADD COLUMN tokens TEXT NOT NULL DEFAULT '[]'")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_condition ON trials (experiment, model, task, intervention)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_id ON trials (id)")
         self.db.execute(

@@ -49,6 +49,7 @@ class Row:
     scoring: str = ""  # hash of everything that turns its answer into scores; "" for scores of an older version
     greedy: Sequence[bool] = ()  # of each option: the model would have said it
     asked: int = 1  # 0: the plan that ran last no longer asks for it, so no report counts it
+    tokens: Sequence[int] = ()  # of the answer; none where nothing is generated, and in rows of before this column
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Observation:
 RowKey = tuple[str, str, str, str]  # experiment, model, task, trial id
 Recording = tuple[str, str, str]  # experiment, model, task
 
-JSON_COLUMNS = {"spans", "facts", "scores", "logprobs", "margins", "receipt", "greedy"}
+JSON_COLUMNS = {"spans", "facts", "scores", "logprobs", "margins", "receipt", "greedy", "tokens"}
 _REAL = {"seconds", "needle_mass", "entropy", "copy_score"}
 WHOLE_COLUMNS = {"seed", "prompt_tokens", "layer", "head", "samples", "asked"}
 

@@ -36,7 +36,7 @@ def measure(
     experiment = Experiment("card", "card", "", ("card",), tasks, grids, (seed,), "decode", None, None, False)
     plan = Plan(Path("card"), "card", "", "", {"card": Model("card", "card", str(folder))}, (experiment,))
     with TemporaryDirectory(prefix="needlework-") as out:
-        run(plan, out, progress=progress, tell=False)
+        run(plan, out, progress=progress, tell=False, doctor="off")
         store = Store(out)
         try:
             return _figures(list(store.rows()))

@@ -1,0 +1,181 @@
+"""A model under examination: prompts for it, its own stock forward, and one unit for all differences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from needlework.anatomy import Anatomy
+from needlework.interventions.base import NONE, Intervention
+from needlework.model.probe import attention_switched
+from needlework.model.session import slow_kernel_hints, turn
+from needlework.requests import Answer, Request
+from needlework.subject import Subject
+
+# Standard deviations of the logits that rounding may move one of them by. In half precision a token may even go to another
+# expert, so there the median over tokens is looked at, in single precision the worst token (docs/trust.md).
+ROUNDING = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+
+
+class DoesNotApply(Exception):
+    """The model has no such part, or the law cannot be tried on it; the message says why."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one law came to."""
+
+    holds: bool
+    why: str
+    measured: float | None = None
+    allowed: float | None = None
+    shown: tuple[str, ...] = ()
+
+
+@dataclass
+class Case:
+    """One subject, with a prompt of `tokens` tokens. `most_tokens` is the longest prompt that a law may make of it."""
+
+    subject: Subject
+    tokens: int = 32
+    after: int = 4  # tokens that follow a prompt where a law needs some
+    most_tokens: int = 4096
+    text_ids: tuple[int, ...] = field(default_factory=tuple)  # tokens of real text, where there is a tokenizer
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.subject.anatomy
+
+    @property
+    def rounding(self) -> float:
+        return ROUNDING.get(self.subject.model.dtype, ROUNDING[torch.float32])
+
+    @property
+    def half(self) -> bool:
+        return self.subject.model.dtype in (torch.float16, torch.bfloat16)
+
+    @cached_property
+    def between_routes(self) -> float:
+        """What may lie between tokens read at once and read one by one: some families drift by themselves."""
+        return max(self.rounding, self.subject.body.family.drift)
+
+    @cached_property
+    def prompt(self) -> tuple[int, ...]:
+        return self.sequence(self.tokens)
+
+    @cached_property
+    def idle(self) -> Tensor:
+        """Logits of the prompt with nothing done to the model."""
+        return self.subject.logits([self.prompt])
+
+    @cached_property
+    def spread(self) -> float:
+        """The standard deviation of a token's logits over the vocabulary: the unit of every difference."""
+        return max(float(self.idle.std(-1).mean()), 1e-6)
+
+    def sequence(self, count: int, seed: int = 0) -> tuple[int, ...]:
+        """Token ids: real text where there is some (with `seed` 0), else any that are no special ones."""
+        if seed == 0 and self.text_ids:
+            times = -(-count // len(self.text_ids))
+            return (self.text_ids * times)[:count]
+        special = _special(self.subject)
+        ordinary = [i for i in range(min(self.anatomy.vocabulary, 4096)) if i not in special] or [0]
+        draw = torch.Generator().manual_seed(17 + seed)
+        return tuple(ordinary[i] for i in torch.randint(len(ordinary), (count,), generator=draw).tolist())
+
+    def changed(self, ids: Sequence[int], places: range) -> tuple[int, ...]:
+        """The same tokens with others at these places."""
+        others = self.sequence(len(ids), seed=5)
+        more = self.sequence(len(ids), seed=6)
+        swap = {i: others[i] if others[i] != ids[i] else more[i] for i in places}
+        return tuple(swap.get(i, token) for i, token in enumerate(ids))
+
+    @torch.inference_mode()
+    def stock(self, ids: Sequence[int]) -> Tensor:
+        """Logits of transformers' own forward: its own attention, its own scans, no cache."""
+        model, body = self.subject.model, self.subject.body
+        tensor = torch.tensor([ids], device=body.device)
+        with turn(), slow_kernel_hints(), body.new_memory(1).mounted():  # mounted: no state stays on the model's modules
+            if not body.attention:
+                return _logits(model, tensor)
+            with attention_switched(model, "sdpa"):
+                return _logits(model, tensor)
+
+    def apart(self, a: Tensor, b: Tensor) -> float:
+        """How far two tensors of logits lie apart, in standard deviations."""
+        return self.over_tokens((a.float() - b.float()).abs().flatten(0, -2).max(-1).values.tolist())
+
+    def logprobs_apart(self, a: Answer, b: Answer) -> float:
+        """The same of the log-probabilities of two answers."""
+        return self.over_tokens([abs(x - y) for x, y in zip(_logprobs(a), _logprobs(b), strict=True)])
+
+    def follows(self, logprobs: Sequence[float], logits: Tensor, said: Sequence[int]) -> float:
+        """The same of log-probabilities of some tokens and the logits [tokens, vocabulary] that should give them."""
+        expected = logits.log_softmax(-1).gather(1, torch.tensor(said, device=logits.device)[:, None])[:, 0].tolist()
+        return self.over_tokens([abs(x - y) for x, y in zip(logprobs, expected, strict=True)])
+
+    def over_tokens(self, differences: Sequence[float]) -> float:
+        """One number from a difference for each token. Not a number where one of them is none."""
+        most = worst(*differences)
+        return (median(differences) if self.half and most == most else most) / self.spread
+
+    def ask(self, requests: Sequence[Request]) -> list[Answer]:
+        """Answers, all of which must have come about."""
+        answers = self.subject.answer(requests)
+        failed = next((answer.error for answer in answers if answer.error), "")
+        if failed:
+            raise RuntimeError(failed)
+        return answers
+
+    def forced(self, act: Intervention = NONE, prompt: Sequence[int] = (), after: Sequence[int] = (), **more: Any) -> Request:
+        """Given tokens after a prompt: two answers can then be compared number by number."""
+        follows = tuple(after) or self.sequence(self.after, seed=3)
+        return Request(tuple(prompt) or self.prompt, act, forced=follows, **more)
+
+    def need_heads(self) -> None:
+        if not self.anatomy.attention_layers:
+            raise DoesNotApply(f"{self.anatomy.architecture} has no attention heads")
+
+
+def worst(*values: float) -> float:
+    """The largest difference; one that is no number is worse than any."""
+    return max(values, key=lambda value: float("inf") if value != value else value)
+
+
+def near(measured: float, allowed: float, why: str, otherwise: str = "") -> Finding:
+    """Whether a difference is one of rounding alone. Something that is no number is none."""
+    holds = measured <= allowed
+    return Finding(holds, why if holds else otherwise or why, measured, allowed)
+
+
+def _logits(model: Any, ids: Tensor) -> Tensor:
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits.float()
+        return logits
+    finally:
+        for module in training:
+            module.training = True
+
+
+def _logprobs(answer: Answer) -> list[float]:
+    return [*answer.logprobs, *(value for option in answer.option_logprobs for value in option)]
+
+
+def _special(subject: Subject) -> set[int]:
+    """Token ids that stand for something else than text: ends, padding, images."""
+    known = set(getattr(subject.tokenizer, "all_special_ids", None) or ())
+    config = subject.model.config
+    for part in (config, config.get_text_config(decoder=True)):
+        for name, value in vars(part).items():
+            if "token_id" in name:
+                values = value if isinstance(value, (list, tuple)) else [value]
+                known |= {x for x in values if isinstance(x, int)}
+    return known
