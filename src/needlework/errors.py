@@ -46,5 +46,5 @@ def check_plain(value: Any) -> None:
 def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.5) -> str:
     """The known name that was meant, or all of them."""
     names = sorted(known)
-    near = get_close_matches(word, names, n=1, cutoff=cutoff)
+    near = get_close_matches(word[:MOST_SHOWN], names, n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(names)}"

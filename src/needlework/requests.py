@@ -26,6 +26,7 @@ from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
+MOST_TOKENS = 2**22  # of one prompt or answer: what is longer is a slip of the keyboard
 Finish = Literal["stop", "length", "scored", "failed"]
 
 
