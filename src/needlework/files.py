@@ -41,7 +41,9 @@ def read_text(path: Path | str, cure: str, encoding: str = "utf-8", most: int | 
         with Path(path).open("rb") as file:
             content = file.read() if most is None else file.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a name that holds the character 0
-        raise NeedleworkError(f"{shown(str(path))}: cannot be read ({getattr(error, 'strerror', None) or error}); {cure}") from None
+        raise NeedleworkError(
+            f"{shown(str(path))}: cannot be read ({getattr(error, 'strerror', None) or error}); {cure}"
+        ) from None
     if most is not None and len(content) > most:
         raise NeedleworkError(f"{path}: has more than {most:,} bytes; {cure}")
     try:

@@ -84,7 +84,7 @@ class _Bounded(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         self.depth, self.nodes = self.depth + 1, self.nodes + 1
         if self.depth > _DEEPEST or self.nodes > _MOST_NODES:
-            raise yaml.MarkedYAMLError(problem=_TOO_MUCH, problem_mark=self.peek_event().start_mark)
+            raise yaml.MarkedYAMLError(problem=_TOO_MUCH, problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node

@@ -75,6 +75,7 @@ def look(model: Model) -> ModelInfo:
         weights, words = weights_hash(place), tokenizer_hash(place)
         value_bytes = torch_dtype(model.loading.dtype).itemsize
         body = blueprint(place, model.loading.window)
+        eos = _eos(folder)
         tokenizer = read_tokenizer(folder, gguf)
         if tokenizer is None:
             raise NeedleworkError(
@@ -82,7 +83,7 @@ def look(model: Model) -> ModelInfo:
             )
     except NeedleworkError as error:
         raise model.error(f"model {shown(model.name)}: {error}") from None
-    return ModelInfo(model, weights, words, body.anatomy, tokenizer, _eos(folder), str(place), Costs.of(body, value_bytes))
+    return ModelInfo(model, weights, words, body.anatomy, tokenizer, eos, str(place), Costs.of(body, value_bytes))
 
 
 def locate(model: Model) -> Path:
@@ -104,7 +105,7 @@ def _eos(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         try:
             ends = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, RecursionError, AttributeError):
             continue
         if ends is not None:
             return stop_tokens(ends)

@@ -14,7 +14,6 @@ from needlework.errors import NeedleworkError, check_plain, did_you_mean, shown
 from needlework.interventions.base import NONE, Intervention, combine, registered
 from needlework.interventions.ranking import Ranking
 
-
 MOST_CHARACTERS = 250_000  # of one text, and of all that its ranges stand for a hundred times that
 MOST_BRACES = 100
 _NO_VALUE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what `ast` raises for what is none, or too deep

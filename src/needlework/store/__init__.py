@@ -1,7 +1,7 @@
 """The store of a run. Whoever reads or writes a run imports from here."""
 
 from needlework.store.database import Store
-from needlework.store.disk import StoreError, claimed, is_full, writing
+from needlework.store.disk import StoreError, claimed, is_full, made, writing
 from needlework.store.rows import (
     ANSWER_FINISH,
     JSON_COLUMNS,
@@ -28,5 +28,6 @@ __all__ = [
     "claimed",
     "digest",
     "is_full",
+    "made",
     "writing",
 ]

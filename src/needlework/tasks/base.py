@@ -66,7 +66,7 @@ class Task(BaseModel):
     mode: ClassVar[Mode]
     ability: ClassVar[Ability] = ""  # a subclass may make it a property: then the task's own fields decide
     files: ClassVar[tuple[str, ...]] = ()  # fields that name files (or patterns of them): in a plan, from where the plan is
-    max_new_tokens: int = Field(40, le=MOST_TOKENS)
+    max_new_tokens: int = Field(default=40, le=MOST_TOKENS)
     stop: str | None = None  # a text of one token that ends an answer
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
