@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from needlework.anatomy import Anatomy, Head
-from needlework.errors import NeedleworkError, TrialError
-from needlework.interventions import (
-    NONE,
-    AblateAttention,
-    AblateHeads,
-    AblateRecurrent,
-    ChangeOutputs,
-    ExposeTokens,
-    Intervention,
-    KeepHeads,
-    LimitContext,
-    OnlyHeads,
-    Part,
-    Ranking,
-    ResetState,
-    SwapMemory,
-    head_score,
-    parse,
-    register,
-)
-
 if TYPE_CHECKING:
     from needlework import tasks
+    from needlework.anatomy import Anatomy, Head
     from needlework.calibration import Means, calibrate
     from needlework.checkup.doctor import doctor
     from needlework.checkup.findings import Checkup
+    from needlework.errors import NeedleworkError, TrialError
     from needlework.experiments.result import Result
     from needlework.experiments.run import run
+    from needlework.interventions import (
+        NONE,
+        AblateAttention,
+        AblateHeads,
+        AblateRecurrent,
+        ChangeOutputs,
+        ExposeTokens,
+        Intervention,
+        KeepHeads,
+        LimitContext,
+        OnlyHeads,
+        Part,
+        Ranking,
+        ResetState,
+        SwapMemory,
+        head_score,
+        parse,
+        register,
+    )
     from needlework.observation import observe
     from needlework.report import report
     from needlework.requests import Answer, Request, sample_key
@@ -41,18 +40,39 @@ if TYPE_CHECKING:
 
 __version__ = "0.2.0"
 
-_LAZY = {  # name -> its module: brought in when first used, so that `import needlework` stays quick and free of torch
+_LAZY = {  # name -> its module: brought in when first used, so that `import needlework` is done at once
+    "AblateAttention": "interventions",
+    "AblateHeads": "interventions",
+    "AblateRecurrent": "interventions",
+    "Anatomy": "anatomy",
     "Answer": "requests",
     "Checkup": "checkup.findings",
+    "ChangeOutputs": "interventions",
+    "ExposeTokens": "interventions",
+    "Head": "anatomy",
+    "Intervention": "interventions",
+    "KeepHeads": "interventions",
+    "LimitContext": "interventions",
     "Means": "calibration",
+    "NONE": "interventions",
+    "NeedleworkError": "errors",
+    "OnlyHeads": "interventions",
+    "Part": "interventions",
+    "Ranking": "interventions",
     "Request": "requests",
+    "ResetState": "interventions",
     "Result": "experiments.result",
     "Store": "store",
     "Subject": "subject",
+    "SwapMemory": "interventions",
+    "TrialError": "errors",
     "calibrate": "calibration",
     "doctor": "checkup.doctor",
+    "head_score": "interventions",
     "load": "subject",
     "observe": "observation",
+    "parse": "interventions",
+    "register": "interventions",
     "report": "report",  # a package that can be called
     "run": "experiments.run",
     "sample_key": "requests",

@@ -30,6 +30,7 @@ from needlework.options import (
     command,
     read_bytes,
     show,
+    told,
     use,
 )
 from needlework.terminal import plain, say
@@ -319,9 +320,13 @@ EXAMPLES.append("needlework lm-eval --model needlework --model_args pretrained=D
 @app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
 def lm_eval(context: typer.Context) -> None:
     """Hand over to lm-eval's own command line, with the model type `needlework` registered."""
-    from needlework.lmeval.model import main as run
+    with told():
+        from needlework.lmeval import demand_lm_eval
 
-    run(context.args)
+        demand_lm_eval()
+        from needlework.lmeval.model import main as run
+
+        run(context.args)
 
 
 def _say_version(wanted: bool) -> None:

@@ -11,6 +11,9 @@ from rich.console import Console
 
 from needlework import zoo
 from needlework.experiments import shipped
+from needlework.files import whole
+from needlework.store import made, writing
+from needlework.terminal import say
 
 
 def demo(out: Path, **loading: Any) -> bool:
@@ -26,14 +29,14 @@ def demo(out: Path, **loading: Any) -> bool:
     from needlework.experiments.run import run
     from needlework.report import summary
 
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "plan.yaml"
-    path.write_text(yaml.safe_dump(plan, sort_keys=False, width=120), encoding="utf-8")
+    path = made(out) / "plan.yaml"
+    with writing(out), whole(path) as file:
+        file.write(yaml.safe_dump(plan, sort_keys=False, width=120))
     start = time.perf_counter()
     result = run(path, out, **loading)
     report = result.report()
     console.print(summary([out]))
-    console.print(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", soft_wrap=True)
+    say(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", stderr=False)
     return result.sound
 
 

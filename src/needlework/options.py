@@ -6,6 +6,7 @@ import functools
 import inspect
 import json
 import re
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, shown
 from needlework.terminal import say
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
@@ -47,7 +48,7 @@ _LOADING = {
     "window": Window,
     "kernels": Annotated[str | None, _option(help="fast (default), or stock: transformers' own scans.")],
 }
-_THREADS = Annotated[int | None, _option(min=1, help="Processor threads that torch may use.")]
+_THREADS = Annotated[int | None, _option(min=1, max=4096, help="Processor threads that torch may use.")]
 LoadingOptions = dict[str, Any]  # those of _LOADING that were given: a command with such a parameter has all these options
 
 
@@ -61,19 +62,35 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
 
         @functools.wraps(body)
         def run(*args: Any, **kwargs: Any) -> None:
-            try:
+            with told():
                 body(*args, **kwargs)
-            except NeedleworkError as error:
-                say(f"error: {error}", style="red")
-                raise typer.Exit(BAD_INPUT) from None
-            except KeyboardInterrupt:
-                say("stopped")
-                raise typer.Exit(STOPPED) from None
 
         app.command(name)(run)
         return function
 
     return decorate
+
+
+@contextmanager
+def told() -> Iterator[None]:
+    """What a command was refused, as a line and an exit code. Anything else is a fault of ours, and keeps its traceback."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, a stop is passed on to whoever must tidy up
+    try:
+        yield
+    except NeedleworkError as error:
+        say(f"error: {error}", style="red")
+        raise typer.Exit(BAD_INPUT) from None
+    except OSError as error:  # a name that is too long, a place that may not be written, a disk that is full
+        where = f" ({shown(str(error.filename))})" if error.filename else ""
+        say(f"error: {error.strerror or error}{where}; give another path, or make room there", style="red")
+        raise typer.Exit(BAD_INPUT) from None
+    except MemoryError as error:
+        why = f" ({error})" if str(error) else ""
+        say(f"error: out of memory{why}; choose a smaller model or plan, or a smaller --memory", style="red")
+        raise typer.Exit(BAD_INPUT) from None
+    except KeyboardInterrupt:
+        say("stopped")
+        raise typer.Exit(STOPPED) from None
 
 
 def _with_loading(function: Callable[..., None]) -> Callable[..., None]:
@@ -114,7 +131,7 @@ def read_bytes(text: str | None) -> int | None:
         return None
     match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
     if not match or float(match[1]) <= 0:
-        raise NeedleworkError(f"--memory {text!r} is no amount of memory; write e.g. 8GiB or 500MiB")
+        raise NeedleworkError(f"--memory {shown(text)} is no amount of memory; write e.g. 8GiB or 500MiB")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import index
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from needlework.anatomy import Anatomy
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, shown
 from needlework.interventions.acts import (
     Act,
     ClearState,
@@ -26,6 +26,7 @@ from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
+MOST_TOKENS = 2**22  # of one prompt or answer: what is longer is a slip of the keyboard
 Finish = Literal["stop", "length", "scored", "failed"]
 
 
@@ -47,7 +48,12 @@ class Request:
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):
             raise NeedleworkError(f"a request holds token ids, not text: Request(subject.encode({self.prompt!r}), ...)")
-        object.__setattr__(self, "prompt", tuple(self.prompt))
+        object.__setattr__(self, "prompt", _tokens(self.prompt, "the prompt"))
+        object.__setattr__(self, "forced", _tokens(self.forced, "forced"))
+        for field_name in ("spans", "twins"):
+            if not isinstance(getattr(self, field_name), Mapping):
+                raise NeedleworkError(f"{field_name} is a mapping from names, not {shown(getattr(self, field_name))}")
+        object.__setattr__(self, "options", tuple(_tokens(option, "an option") for option in _listed(self.options, "options")))
         object.__setattr__(self, "intervention", as_intervention(self.intervention))
 
     @property
@@ -175,7 +181,11 @@ def stop_tokens(
 
     `eos` is as configurations have it (one id, several or none); `encode` turns a text into token ids.
     """
-    ends = {eos} if isinstance(eos, int) else set(eos or ())
+    ends = set()
+    for end in [eos] if isinstance(eos, int) else eos if isinstance(eos, (list, tuple, set, frozenset)) else [eos] if eos else ():
+        if isinstance(end, bool) or not isinstance(end, int):
+            raise NeedleworkError(f"eos_token_id: {shown(end)} is no token id; correct generation_config.json or config.json")
+        ends.add(end)
     for stop in stops:
         if isinstance(stop, str):
             if encode is None:
@@ -212,6 +222,22 @@ def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared
     return prepared
 
 
+def _listed(given: object, what: str) -> Iterable[Any]:
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        raise NeedleworkError(f"{what} is a list, not {shown(given)}")
+    return given
+
+
+def _tokens(given: object, what: str) -> tuple[int, ...]:
+    """Token ids as plain whole numbers."""
+    if type(given) is tuple and all(type(token) is int for token in given):
+        return given
+    try:
+        return tuple(map(index, _listed(given, what)))
+    except TypeError:
+        raise NeedleworkError(f"{what}: {shown(given)} holds what is no token id; token ids are whole numbers") from None
+
+
 def check_tokens(tokens: Sequence[int], anatomy: Anatomy, what: str = "the prompt") -> None:
     """Refuse token ids that the model does not have, and none at all."""
     if not len(tokens):
@@ -228,19 +254,21 @@ def _check_values(request: Request, anatomy: Anatomy) -> None:
         check_tokens(request.forced, anatomy, "forced")
     for option in request.options:
         check_tokens(option, anatomy, "an option")
-    if not isinstance(request.max_new_tokens, Integral) or (request.max_new_tokens < 1 and not request.forced):
-        raise NeedleworkError(f"max_new_tokens={request.max_new_tokens!r} must be a whole number, at least 1")
+    wanted = request.max_new_tokens
+    if not isinstance(wanted, Integral) or not (wanted >= 1 or request.forced) or wanted > MOST_TOKENS:
+        raise NeedleworkError(f"max_new_tokens={shown(wanted)} must be a whole number, at least 1 and at most {MOST_TOKENS:,}")
     if request.boundary not in get_args(Phase):
         raise NeedleworkError(
             f"boundary={request.boundary!r} is not known; choose 'decode' or 'prefill': who reads the last prompt token"
         )
     count = len(request.prompt)
     for name, ranges in request.spans.items():
-        for part in ranges:
-            if not (isinstance(part, Sequence) and len(part) == 2 and 0 <= part[0] < part[1] <= count):
+        for part in _listed(ranges, f"span {name!r}"):
+            whole = isinstance(part, Sequence) and len(part) == 2 and all(isinstance(edge, Integral) for edge in part)
+            if not (whole and 0 <= part[0] < part[1] <= count):
                 raise NeedleworkError(
-                    f"span {name!r}: {part!r} lies outside the prompt of {count} tokens or is no range; give (start, end) pairs"
-                    f" with 0 <= start < end <= {count}, e.g. {{{name!r}: [(0, {count})]}}"
+                    f"span {name!r}: {shown(part)} lies outside the prompt of {count} tokens or is no range; give (start, end)"
+                    f" pairs with 0 <= start < end <= {count}, e.g. {{{name!r}: [(0, {count})]}}"
                 )
 
 
@@ -275,6 +303,7 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
 
 def _twin(swap: SwapHalf, request: Request, anatomy: Anatomy) -> tuple[int, ...]:
     twin = swap.twin if isinstance(swap.twin, tuple) else request.twins.get(swap.twin)
+    twin = None if twin is None else _tokens(twin, "swap_memory: the twin")
     if twin is None:
         known = ", ".join(sorted(request.twins)) or "none"
         raise NeedleworkError(f"swap_memory: the request has no twin {swap.twin!r} (it has: {known}); pass twins={{...}}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from needlework.anatomy import Anatomy
 from needlework.engine.engine import Engine
 from needlework.engine.score import logits
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, check_plain
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
@@ -134,6 +134,7 @@ class Subject:
                 return tuple(map(index, prompt))
             except TypeError:
                 raise NeedleworkError(f"{prompt!r} is neither text nor a list of token ids; one prompt is [prompt]") from None
+        check_plain(prompt)
         if self.tokenizer is None:
             raise NeedleworkError("this model was loaded without a tokenizer; give token ids instead of text")
         return tuple(self.tokenizer(prompt, add_special_tokens=not continuation)["input_ids"])
@@ -213,7 +214,7 @@ def own_dtype(source: str | Path, revision: str | None = None, trust_remote_code
 
     try:
         config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError):
+    except Exception:
         return "float32"  # whatever is wrong, loading says it better
     named = config.get_text_config(decoder=True).dtype or config.dtype
     if named is None:

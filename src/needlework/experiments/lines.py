@@ -8,11 +8,14 @@ from typing import Any
 
 import yaml
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, check_plain, shown
+from needlework.files import read_text
 
 Place = tuple[str | int, ...]
 _MOST_NODES = 100_000  # aliases can make a small file huge; no honest plan comes near
 _DEEPEST = 40
+_TOO_MUCH = "the file holds too much or is too deep; aliases may not point to what holds them"
+_MOST_BYTES = 1_000_000  # of a file: longer texts belong into files of their own, which a plan names
 
 
 class PlanError(NeedleworkError):
@@ -24,6 +27,7 @@ class YamlFile:
     """The plain data of a YAML file, and the line of every value by its place."""
 
     path: Path
+    text: str = ""
     data: Any = None
     lines: dict[Place, int] = field(default_factory=dict)
 
@@ -41,13 +45,12 @@ def read(path: str | Path) -> YamlFile:
     """Read a file as plain data; any fault of reading or of YAML is a PlanError."""
     file = YamlFile(Path(path))
     try:
-        text = file.path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise PlanError(f"{path}: cannot be read ({error.strerror}); give the path of a plan file") from None
-    except UnicodeDecodeError as error:
-        raise PlanError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        text = read_text(path, "give the path of a plan file", most=_MOST_BYTES)
+    except NeedleworkError as error:
+        raise PlanError(str(error)) from None
+    file.text = text
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        node = yaml.compose(text, Loader=_Bounded)
         if node is None:
             raise PlanError(f"{path}:1: the file is empty; a plan needs at least models and experiments")
         _Reader(file).read(node)
@@ -73,6 +76,20 @@ def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
     return f"{error.problem or error.context}{hint}"
 
 
+class _Bounded(yaml.SafeLoader):
+    """Stops at what is too much or too deep while it reads, not afterwards: that would take minutes, or all of the stack."""
+
+    depth = nodes = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.depth, self.nodes = self.depth + 1, self.nodes + 1
+        if self.depth > _DEEPEST or self.nodes > _MOST_NODES:
+            raise yaml.MarkedYAMLError(problem=_TOO_MUCH, problem_mark=self.peek_event().start_mark)  # type: ignore[no-untyped-call]
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
 class _Reader:
     """Builds the data of one file node by node."""
 
@@ -88,16 +105,20 @@ class _Reader:
         self.nodes += 1
         self.file.lines.setdefault(place, node.start_mark.line + 1)
         if self.nodes > _MOST_NODES or len(place) > _DEEPEST:
-            raise self.file.error(place, "the file holds too much or is too deep; aliases may not point to what holds them")
+            raise self.file.error(place, _TOO_MUCH)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, place)
         if isinstance(node, yaml.SequenceNode):
             return [self._value(item, (*place, i)) for i, item in enumerate(node.value)]
         try:
-            return self.loader.construct_object(node, deep=True)
-        except (yaml.YAMLError, ValueError) as error:
-            reason = getattr(error, "problem", None) or error
-            raise self.file.error(place, f"cannot read the value {node.value!r}: {reason}") from None
+            value = self.loader.construct_object(node, deep=True)
+            check_plain(value)
+            return value
+        except NeedleworkError as error:
+            raise self.file.error(place, str(error)) from None
+        except Exception as error:  # a tag that does not fit its value: PyYAML's constructors raise whatever comes up
+            reason = getattr(error, "problem", None) or (error if isinstance(error, ValueError) else f"it is no {node.tag}")
+            raise self.file.error(place, f"cannot read the value {shown(node.value)}: {reason}") from None
 
     def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
         made: dict[str, Any] = {}
@@ -106,9 +127,9 @@ class _Reader:
             self.file.lines.pop((*place, "<key>"), None)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
-                raise PlanError(f"{self.file.path}:{line}: the key {key_node.value!r} is not text; put it in quotes")
+                raise PlanError(f"{self.file.path}:{line}: the key {shown(key_node.value)} is not text; put it in quotes")
             if key in made:
-                raise PlanError(f"{self.file.path}:{line}: the key {key!r} occurs twice; keep one")
+                raise PlanError(f"{self.file.path}:{line}: the key {shown(key)} occurs twice; keep one")
             self.file.lines[(*place, key)] = line
             made[key] = self._value(value_node, (*place, key))
         return made

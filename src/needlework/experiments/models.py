@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from needlework.anatomy import Anatomy
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, shown
 from needlework.experiments.plan import Model
 from needlework.model.files import fetch, read_tokenizer, tokenizer_hash, weights_hash
 from needlework.requests import Answer, Request, stop_tokens
@@ -75,14 +76,15 @@ def look(model: Model) -> ModelInfo:
         weights, words = weights_hash(place), tokenizer_hash(place)
         value_bytes = torch_dtype(model.loading.dtype).itemsize
         body = blueprint(place, model.loading.window)
+        eos = _eos(folder)
         tokenizer = read_tokenizer(folder, gguf)
         if tokenizer is None:
             raise NeedleworkError(
                 f"{place} is without a tokenizer, and tasks need one; save it there with tokenizer.save_pretrained(...)"
             )
     except NeedleworkError as error:
-        raise model.error(f"model {model.name!r}: {error}") from None
-    return ModelInfo(model, weights, words, body.anatomy, tokenizer, _eos(folder), str(place), Costs.of(body, value_bytes))
+        raise model.error(f"model {shown(model.name)}: {error}") from None
+    return ModelInfo(model, weights, words, body.anatomy, tokenizer, eos, str(place), Costs.of(body, value_bytes))
 
 
 def locate(model: Model) -> Path:
@@ -90,12 +92,12 @@ def locate(model: Model) -> Path:
     from needlework import zoo
 
     here = Path(model.source).expanduser()
-    if here.is_dir() or here.is_file():
+    if os.path.isdir(here) or os.path.isfile(here):
         return here
     if model.source in zoo.names() or "/" not in model.source:
         return zoo.path(model.source)  # raises with the nearest name
     if here.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
-        raise NeedleworkError(f"there is no {model.source}; give a model directory, a .gguf file, a zoo name or a hub id")
+        raise NeedleworkError(f"there is no {shown(model.source)}; give a model directory, a .gguf file, a zoo name or a hub id")
     return fetch(model.source, model.revision)
 
 
@@ -104,7 +106,7 @@ def _eos(folder: Path) -> frozenset[int]:
     for name in ("generation_config.json", "config.json"):
         try:
             ends = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError, RecursionError, AttributeError):
             continue
         if ends is not None:
             return stop_tokens(ends)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from glob import glob
+from glob import iglob
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from needlework.errors import NeedleworkError, did_you_mean
+from needlework.errors import NeedleworkError, did_you_mean, shown
 from needlework.experiments.lines import Place, PlanError, YamlFile, read
 from needlework.experiments.rankings import METHODS
 from needlework.experiments.schema import (
@@ -141,18 +142,13 @@ def _explain(error: ValidationError, file: YamlFile) -> PlanError:
         place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
         where = ".".join(map(str, place))
         if fault["type"] == "extra_forbidden":
-            message = f"unknown key {place[-1]!r}: {did_you_mean(str(place[-1]), keys_at(place[:-1]))}"
+            message = f"unknown key {shown(place[-1])}: {did_you_mean(str(place[-1]), keys_at(place[:-1]))}"
         elif fault["type"] == "missing":
             message = f"the key {place[-1]!r} is missing" + (f" in {'.'.join(map(str, place[:-1]))}" if place[1:] else "")
         else:
-            message = f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {_short(fault['input'])})"
+            message = f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {shown(fault['input'])})"
         faults.append((file.line(place), message))
     return PlanError("\n".join(f"{file.path}:{line}: {message}" for line, message in sorted(set(faults))))
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 @dataclass
@@ -170,17 +166,14 @@ class _Builder:
         experiments = []
         for name, spec in self.content.experiments.items():
             if not NAME.fullmatch(name):
-                raise self.file.error(("experiments", name), f"{name!r} is no name; {NAME_RULE}")
+                raise self.file.error(("experiments", name), f"{shown(name)} is no name; {NAME_RULE}")
             if not (self.fast and spec.fast and spec.fast.skip):
                 experiments.append(self._experiment(name, spec))
         if not experiments:
             raise self.file.error(("experiments",), "--fast skips every experiment of this plan")
-        text = self.file.path.read_text(encoding="utf-8")
         name = self.content.name or self.file.path.stem
-        about, rankings = (
-            self.content.about,
-            {name: self._ranking(name, spec) for name, spec in (self.content.rankings or {}).items()},
-        )
+        rankings = {name: self._ranking(name, spec) for name, spec in (self.content.rankings or {}).items()}
+        about, text = self.content.about, self.file.text
         return Plan(self.file.path, name, about, text, self.models, tuple(experiments), self.fast, rankings)
 
     def _ranking(self, name: str, spec: RankingFile) -> RankingSource:
@@ -240,7 +233,7 @@ class _Builder:
     def _model(self, spec: ModelFile, at: str) -> str:
         source = spec.source
         beside = self.file.path.parent / source
-        if at != "--model" and not Path(source).is_absolute() and beside.exists():
+        if at != "--model" and not Path(source).is_absolute() and os.path.exists(beside):
             source = str(beside)  # paths in a plan are read from where the plan is
         name = spec.name or Path(source.rstrip("/")).name or source
         model = Model(at, name, source, spec.loading, spec.revision)
@@ -266,10 +259,10 @@ class _Builder:
             raise self.file.error(place, "a task is its name, or a mapping with kind: NAME and the task's options")
         name = options.get("name", options["kind"])
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise self.file.error((*place, "name"), f"{name!r} is no name; {NAME_RULE}")
+            raise self.file.error((*place, "name"), f"{shown(name)} is no name; {NAME_RULE}")
         optional = options.get("optional", False)
         if not isinstance(optional, bool):
-            raise self.file.error((*place, "optional"), f"optional is true or false (got {_short(optional)})")
+            raise self.file.error((*place, "optional"), f"optional is true or false (got {shown(optional)})")
         options = {key: value for key, value in options.items() if key not in ("name", "optional")}
         try:
             task = self._beside(self.make_task(options))
@@ -284,13 +277,13 @@ class _Builder:
     def _beside(self, task: Task) -> Task:
         """The task with its files read from where the plan is, if they are there; else from where the command runs."""
         beside = {key: self.file.path.parent / value for key in task.files if (value := getattr(task, key))}
-        moved = {key: str(path) for key, path in beside.items() if path.exists() or glob(str(path), recursive=True)}
+        moved = {key: str(path) for key, path in beside.items() if os.path.exists(path) or any(iglob(str(path), recursive=True))}
         return task.model_copy(update=moved) if moved else task
 
     def _bad_task(self, error: ValidationError, place: Place, kind: str) -> PlanError:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
-        message = f"task {kind!r}: {where}: {fault['msg']} (got {_short(fault['input'])})"
+        message = f"task {kind!r}: {where}: {fault['msg']} (got {shown(fault['input'])})"
         return self.file.error((*place, *fault["loc"]), message)
 
     def _grid(self, place: Place, text: str) -> Grid:

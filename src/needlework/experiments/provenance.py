@@ -23,7 +23,8 @@ def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
             " its answers mean something else; choose another directory"
         )
     models = {work.model.name: work.model for work in works}
-    signed_before = store.meta("models") or {}
+    with_rows = {model for (model,) in store.db.execute("SELECT DISTINCT model FROM trials")}
+    signed_before = {name: known for name, known in (store.meta("models") or {}).items() if name in with_rows}
     for name, identity in signed_before.items():
         if name not in models and not plan.adds:
             raise NeedleworkError(

@@ -75,14 +75,13 @@ def run(
     for work in works:
         if work.model.costs is not None:
             work.model.costs.check(source.memory_bytes, _largest(work))
-    if Path(out).exists() and not Path(out).is_dir():
-        raise NeedleworkError(f"{out} is a file; give a directory")
     with claimed(out) as folder:
         store = Store(folder, create=True)
         try:
             return Result(folder, _into(store, asked, works, source, retry_failed, progress, tell, doctor))
         except KeyboardInterrupt:
-            say(f"everything that was finished is in {folder}; the same command goes on from there")
+            if store.done():
+                say(f"everything that was finished is in {folder}; the same command goes on from there")
             raise
         finally:
             store.close()

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, shown
 from needlework.interventions.acts import Phase
+from needlework.requests import MOST_TOKENS
 
-NAME = re.compile(r"[\w.+-]+")
-NAME_RULE = "use letters, digits and . _ + -"
+NAME = re.compile(r"[\w.+-]{1,200}")
+NAME_RULE = "use letters, digits and . _ + -, at most 200 of them"
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Window = Literal["transformers", "deepmind"]
 Kernels = Literal["fast", "stock"]
 Count = Annotated[int, Field(ge=1, strict=True)]
+NewTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS, strict=True)]
 
 
 def _seeds(value: Any) -> Any:
@@ -79,11 +81,11 @@ def model_option(text: str) -> ModelFile:
     if not text:
         raise NeedleworkError("--model is empty; give a directory, a .gguf file, a hub id or a name from `needlework zoo`")
     name, equals, source = text.partition("=")
-    if not equals or "/" in name or "\\" in name or Path(text).expanduser().exists():
+    if not equals or "/" in name or "\\" in name or os.path.exists(os.path.expanduser(text)):
         return ModelFile(source=text)
     if not NAME.fullmatch(name) or not source:
-        wrong = f"{name!r} is no name; {NAME_RULE}" if source else "there is nothing after the '='"
-        raise NeedleworkError(f"--model {text!r}: {wrong}; write --model NAME=PATH, or ./{text} for a path with a '='")
+        wrong = f"{shown(name)} is no name; {NAME_RULE}" if source else "there is nothing after the '='"
+        raise NeedleworkError(f"--model {shown(text)}: {wrong}; write --model NAME=PATH, or ./{text[:60]} for a path with a '='")
     return ModelFile(source=source, name=name)
 
 
@@ -97,7 +99,7 @@ class Settings(Strict):
     models: Models | None = None
     seeds: Seeds | None = None
     boundary: Phase | None = None
-    max_new_tokens: Count | None = None
+    max_new_tokens: NewTokens | None = None
     limit: Count | None = None  # at most this many samples of each task and seed, spread evenly
 
 

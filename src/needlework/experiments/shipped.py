@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from needlework.errors import NeedleworkError, did_you_mean
+from needlework.errors import NeedleworkError, did_you_mean, shown
 from needlework.experiments.lines import PlanError
 from needlework.experiments.plan import Plan, load
 
@@ -35,14 +36,14 @@ def names() -> dict[str, Path]:
 def find(plan: str | Path) -> Path:
     """The file of a plan: a file wins over a shipped plan of the same name."""
     path, known = Path(plan), names()
-    if path.is_file():
+    if os.path.isfile(path):
         return path
     if str(plan) in known:
         return known[str(plan)]
-    if path.exists():  # a directory, say: reading it tells what is wrong
+    if os.path.exists(path):  # a directory, say: reading it tells what is wrong
         return path
     beside = [str(file) for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
-    raise PlanError(f"no file and no shipped plan is called {str(plan)!r}; {did_you_mean(str(plan), [*known, *beside])}")
+    raise PlanError(f"no file and no shipped plan is called {shown(str(plan))}; {did_you_mean(str(plan), [*known, *beside])}")
 
 
 def get(plan: str | Path | Plan, *, fast: bool = False, models: Sequence[str] = (), **loading: Any) -> Plan:

@@ -6,10 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
 from needlework.errors import NeedleworkError, did_you_mean
+from needlework.experiments.extent import MOST_SAMPLES, Extent
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
@@ -163,10 +165,12 @@ def expand(plan: Plan, model: ModelInfo) -> Work:
 class _Expander:
     def __init__(self, work: Work, sources: Mapping[str, RankingSource]) -> None:
         self.work, self.model, self.sources = work, work.model, sources
+        self._extent = Extent()
         self._samples_of: dict[tuple[str, str, int], list[tuple[Item, str]]] = {}
 
     def add(self, experiment: Experiment) -> None:
         chosen = self._interventions(experiment)
+        self._extent.add(experiment, self.model.name, len(chosen))
         for named in experiment.tasks:
             try:
                 new_tokens, stop = self._ending(named, experiment.max_new_tokens)
@@ -280,7 +284,10 @@ class _Expander:
         if key not in self._samples_of:
             anatomy = self.model.anatomy
             try:
-                items = list(named.task.items(self.model.tokenizer, seed, anatomy.window, anatomy.max_tokens))
+                made = named.task.items(self.model.tokenizer, seed, anatomy.window, anatomy.max_tokens)
+                items = list(islice(made, MOST_SAMPLES + 1))
+                if len(items) > MOST_SAMPLES:
+                    raise NeedleworkError(f"it makes more than {MOST_SAMPLES:,} samples of a seed; take fewer")
             except NeedleworkError as error:
                 raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
             self._samples_of[key] = [(item, item.digest or item_digest(item)) for item in items]

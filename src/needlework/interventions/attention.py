@@ -12,12 +12,12 @@ from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions import acts
 from needlework.interventions.acts import Act, Scene
 from needlework.interventions.base import Intervention, Part, combine, register
-from needlework.interventions.ranking import Ranking, Recorded
+from needlework.interventions.ranking import Ranking, Recorded, as_heads
 from needlework.interventions.scores import RANDOM, known_scores, scores_attention
 
 
 def _sorted_heads(value: Any) -> Any:
-    return tuple(sorted({Head(*pair) for pair in value}))
+    return tuple(sorted(set(as_heads(value))))
 
 
 def _known_score(by: str | Ranking | Recorded) -> str | Ranking | Recorded:

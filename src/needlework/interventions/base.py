@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from needlework.anatomy import Anatomy
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, check_plain, shown
 from needlework.interventions.acts import Act, Phase, Scene
 from needlework.interventions.ranking import Ranking, Recorded
 
@@ -20,7 +20,11 @@ When = Literal["prefill", "decode", "both"]
 def _sorted_layers(value: Any) -> Any:
     if value is None or isinstance(value, str) or not isinstance(value, Iterable):
         return value
-    if not (layers := tuple(sorted(set(value)))):
+    try:
+        layers = tuple(sorted(set(value)))
+    except TypeError:  # of kinds that do not compare
+        raise ValueError("layers are whole numbers, e.g. [2, 5]") from None
+    if not layers:
         raise ValueError("an empty list names no layer; leave layers out to act on all")
     return layers
 
@@ -45,12 +49,16 @@ class Intervention(BaseModel):
                 raise NeedleworkError(f"{self.name} is given {key.rstrip('_')!r} twice; which one is meant?")
             fields[key] = value
         try:
+            check_plain(fields)
+        except NeedleworkError as error:
+            raise NeedleworkError(f"{self.name}: {error}") from None
+        try:
             super().__init__(**fields)
         except ValidationError as error:
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "value"
             message = first["msg"].removeprefix("Value error, ")
-            raise NeedleworkError(f"{type(self).name}: {where}: {message} (got {first['input']!r})") from None
+            raise NeedleworkError(f"{type(self).name}: {where}: {message} (got {shown(first['input'])})") from None
 
     @property
     def parts(self) -> tuple[Part, ...]:

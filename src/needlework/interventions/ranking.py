@@ -2,12 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from needlework.anatomy import Head
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, check_plain, shown
+
+
+def as_heads(value: Any) -> list[Head]:
+    """Heads from pairs of whole numbers."""
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise NeedleworkError(f"heads are a list of [layer, head] pairs, e.g. [[2, 0], [5, 11]], not {shown(value)}")
+    heads = []
+    for pair in value:
+        if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
+            raise NeedleworkError(f"a head is a pair [layer, head], e.g. [2, 0], not {shown(pair)}")
+        if not all(isinstance(number, (int, float)) for number in pair):
+            raise NeedleworkError(f"layer and head are whole numbers, e.g. [2, 0], not {shown(pair)}")
+        heads.append(Head(*pair))
+    return heads
 
 
 class Recorded(BaseModel):
@@ -34,10 +49,19 @@ class Ranking(BaseModel):
     @field_validator("order", mode="before")
     @classmethod
     def _heads(cls, value: Any) -> tuple[Head, ...]:
-        heads = tuple(Head(*pair) for pair in value)
+        heads = tuple(as_heads(value))
         if len(set(heads)) != len(heads):
             raise NeedleworkError("ranking: a head occurs twice")
         return heads
+
+    def __init__(self, **fields: Any) -> None:
+        check_plain(fields)
+        try:
+            super().__init__(**fields)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            message = fault["msg"].removeprefix("Value error, ")
+            raise NeedleworkError(f"ranking: {message.removeprefix('ranking: ')} (got {shown(fault['input'])})") from None
 
     def text(self) -> str:
         return "ranking('" + " ".join(f"{head.layer}.{head.index}" for head in self.order) + "')"
@@ -45,6 +69,9 @@ class Ranking(BaseModel):
     @classmethod
     def parse(cls, text: str) -> Ranking:
         try:
-            return cls(order=tuple(Head(*(int(n) for n in word.split("."))) for word in text.split()))
-        except (TypeError, ValueError) as error:
-            raise NeedleworkError(f"ranking: expected words such as '2.0 5.11' (layer.head, best first), got {text!r}") from error
+            order = [Head(*(int(n) for n in word.split("."))) for word in text.split()]
+        except (AttributeError, TypeError, ValueError):
+            raise NeedleworkError(
+                f"ranking: expected words such as '2.0 5.11' (layer.head, best first), got {shown(text)}"
+            ) from None
+        return cls(order=order)

@@ -10,19 +10,26 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from needlework.errors import NeedleworkError, did_you_mean
+from needlework.errors import NeedleworkError, check_plain, did_you_mean, shown
 from needlework.interventions.base import NONE, Intervention, combine, registered
 from needlework.interventions.ranking import Ranking, Recorded
+
+MOST_CHARACTERS = 250_000  # of one text, and of all that its ranges stand for a hundred times that
+MOST_BRACES = 100
+_NO_VALUE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what `ast` raises for what is none, or too deep
 
 
 def parse(text: str) -> Intervention:
     """The intervention that a text stands for: `parse(str(x)) == x`. Nothing in the text is executed."""
     if text.strip() in ("none", ""):
         return NONE
+    _check_size(text)
     try:
         tree = ast.parse(_escape_keywords(text.strip()), mode="eval").body
-    except (SyntaxError, tokenize.TokenError, IndentationError) as error:
+    except (SyntaxError, tokenize.TokenError, ValueError) as error:
         raise _bad(text, f"it does not read as calls joined by '+': {error}") from None
+    except (MemoryError, RecursionError):  # Python's parser has a limit of its own, and says so in these ways
+        raise _bad(text, "it has too many parts, or one inside the other too often") from None
     calls = []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         calls.append(tree.right)
@@ -45,7 +52,7 @@ def _part(call: ast.expr, text: str) -> Intervention:
     if isinstance(call, ast.Name) and call.id == "none":
         return NONE
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
-        raise _bad(text, f"expected name(key=value, ...), got {ast.unparse(call)!r}")
+        raise _bad(text, f"expected name(key=value, ...), got {_source(call)}")
     known = registered()
     name = call.func.id
     if name not in known:
@@ -64,8 +71,6 @@ def _part(call: ast.expr, text: str) -> Intervention:
 
 
 def _value(node: ast.expr, text: str) -> Any:
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ranking" and len(node.args) == 1:
-        return Ranking.parse(ast.literal_eval(node.args[0]))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "recorded":
         words = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
         if (
@@ -76,14 +81,35 @@ def _value(node: ast.expr, text: str) -> Any:
         ):
             raise _bad(text, "write recorded('name'), with a name of the plan's rankings")
         return Recorded(name=str(words[0]), content=str(words[-1]) if len(words) == 2 else "")
+    ranks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ranking" and len(node.args) == 1
     try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise _bad(text, f"{ast.unparse(node)!r} is no plain value; write numbers, 'text' in quotes or [lists]") from None
+        value = ast.literal_eval(node.args[0] if ranks else node)  # type: ignore[attr-defined]
+    except _NO_VALUE:
+        raise _bad(text, f"{_source(node)} is no plain value; write numbers, 'text' in quotes or [lists]") from None
+    return Ranking.parse(value) if ranks else value
+
+
+def _source(node: ast.expr) -> str:
+    try:
+        return shown(ast.unparse(node))
+    except RecursionError:
+        return "something too deep to be shown"
+
+
+def _check_size(text: str) -> None:
+    """What is read takes time and memory by its length: no text is too long to be read at once."""
+    if len(text) > MOST_CHARACTERS:
+        raise _bad(text, f"it has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
+    try:
+        check_plain(text)
+    except NeedleworkError as error:
+        raise _bad(text, str(error)) from None
 
 
 def _escape_keywords(text: str) -> str:
     """`from=` is right in our text but a keyword in Python's grammar, which does the reading."""
+    if "from" not in text:
+        return text
     tokens = []
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         word = "from_" if token.type == tokenize.NAME and token.string == "from" else token.string
@@ -92,7 +118,7 @@ def _escape_keywords(text: str) -> str:
 
 
 def _bad(text: str, why: str) -> NeedleworkError:
-    return NeedleworkError(f"cannot read the intervention {text!r}: {why}")
+    return NeedleworkError(f"cannot read the intervention {shown(text)}: {why}")
 
 
 MOST = 10_000  # interventions from one text
@@ -106,9 +132,11 @@ _CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 def expand(text: str, sizes: Mapping[str, int]) -> list[Intervention]:
     """Every intervention that the text stands for, each once, in the order written."""
-    texts = list(islice(_alternatives(text, sizes), MOST + 1))
-    if len(texts) > MOST:
-        raise NeedleworkError(f"{text!r} stands for more than {MOST} interventions; narrow its ranges")
+    _check_size(text)
+    most = min(MOST, 100 * MOST_CHARACTERS // max(1, len(text)))
+    texts = list(islice(_alternatives(text, sizes), most + 1))
+    if len(texts) > most:
+        raise NeedleworkError(f"{shown(text)} stands for more than {most} interventions; narrow its ranges")
     by_text = {str(intervention): intervention for intervention in map(parse, texts)}
     return list(by_text.values())
 
@@ -121,16 +149,23 @@ def check_ranges(text: str) -> None:
 
 def _alternatives(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
     """Texts without braces and ranges. Braces go first: they may hold ranges, never the other way round."""
-    start = _outside_quotes(text, "{")
-    if start is None:
-        yield from _ranges(text, sizes)
-        return
-    end, options = _braces(text, start)
-    for option in options:
-        yield from _alternatives(text[:start] + option + text[end:], sizes)
+    if text.count("{") > MOST_BRACES:
+        raise NeedleworkError(f"{shown(text)} has more than {MOST_BRACES} braces; write several texts instead")
+    waiting = [text]
+    while waiting:
+        one = waiting.pop()
+        start = _outside_quotes(one, "{")
+        if start is None:
+            yield from _ranges(one, sizes)
+        else:
+            end, options = _braces(one, start)
+            waiting += [one[:start] + option + one[end:] for option in reversed(options)]
 
 
 def _outside_quotes(text: str, char: str) -> int | None:
+    first = text.find(char)
+    if first < 0 or not _QUOTED.search(text, 0, first):
+        return first if first >= 0 else None
     quote = ""
     for i, c in enumerate(text):
         if quote:
@@ -158,14 +193,14 @@ def _braces(text: str, start: int) -> tuple[int, list[str]]:
             last = i + 1
         elif c in _CLOSES.values():
             if c != closers[-1]:
-                raise NeedleworkError(f"{text!r}: {closers[-1]!r} is missing before {text[i:]!r}")
+                raise NeedleworkError(f"{shown(text)}: {closers[-1]!r} is missing before {shown(text[i:])}")
             closers = closers[:-1]
             if not closers:
                 options.append(text[last:i].strip())
                 if not all(options):
-                    raise NeedleworkError(f"{text!r}: an alternative in {text[start : i + 1]!r} is empty; write none")
+                    raise NeedleworkError(f"{shown(text)}: an alternative in {shown(text[start : i + 1])} is empty; write none")
                 return i + 1, options
-    raise NeedleworkError(f"{text!r}: a brace that opens is never closed")
+    raise NeedleworkError(f"{shown(text)}: a brace that opens is never closed")
 
 
 def _ranges(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -178,7 +213,7 @@ def _ranges(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
                 yield from _ranges(f"{before}{number}{after}", sizes)
             return
         if ".." in pieces[i]:
-            raise NeedleworkError(f"{text!r}: ranges need whole numbers: 0..16, 0..H, 0..16..4; list others: {{a, b}}")
+            raise NeedleworkError(f"{shown(text)}: ranges need whole numbers: 0..16, 0..H, 0..16..4; list others: {{a, b}}")
         pieces[i] = _SIZE.sub(lambda m: str(_whole(m[1], text, sizes)), pieces[i])
     yield "".join(pieces)
 
@@ -187,7 +222,7 @@ def _numbers(match: re.Match[str], text: str, sizes: Mapping[str, int]) -> range
     first, last = _whole(match[1], text, sizes), _whole(match[2], text, sizes)
     step = _whole(match[3], text, sizes) if match[3] else 1
     if step < 1 or first > last:
-        raise NeedleworkError(f"{text!r}: the range {match[0]} is empty; begin with the smaller number, step at least 1")
+        raise NeedleworkError(f"{shown(text)}: the range {match[0]} is empty; begin with the smaller number, step at least 1")
     return range(first, last + 1, step)
 
 
@@ -197,4 +232,4 @@ def _whole(word: str, text: str, sizes: Mapping[str, int]) -> int:
     if word in sizes:
         return sizes[word]
     known = ", ".join(f"{name} ({meaning})" for name, meaning in SIZES.items())
-    raise NeedleworkError(f"{text!r}: {word!r} is neither a whole number nor a size of the model; known: {known}")
+    raise NeedleworkError(f"{shown(text)}: {shown(word)} is neither a whole number nor a size of the model; known: {known}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,11 +15,13 @@ from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
 from needlework.experiments.run import run
 from needlework.experiments.schema import Loading
 from needlework.interventions import Intervention, parse
+from needlework.lmeval import demand_lm_eval
 from needlework.lmeval import paper as preset
 from needlework.lmeval.arguments import check_phases
 from needlework.lmeval.documents import Documents, stored_responses
 from needlework.lmeval.questions import Question, Shown, build, find_tasks, quiet, templates_once
 from needlework.lmeval.retained import Line, Lookup, lines, lookups
+from needlework.model.files import first_line
 from needlework.receipts import nothing_to_hide
 from needlework.store import Row, Store
 from needlework.terminal import Sheet, plain
@@ -64,6 +67,9 @@ def evaluate(
 
     `device`, `dtype`, `window` and `kernels` are as in `nw.load`.
     """
+    demand_lm_eval()
+    if limit is not None and not (math.isfinite(limit) and limit > 0):
+        raise NeedleworkError(f"limit={limit} is no number of questions; give 1 or more, or a share of them such as 0.1")
     acts = [parse(text) for text in interventions]
     for act in acts:
         check_phases(act)
@@ -86,7 +92,10 @@ def evaluate(
     shown = Shown(limit, shots, use_chat, use_chat)
     with templates_once():
         with quiet():
-            questions = build(loaded, lm, shown)
+            try:
+                questions = build(loaded, lm, shown)
+            except (AssertionError, ValueError) as error:  # lm-eval's ways of refusing a number of shots, a limit, a template
+                raise NeedleworkError(f"lm-eval cannot put these questions: {first_line(error)}") from None
         _check(questions)
         plan = _plan(info, tasks, list(dict.fromkeys(map(str, acts))), questions, lm)
         before = _answered(out)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, shown
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -75,11 +76,45 @@ def _no_weights(directory: Path) -> NeedleworkError:
 def read_config(directory: Path) -> dict[str, Any]:
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise NeedleworkError(f"{directory} has no readable config.json ({error})") from None
     if not isinstance(config, dict):
         raise NeedleworkError(f"{directory}: config.json holds no configuration; save the model again")
     return config
+
+
+@contextmanager
+def whole_model(place: Path | str, what: str) -> Iterator[None]:
+    """A directory may come from anybody and be wrong in many ways, each of which raises its own kind of error in transformers
+    or torch. All of them mean one thing: no model can be made of it."""
+    try:
+        yield
+    except NeedleworkError:
+        raise
+    except Exception as error:
+        raise NeedleworkError(
+            f"{place}: {what} ({type(error).__name__}: {first_line(error)}); check that its files are whole and belong together"
+        ) from None
+
+
+_SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size")
+_MAY_LACK = ("num_key_value_heads", "intermediate_size")
+_MOST_LAYERS, _MOST_SIZE = 2000, 2**31
+
+
+def check_sizes(place: Path | str, config: Any) -> None:
+    """Refuse a configuration whose sizes are none, before anything is built from it: that could take all memory, or hours."""
+    for key in (*_SIZES, "max_position_embeddings"):
+        size = getattr(config, key, None)
+        if size is None and (key not in _SIZES or key in _MAY_LACK or not hasattr(config, key)):
+            continue
+        most = _MOST_LAYERS if key == "num_hidden_layers" else _MOST_SIZE
+        lists = isinstance(size, (list, tuple)) and key not in ("hidden_size", "vocab_size")  # of some, one for each layer
+        for one in size if lists and size else [size]:
+            if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= most or (one == 0 and not lists):
+                raise NeedleworkError(
+                    f"{place}: its configuration says {key}: {shown(one)}; that is a whole number from 1 to {most:,}"
+                )
 
 
 def read_tokenizer(directory: Path, gguf: str = "", **options: Any) -> Any:

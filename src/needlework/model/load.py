@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import math
+import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, shown
 from needlework.model import session
 from needlework.model.body import Body, Kernels
 from needlework.model.families import family
-from needlework.model.files import fetch, first_line, read_tokenizer, weight_files
+from needlework.model.files import check_sizes, fetch, first_line, read_tokenizer, weight_files, whole_model
 from needlework.model.presets import PRESETS
 from needlework.model.probe import probe
 from needlework.model.session import turn
@@ -49,7 +51,9 @@ def load_body(
         model = _weights(folder, origin.gguf, config, dtype=precision, device_map=device_map, **code)
     if device_map is None:
         model = model.to(place)
-    return make_body(model, window, kernels), read_tokenizer(folder, origin.gguf, **code)
+    with whole_model(origin.name, "a short run of the model fails"):
+        body = make_body(model, window, kernels)
+    return body, read_tokenizer(folder, origin.gguf, **code)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -78,9 +82,10 @@ def blueprint(source: str | Path, window: Window = "transformers") -> Body:
         dtype = getattr(config, "dtype", None) or torch.float32
     _set_window(config, window)
     config.get_text_config(decoder=True)._experts_implementation = "batched_mm"  # the others need values, not just shapes
-    with torch.device("meta"):
-        model = _model_class(config)(config).to(dtype)
-    return make_body(model, window, "stock")
+    with whole_model(source, "its configuration makes no model"):
+        with torch.device("meta"):
+            model = _model_class(config)(config).to(dtype)
+        return make_body(model, window, "stock")
 
 
 def _check_kernels(kernels: str) -> None:
@@ -95,16 +100,18 @@ class _Origin:
 
 def _origin(source: str | Path) -> _Origin:
     text, path = str(source), Path(source)
-    if path.is_file():
+    if os.path.isfile(path):
         if path.suffix != ".gguf":
             raise NeedleworkError(f"{path} is a file; give a directory with config.json and model.safetensors, or a .gguf file")
         return _Origin(str(path.parent), True, path.name)
-    if path.is_dir():
+    if os.path.isdir(path):
         if not (path / "config.json").exists():
             raise NeedleworkError(f"{path} has no config.json; save the model there with model.save_pretrained({text!r})")
         return _Origin(str(path), True)
     if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
-        raise NeedleworkError(f"there is no directory {path}; give a model directory, a .gguf file or a hub id such as org/name")
+        raise NeedleworkError(
+            f"there is no directory {shown(str(path))}; give a model directory, a .gguf file or a hub id such as org/name"
+        )
     return _Origin(text, False)
 
 
@@ -115,7 +122,11 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
         options = {**options, "gguf_file": origin.gguf}
     try:
         with session.hub_retries():
-            return AutoConfig.from_pretrained(origin.name, **options)
+            config = AutoConfig.from_pretrained(origin.name, **options)
+            check_sizes(origin.name, config.get_text_config(decoder=True))
+            return config
+    except NeedleworkError:
+        raise
     except Exception as error:  # a configuration can be wrong in many ways, and each raises its own kind
         first = first_line(error)
         if "model_type" in first or "does not recognize" in first or "Unrecognized" in first:
@@ -126,7 +137,7 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
         if origin.local:
             raise NeedleworkError(f"{origin.name}: the configuration cannot be read ({first})") from None
         raise NeedleworkError(
-            f"{origin.name!r} is no local directory and could not be had from the hub ({first}); check the name and the network"
+            f"{shown(origin.name)} is no local directory and could not be had from the hub ({first}); check name and network"
         ) from None
 
 
@@ -156,6 +167,8 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     loader = AutoModelForCausalLM if known else _model_class(config)
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     files = [folder / gguf] if gguf else weight_files(folder)
+    if known and not gguf and not options["trust_remote_code"]:
+        _refuse_larger_than_files(folder, config, files)
     with session.no_bar_for(sum(file.stat().st_size for file in files)), session.load_report() as report:
         try:
             model, loading_info = loader.from_pretrained(
@@ -168,7 +181,42 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
                 " (or GGUF): if this is an old checkpoint, load it once with transformers and save_pretrained it again"
             ) from None
     _refuse_gaps(folder, model, loading_info)
+    _refuse_not_finite(folder, model)
     return model
+
+
+_MOST_PER_VALUE = 64  # parameters of a model for each value in its files: packed and quantised ones hold several
+
+
+def _refuse_larger_than_files(folder: Path, config: Any, files: Sequence[Path]) -> None:
+    """What the files do not hold would be made up, in memory: a slip in a configuration must not fill all of it."""
+    from safetensors import safe_open
+
+    with whole_model(folder, "its weights cannot be loaded"):
+        stored = 0
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                stored += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
+        with torch.device("meta"):
+            wanted = sum(parameter.numel() for parameter in _model_class(config)(config).parameters())
+    if wanted > _MOST_PER_VALUE * stored:
+        raise NeedleworkError(
+            f"{folder}: config.json describes a model of {wanted:,} parameters, and its files hold {stored:,} values: they do not"
+            " belong together; copy or save the model again"
+        )
+
+
+def _refuse_not_finite(folder: Path, model: Any) -> None:
+    """Weights that are no numbers answer nothing; found here, they are told by name instead of failing every trial."""
+    for name, tensor in model.named_parameters():
+        if tensor.device.type == "meta" or not tensor.is_floating_point():
+            continue
+        if not bool(tensor.detach().sum(dtype=torch.float32).isfinite()) and not bool(tensor.isfinite().all()):
+            bad = int((~tensor.isfinite()).sum())
+            raise NeedleworkError(
+                f"{folder}: {bad:,} of the {tensor.numel():,} weights in {name} are NaN or infinite, so that every answer would"
+                " be; save the model again"
+            )
 
 
 def _conversion_error(report: list[str]) -> str:
@@ -214,4 +262,11 @@ def torch_device(device: str) -> torch.device:
         raise NeedleworkError(f"device {device!r}: {str(error).splitlines()[0]}") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise NeedleworkError(f"device {device!r}: this machine has no CUDA device that torch can use; choose device='cpu'")
+    if place.type == "meta":
+        raise NeedleworkError("device 'meta' holds no values; choose device='cpu'")
+    try:
+        torch.empty(1, device=place)
+    except Exception as error:  # each kind of device is missing in its own way
+        why = first_line(error)
+        raise NeedleworkError(f"device {device!r}: torch cannot use it on this machine ({why}); choose device='cpu'") from None
     return place

@@ -2,7 +2,7 @@
 
 from needlework.store.comparison import Comparison, compare, fingerprint
 from needlework.store.database import Store
-from needlework.store.disk import StoreError, claimed, is_full, writing
+from needlework.store.disk import StoreError, claimed, is_full, made, writing
 from needlework.store.rows import (
     ANSWER_FINISH,
     JSON_COLUMNS,
@@ -32,5 +32,6 @@ __all__ = [
     "digest",
     "fingerprint",
     "is_full",
+    "made",
     "writing",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,8 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from needlework.errors import NeedleworkError
-from needlework.store.disk import copied, is_full, sqlite_code, writable, writing
+from needlework.errors import NeedleworkError, shown
+from needlework.store.disk import check_length, copied, damaged, is_full, made, reading, sqlite_code, writable, writing
 from needlework.store.migration import migrate
 from needlework.store.rows import (
     ANSWER_FINISH,
@@ -29,6 +30,9 @@ from needlework.store.rows import (
 )
 
 FILE_NAME = "run.sqlite"
+_CHECKED_BYTES = 32 * 2**20
+_RESULTS = ("trials", "observations")
+_META: dict[str, type] = {"models": dict, "experiments": dict, "plan": dict, "recorded": list, "skipped": list}
 _SYNC_SECONDS = 0.5  # how often written rows are forced to the disk; the system has them at once
 
 
@@ -38,20 +42,48 @@ class Store:
     def __init__(self, directory: Path | str, create: bool = False) -> None:
         self.directory = Path(directory)
         path = self.directory / FILE_NAME
-        if not create and not path.exists():
-            raise NeedleworkError(f"{directory} holds no run; `needlework run PLAN --out {directory}` makes one")
+        if not create and not os.path.exists(path):
+            raise NeedleworkError(f"{shown(str(directory))} holds no run; `needlework run PLAN --out {directory}` makes one")
         self._synced = 0.0
+        self._fresh = not os.path.exists(path)
         self._copy = None if create or writable(path) else copied(path)
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
+            made(self.directory)
+            if not self._fresh:
+                check_length(path)
             self.db = sqlite3.connect(self._copy.name + f"/{FILE_NAME}" if self._copy else path, timeout=30, isolation_level=None)
             self.db.execute("PRAGMA journal_mode=WAL")
+            self._check()
             self._prepare()
         except (OSError, sqlite3.DatabaseError) as error:
             if is_full(error) or sqlite_code(error) == sqlite3.SQLITE_IOERR:
                 with writing(self.directory):
                     raise
+            if sqlite_code(error) == sqlite3.SQLITE_CORRUPT:
+                raise damaged(path, str(error)) from None
             raise NeedleworkError(f"{path} is no needlework store ({error}); choose another directory") from None
+
+    def _check(self) -> None:
+        """Refuse what is damaged before anything is built on it. Of a large store, what is damaged is told when it is read."""
+        file = self.directory / FILE_NAME
+        if self._fresh or file.stat().st_size > _CHECKED_BYTES:
+            return
+        (found,) = self.db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise damaged(file, found)
+        tables = {name for (name,) in self.db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        for key, value in self.db.execute("SELECT key, value FROM meta").fetchall() if "meta" in tables else ():
+            with reading(file):
+                kind = _META.get(key)
+                if kind and not isinstance(json.loads(value), kind):
+                    raise damaged(file, f"the entry {shown(key)} is no {kind.__name__}")
+        known = {row[1] for row in self.db.execute("PRAGMA table_info(trials)")}
+        for name in sorted(JSON_COLUMNS & known):
+            kind = list if name in ("logprobs", "margins", "greedy") else dict
+            with reading(file):
+                for (text,) in self.db.execute(f"SELECT DISTINCT {name} FROM trials"):
+                    if not isinstance(json.loads(text), kind):
+                        raise damaged(file, f"a value of {name} is no {kind.__name__}")
 
     def _prepare(self) -> None:
         self.db.execute("CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
@@ -78,8 +110,9 @@ class Store:
             self.set_meta("schema_version", SCHEMA_VERSION)
 
     def meta(self, key: str) -> Any:
-        row = self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if row is None else json.loads(row[0])
+        with reading(self.directory / FILE_NAME):
+            row = self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+            return None if row is None else json.loads(row[0])
 
     def set_meta(self, key: str, value: Any) -> None:
         self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, json.dumps(value))])
@@ -156,6 +189,10 @@ class Store:
 
     def rows(self, where: str = "1", values: Sequence[Any] = ()) -> Iterator[Row]:
         names = [f.name for f in fields(Row)]
+        with reading(self.directory / FILE_NAME):
+            yield from self._rows(names, where, values)
+
+    def _rows(self, names: Sequence[str], where: str, values: Sequence[Any]) -> Iterator[Row]:
         for row in self.db.execute(f"SELECT {', '.join(names)} FROM trials WHERE {where}", values):
             yield Row(**{k: json.loads(v) if k in JSON_COLUMNS else v for k, v in zip(names, row, strict=True)})
 
@@ -168,9 +205,14 @@ class Store:
         return [name for (name,) in self.db.execute("SELECT DISTINCT j.key FROM trials, json_each(scores) j ORDER BY 1")]
 
     def close(self) -> None:
-        with suppress(sqlite3.OperationalError):  # on a full disk the rows stay where they are, beside the database
+        empty = False
+        with suppress(sqlite3.Error):  # on a full disk the rows stay beside the database; whatever is wrong was told before
+            empty = self._fresh and not any(self.db.execute(f"SELECT 1 FROM {t} LIMIT 1").fetchone() for t in _RESULTS)
             self.db.execute("PRAGMA synchronous=FULL")
             self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         self.db.close()
+        if empty:  # made here, and nothing came of it: there is nothing to go on from
+            for name in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"):
+                (self.directory / name).unlink(missing_ok=True)
         if self._copy is not None:
             self._copy.cleanup()

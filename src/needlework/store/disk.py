@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import shutil
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, shown
 
 LOCK_NAME = "run.lock"
 
@@ -43,12 +44,42 @@ def writing(folder: Path) -> Iterator[None]:
         ) from None
 
 
-@contextmanager
-def claimed(directory: Path | str) -> Iterator[Path]:
-    """Own a run's directory: made if missing, refused while another process writes. A killed owner owns nothing."""
+def made(directory: Path | str) -> Path:
+    """A directory to write into, made if it is missing."""
     folder = Path(directory)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NeedleworkError(f"{folder} is a file; give a directory") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise NeedleworkError(f"cannot write into {shown(str(folder))}: {why}; choose another directory") from None
+    return folder
+
+
+@contextmanager
+def claimed(directory: Path | str) -> Iterator[Path]:
+    """Own a run's directory: made if missing, refused while another process writes. A killed owner owns nothing.
+
+    What was made here goes again if nothing was put into it: a try that fails at once leaves no trace.
+    """
+    missing = [folder for folder in (Path(directory), *Path(directory).parents) if not os.path.exists(folder)]
+    folder = made(directory)
+    try:
+        with _locked(folder):
+            yield folder
+            missing = []
+    finally:
+        with suppress(OSError):  # another run may have come in between
+            if missing and [file.name for file in folder.iterdir()] == [LOCK_NAME]:
+                (folder / LOCK_NAME).unlink()
+                for empty in missing:
+                    empty.rmdir()
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    try:
         lock = (folder / LOCK_NAME).open("a+b", buffering=0)
     except OSError as error:
         raise NeedleworkError(f"cannot write into {folder}: {error.strerror}; choose another directory") from None
@@ -64,7 +95,40 @@ def claimed(directory: Path | str) -> Iterator[Path]:
         with writing(folder):
             lock.truncate(0)
             lock.write(str(os.getpid()).encode())
-        yield folder
+        yield
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What cannot be read inside this block is told as what it is: a damaged store."""
+    try:
+        yield
+    except (sqlite3.DatabaseError, json.JSONDecodeError) as error:
+        if is_full(error) or sqlite_code(error) in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY):
+            raise
+        raise damaged(path, str(error)) from None
+
+
+def damaged(path: Path, why: str) -> NeedleworkError:
+    return NeedleworkError(
+        f"{path} is damaged ({why}). Nothing was changed: put a copy of before in its place, or choose another directory;"
+        " `sqlite3 FILE .recover` gets out of it what can be read"
+    )
+
+
+def check_length(path: Path) -> None:
+    """Refuse a database that is shorter than its own first page says: it was not copied whole."""
+    log = path.with_name(f"{path.name}-wal")
+    if os.path.exists(log) and log.stat().st_size:
+        return  # a stop while the log was written back: SQLite does that again
+    with path.open("rb") as file:
+        head = file.read(100)
+    if len(head) == 100 and head.startswith(b"SQLite format 3"):
+        page = int.from_bytes(head[16:18], "big")
+        whole = (65536 if page == 1 else page) * int.from_bytes(head[28:32], "big")
+        counted = head[24:28] == head[92:96]  # else an older SQLite wrote it last, and did not count
+        if counted and path.stat().st_size < whole:
+            raise damaged(path, f"it has {path.stat().st_size:,} bytes and should have {whole:,}: its end is missing")
 
 
 def writable(path: Path) -> bool:

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.acts import Span
-from needlework.requests import Answer
+from needlework.requests import MOST_TOKENS, Answer
 
 Mode = Literal["generate", "choices", "perplexity"]
 # What a task asks for: something that stands in the prompt, something that was learnt in training, text as such; or none
@@ -51,6 +51,13 @@ class Item:
     also: tuple[Item, ...] = ()  # further prompts of the same sample: their options come after its own
 
 
+class Extent(NamedTuple):
+    """How much a task makes of one seed, at most."""
+
+    samples: int
+    tokens: int  # of one prompt, about
+
+
 class Task(BaseModel):
     """Base of all tasks. Fields are what a plan may set; unknown ones are errors."""
 
@@ -59,12 +66,16 @@ class Task(BaseModel):
     mode: ClassVar[Mode]
     ability: ClassVar[Ability] = ""  # a subclass may make it a property: then the task's own fields decide
     files: ClassVar[tuple[str, ...]] = ()  # fields that name files (or patterns of them): in a plan, from where the plan is
-    max_new_tokens: int = 40
+    max_new_tokens: int = Field(default=40, le=MOST_TOKENS)
     stop: str | None = None  # a text of one token that ends an answer
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
         """All samples for one seed, always the same ones in the same order."""
         raise TypeError(f"{type(self).__name__} must define items()")
+
+    def extent(self) -> Extent | None:
+        """How much `items` would make, told without making it: too much is refused. None: that is not known."""
+        return None
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         """Named scores of one answer; "correct" (0 or 1) is always among them, except for perplexity.

@@ -6,21 +6,24 @@ The toy world makes its own (`needlework.toy.needles.scene`), by the same rule: 
 from __future__ import annotations
 
 import glob
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, cycle, islice
-from pathlib import Path
 
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, shown
+from needlework.files import read_text
 from needlework.tasks import english
 from needlework.tasks.base import Tokenizer
 from needlework.tasks.prompts import Piece, token_offsets
 from needlework.toy.sample import Stream
 
 _END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)""")
+MOST_FILES = 10_000
+MOST_BYTES = 1_000_000_000  # of one file
 CHARACTERS_PER_TOKEN = 8  # more than in any ordinary tokenizer; too little text is doubled, so this only saves time
 
 
@@ -43,15 +46,18 @@ class Haystack:
 @lru_cache(maxsize=16)
 def read(pattern: str) -> tuple[str, ...]:
     """Sentences of all files that match, files in the order of their names, each with the white space before it."""
-    paths = sorted(path for path in glob.glob(pattern, recursive=True) if Path(path).is_file())
+    found = list(islice(glob.iglob(pattern, recursive=True), MOST_FILES + 1))
+    if len(found) > MOST_FILES:
+        raise NeedleworkError(f"haystack: more than {MOST_FILES:,} files match {shown(pattern)}; give a narrower pattern")
+    paths = sorted(path for path in found if os.path.isfile(path))
     if not paths:
-        raise NeedleworkError(f"haystack: no file matches {pattern!r}; give a pattern such as texts/*.txt")
+        raise NeedleworkError(f"haystack: no file matches {shown(pattern)}; give a pattern such as texts/*.txt")
     parts: list[str] = []
     for path in paths:
         try:
-            text = Path(path).read_text(encoding="utf-8").strip()
-        except UnicodeDecodeError:
-            raise NeedleworkError(f"haystack: {path} is not UTF-8 text; convert it or leave it out of the pattern") from None
+            text = read_text(path, "take less of it", most=MOST_BYTES).strip()
+        except NeedleworkError as error:
+            raise NeedleworkError(f"haystack: {error}, or leave it out of the pattern") from None
         if text:
             first, *rest = split(text)
             parts += ["\n\n" + first, *rest]

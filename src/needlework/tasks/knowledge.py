@@ -14,11 +14,13 @@ from pydantic import Field
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
+from needlework.tasks.base import Ability, Extent, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.scores import begins, choice
 from needlework.toy import world
 from needlework.toy.sample import Sample, Stream
 
+MOST_SHOTS = 1000
+SHOT_TOKENS = 32  # of a question with its answer, about
 Form = Literal["statement", "question", "both"]
 
 
@@ -26,7 +28,7 @@ class Questions(Task):
     """Base: samples of the toy world, turned into items."""
 
     ability: ClassVar[Ability] = "knowledge"
-    shots: int = Field(0, ge=0)  # answered questions of the same kind that come first
+    shots: int = Field(0, ge=0, le=MOST_SHOTS)  # answered questions of the same kind that come first
 
     def named_samples(self, seed: int) -> Iterator[tuple[str, Sample]]:
         """Every question with its name. Also what mini-mmlu and mini-glue are exported from."""
@@ -39,6 +41,13 @@ class Questions(Task):
             if max_tokens is not None and len(item.prompt) + 1 > max_tokens:
                 raise NeedleworkError(f"{name}: {len(item.prompt)} tokens, the model holds {max_tokens}; use fewer shots")
             yield item
+
+    def count(self) -> int:
+        """How many questions a seed has, at most."""
+        raise TypeError(f"{type(self).__name__} must define count()")
+
+    def extent(self) -> Extent:
+        return Extent(self.count(), SHOT_TOKENS * (1 + self.shots))
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
         """All answers are one word."""
@@ -61,6 +70,10 @@ class Facts(Questions):
                     name = f"{subject}/{key}/{i}"
                     stream = Stream(world.EVAL_SPLIT, self.kind.removesuffix("_choice"), name, seed)
                     yield f"{self.kind.removesuffix('_choice')}/{name}", self.asked(stream, (subject, key))
+
+    def count(self) -> int:
+        keys = [len(world.SUBJECTS[name].keys) for name in self.subjects or world.SUBJECT_NAMES if name in world.SUBJECTS]
+        return self.rounds * sum(min(count, self.per_subject or count) for count in keys)
 
     def asked(self, stream: Stream, fact: tuple[str, str]) -> Sample:
         raise TypeError(f"{type(self).__name__} must define asked()")
@@ -139,6 +152,9 @@ class LetterLookup(Chosen, Questions):
     kind = "letter_lookup"
     samples: int = Field(100, ge=1)
 
+    def count(self) -> int:
+        return self.samples
+
     def named_samples(self, seed: int) -> Iterator[tuple[str, Sample]]:
         for i in range(self.samples):
             stream = Stream(world.EVAL_SPLIT, self.kind, seed, i)
@@ -155,6 +171,9 @@ class Judgements(Chosen, Questions):
     kind = "judgements"
     judgements: tuple[Literal["acceptability", "entailment", "paraphrase"], ...] = world.JUDGEMENTS  # type: ignore[assignment]
     samples: int = Field(50, ge=1)  # of each
+
+    def count(self) -> int:
+        return len(self.judgements) * self.samples
 
     def named_samples(self, seed: int) -> Iterator[tuple[str, Sample]]:
         for kind in self.judgements:

@@ -15,7 +15,7 @@ from pydantic import Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, Tokenizer, task
+from needlework.tasks.base import Extent, Item, Mode, Tokenizer, task
 from needlework.tasks.niah import Depths
 from needlework.tasks.retrieval import Chosen, Retrieval, Sizes
 from needlework.tasks.scores import begins, words_right
@@ -56,6 +56,9 @@ class Linked(Retrieval):
             facts = {"length_tokens": length, "depth_percent": depth, "hops": self.hops}
             item = toy.toy_item(tokenizer, sample, name, absent=self.absent, facts=facts, window=window)
             yield self.fitted(item, new_tokens, max_tokens)
+
+    def extent(self) -> Extent:
+        return Extent(len(self.lengths) * len(self.depths) * self.samples, max(self.lengths))
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         exact = float(begins(answer.text, item.target))

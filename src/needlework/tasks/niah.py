@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import paper_prompt, toy
-from needlework.tasks.base import Item, Mode, Tokenizer, task
+from needlework.tasks.base import Extent, Item, Mode, Tokenizer, task
 from needlework.tasks.haystack import Haystack, essay, gather, sentences, weave
 from needlework.tasks.prompts import Encoded, Piece, token_ids
 from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval, Sizes
@@ -101,6 +101,10 @@ class Niah(Retrieval):
         for length, depth, i in product(self._lengths(is_toy, max_tokens), self.depths, range(self.samples)):
             cell = Cell(seed, length, depth, i, window)
             yield self.fitted(make(tokenizer, cell), new_tokens, max_tokens)
+
+    def extent(self) -> Extent:
+        lengths = self.lengths or LENGTHS
+        return Extent(len(lengths) * len(self.depths) * self.samples, max(lengths))
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         if item.facts["world"] == "toy":

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cached_property
-from pathlib import Path
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from needlework.errors import NeedleworkError, did_you_mean
+from needlework.errors import NeedleworkError, check_plain, did_you_mean
+from needlework.files import read_text
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
+from needlework.tasks.base import Ability, Extent, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import begins, choice, equals, holds, plain
 from needlework.toy.sample import Stream
@@ -56,6 +56,9 @@ class Own(Task):
 
     def check(self) -> None:
         _ = self.lines
+
+    def extent(self) -> Extent:
+        return Extent(len(self.lines), 0)
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
         new_tokens = self.ending(tokenizer)[0]
@@ -151,11 +154,9 @@ def _name(number: int, line: Line) -> str:
 def _read(file: str, mode: Mode) -> dict[int, Line]:
     """All lines of a file, checked; empty ones are passed over."""
     try:
-        texts = Path(file).read_text(encoding="utf-8-sig").split("\n")
-    except OSError as error:
-        raise NeedleworkError(f"file: {file} cannot be read ({error.strerror}); give a file of JSON lines") from None
-    except UnicodeDecodeError as error:
-        raise NeedleworkError(f"file: {file} is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+        texts = read_text(file, "give a file of JSON lines", encoding="utf-8-sig").split("\n")
+    except NeedleworkError as error:
+        raise NeedleworkError(f"file: {error}") from None
     lines: dict[int, Line] = {}
     numbers: dict[str, int] = {}
     for number, text in enumerate(texts, 1):
@@ -178,7 +179,10 @@ def _line(text: str, mode: Mode) -> Line:
     """One line of the file, or what is wrong with it."""
     try:
         content = json.loads(text)
-    except ValueError as error:
+        check_plain(content)
+    except NeedleworkError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise NeedleworkError(f"not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise NeedleworkError('a line is an object such as {"prompt": "...", "target": "..."}')

@@ -15,9 +15,9 @@ from pydantic import Field
 
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
-from needlework.requests import Answer
+from needlework.requests import MOST_TOKENS, Answer
 from needlework.tasks import haystack, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
+from needlework.tasks.base import Ability, Extent, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.prompts import token_ids
 from needlework.toy import world as toy_world
 from needlework.toy.sample import Stream
@@ -46,7 +46,7 @@ class Perplexity(Task):
     files: ClassVar[tuple[str, ...]] = ("text",)
     world: Literal["auto", "toy", "english"] = "auto"
     text: str | None = None  # pattern of text files; none: toy-world documents or built-in English
-    tokens: int | None = Field(None, ge=2)  # of each sample; none: 256, or what the model holds if that is less
+    tokens: int | None = Field(None, ge=2, le=MOST_TOKENS)  # of each sample; none: 256, or what the model holds if that is less
     samples: int = Field(8, ge=1)
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
@@ -60,6 +60,9 @@ class Perplexity(Task):
             facts = {"tokens": len(ids), "source": "toy" if in_toy else self.text or "english"}
             shown = tokenizer.decode(list(ids), skip_special_tokens=True)
             yield Item(id=name, cluster=name, prompt=ids, prompt_text=shown, target="", spans=spans, facts=facts)
+
+    def extent(self) -> Extent:
+        return Extent(self.samples, self.tokens or DEFAULT_TOKENS)
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         logs = answer.option_logprobs[0]

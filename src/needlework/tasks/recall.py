@@ -15,7 +15,7 @@ from pydantic import Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import english, toy
-from needlework.tasks.base import Item, Mode, Tokenizer, task
+from needlework.tasks.base import Extent, Item, Mode, Tokenizer, task
 from needlework.tasks.prompts import Piece
 from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes, different
 from needlework.tasks.scores import begins, words_right
@@ -42,6 +42,9 @@ class Lists(Retrieval):
             stream = Stream(toy_world.EVAL_SPLIT, name, seed)
             for item in make(tokenizer, stream, size, name, window):
                 yield self.fitted(item, new_tokens, max_tokens)
+
+    def extent(self) -> Extent:
+        return Extent(len(self.sizes) * self.samples * self.queries, max(self.sizes))
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         exact = float(begins(answer.text, item.target))

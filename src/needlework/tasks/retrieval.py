@@ -11,17 +11,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field
 
 from needlework.errors import NeedleworkError
-from needlework.requests import Answer
+from needlework.requests import MOST_TOKENS, Answer
 from needlework.tasks import prompts, toy
 from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import choice
 from needlework.toy.sample import Stream
 
-Sizes = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+Length = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+Sizes = Annotated[tuple[Length, ...], Field(min_length=1)]
 Layout = Literal["plain", "jrt", "question_first"]
 FRAMES = {"english": ("CONTEXT: ", "QUESTION: ", "\n\n"), "toy": ("context : ", "question : ", " ")}
 BASE_LEAD = "ANSWER: Here is the most relevant sentence in the context: "

@@ -17,7 +17,7 @@ from pydantic import Field, PositiveInt
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, Tokenizer, task
+from needlework.tasks.base import Extent, Item, Mode, Tokenizer, task
 from needlework.tasks.haystack import gather, sentences, weave
 from needlework.tasks.prompts import Piece, token_ids
 from needlework.tasks.retrieval import Chosen, Draft, Retrieval, Sizes
@@ -78,6 +78,11 @@ class Ruler(Retrieval):
                 named = f"{name}/query={j}" if len(drafts) > 1 else name
                 item = self.drafted_item(tokenizer, replace(draft, facts=facts), named, name, window)
                 yield self.fitted(item, new_tokens, max_tokens)
+
+    def extent(self) -> Extent:
+        lengths = self.lengths or LENGTHS["english"]
+        asked = self.queries if self.variant == "multiquery" else 1
+        return Extent(len(lengths) * self.samples * asked, max(lengths))
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         targets = item.facts["targets"]

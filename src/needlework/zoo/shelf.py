@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from needlework.errors import ZooError, did_you_mean
+from needlework.errors import ZooError, did_you_mean, shown
 from needlework.model.presets import PRESETS
 from needlework.zoo import smollm2
 
@@ -53,19 +54,21 @@ def path(name: str) -> Path:
     if name == smollm2.NAME:
         return smollm2.path()
     folder = weights_directory() / name
-    if name and (folder / RECORD).is_file() and folder.parent == weights_directory():
+    if name and os.path.isfile(folder / RECORD) and folder.parent == weights_directory():
         return folder
-    raise ZooError(f"no zoo model is called {name!r}: {did_you_mean(name, names())}")
+    raise ZooError(f"no zoo model is called {shown(name)}: {did_you_mean(name, names())}")
 
 
 def resolve(source: str | Path) -> str | Path:
     """The directory of a zoo model by its name; anything else as it is. What is nearly a name is an error."""
     text = str(source)
-    if Path(source).exists() or text in PRESETS or "/" in text:
+    if not text:
+        raise ZooError("the model's name is empty; give a directory, a .gguf file, a hub id or a name from `needlework zoo`")
+    if os.path.exists(source) or text in PRESETS or "/" in text:
         return source
     if text in names():
         return path(text)
     hint = did_you_mean(text, [*PRESETS, *names()], cutoff=0.7)
     if hint.startswith("did"):
-        raise ZooError(f"there is no model {text!r}; {hint}")
+        raise ZooError(f"there is no model {shown(text)}; {hint}")
     return source

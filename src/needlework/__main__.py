@@ -1,0 +1,22 @@
+"""Where the command `needlework` begins: a stop in its first moments, while modules come in, ends it quietly."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import NoReturn
+
+
+def _stop(*_: object) -> NoReturn:
+    os._exit(130)  # nothing has been begun that would have to be tidied up; `options.told` takes over when something is
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, _stop)
+    from needlework.cli import main as run
+
+    run()
+
+
+if __name__ == "__main__":
+    main()
