@@ -96,8 +96,9 @@ class Engine:
                     decoder, finished = self._admit(pending.popleft(), decoder, pending)
                 else:
                     assert decoder is not None
-                    self._answered += len(decoder)
+                    rows = len(decoder)
                     finished = decoder.step()
+                    self._answered += rows
             except Exception as error:
                 if decoder is None or not out_of_memory(error):
                     raise
