@@ -180,3 +180,29 @@ SHARES = [(0.0, "0 %"), (0.0487, "4.9 %"), (0.97, "97 %"), (0.951, "95.1 %"), (-
 @pytest.mark.parametrize("share,text", SHARES)
 def test_percents_keep_the_digit_that_a_bound_needs(share: float, text: str) -> None:
     assert stats.percent(share) == text
+
+
+def test_binomial_sums_to_one_and_has_known_values() -> None:
+    assert sum(stats.binomial(hits, 30, 0.3) for hits in range(31)) == pytest.approx(1)
+    assert stats.binomial(2, 4, 0.5) == pytest.approx(6 / 16)
+    assert [stats.binomial(hits, 3, 1.0) for hits in range(4)] == [0, 0, 0, 1]
+    assert stats.binomial(0, 0, 0.4) == 1
+
+
+def test_a_paired_gain_is_surer_than_that_of_two_samples() -> None:
+    rng = np.random.default_rng(1)
+    before = (rng.random(200) < 0.5).astype(float)
+    after = np.maximum(before, rng.random(200) < 0.3)
+    found = stats.gain(after, before, np.arange(200))
+    assert found.value == pytest.approx(float(after.mean() - before.mean()))
+    apart = stats.difference(stats.accuracy(after), stats.accuracy(before))
+    assert apart.low < found.low < found.value < found.high < apart.high
+    assert found.n == 200
+
+
+def test_a_gain_of_nothing_or_of_everything_is_never_certain() -> None:
+    same = stats.gain(np.ones(50), np.ones(50), np.arange(50))
+    assert (same.value, same.low < -0.05, same.high) == (0, True, 0)
+    every = stats.gain(np.ones(50), np.zeros(50), np.arange(50))
+    assert (every.value, 0.9 < every.low < 0.95) == (1, True)
+    assert stats.gain([], [], []) == stats.NOTHING

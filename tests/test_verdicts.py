@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from needlework.stats import NOTHING, Estimate, Interaction, wilson
-from needlework.verdicts import RULES, Context, Curve, Evidence, Kept, Silenced, Verdict, judge
+from needlework.stats import NOTHING, Estimate, Interaction, binomial, retained, wilson
+from needlework.verdicts import RULES, RULES_VERSION, Context, Curve, Evidence, Kept, Silenced, Verdict, judge
 
+ROOT = Path(__file__).parent.parent
 GOOD = wilson(98, 100)
 GONE = Silenced(wilson(0, 300), wilson(75, 300), 0.25)
 POSITIVE, NEGATIVE, ACROSS = Estimate(1.0, 0.5, 1.5, 80), Estimate(-1.0, -1.5, -0.5, 80), Estimate(0.1, -0.2, 0.4, 80)
@@ -132,7 +136,7 @@ def test_few_heads_tells_the_fewest_that_suffice_in_each_way_and_their_sink_shar
     assert (
         "By needle mass, of other samples 2 of 16 suffice (they give the first token 1 % of their attention)." in judged.sentence
     )
-    assert judged.sentence.endswith("At random no number tried suffices (at most 8 of 16).")
+    assert judged.sentence.endswith("At random no number up to 8 of 16 was seen to suffice.")
     assert [(p.label, p.estimate, p.line) for p in judged.points] == [
         ("2 of 16 heads by entropy", weak, 0.95),
         ("2 of 16 heads by needle mass, of other samples", whole, 0.95),
@@ -270,3 +274,62 @@ def test_a_share_that_could_not_be_computed_decides_nothing() -> None:
     judged = verdict("few_heads", replace(Evidence("m", baseline=GOOD), **thinned(why)))  # type: ignore[arg-type]
     assert "it keeps no known share of its retrieval (baseline 0 %: nothing to retain; n = 80)" in judged.sentence
     assert judged.points == ()
+
+
+# How many samples a rule needs.
+
+
+def test_the_smallest_n_is_computed_from_the_rules() -> None:
+    needs = {rule.claim: rule.needs() for rule in RULES}
+    assert needs["segregation"] == 217
+    assert 250 <= needs["few_heads"] <= 270
+    assert needs["no_rescue"] == 270
+    assert needs["exposure"] == 73
+    assert 300 <= needs["context"] <= 320  # two shares must both be whole
+    assert needs["double_dissociation"] == 0
+    at_other_chance = next(rule for rule in RULES if rule.claim == "segregation").needs(1 / 7)
+    assert at_other_chance != needs["segregation"]
+
+
+@pytest.mark.parametrize("n", [75, 216, 217, 300])
+def test_the_power_of_forced_choice_is_what_simulated_verdicts_have(n: int) -> None:
+    rng = np.random.default_rng(n)
+    hits = rng.binomial(n, 0.25, size=2000)
+    counts = {int(h): word("segregation", silenced=Silenced(wilson(0, 300), wilson(int(h), n), 0.25)) for h in set(hits.tolist())}
+    power = np.mean([counts[int(h)] == "supported" for h in hits])
+    exact = sum(
+        binomial(h, n, 0.25)
+        for h in range(n + 1)
+        if word("segregation", silenced=Silenced(wilson(0, 300), wilson(h, n), 0.25)) == "supported"
+    )
+    assert power == pytest.approx(exact, abs=0.03)
+    assert (exact >= 0.9) == (n >= 217)
+    if n == 75:
+        assert exact < 0.6  # which decides it in half of all cases
+
+
+@pytest.mark.slow
+def test_the_power_of_few_heads_holds_for_the_share_that_reports_compute() -> None:
+    n, rng = next(rule for rule in RULES if rule.claim == "few_heads").needs(), np.random.default_rng(0)
+    supported = []
+    for _ in range(300):
+        before = np.zeros(n)
+        before[: round(0.99 * n)] = 1
+        after = (rng.random(n) < 0.99 * 0.99).astype(float)
+        supported.append(retained(after, before, np.arange(n)).low >= 0.95)
+    assert np.mean(supported) > 0.85
+
+
+def test_the_table_of_the_method_page_is_that_of_the_rules() -> None:
+    spec = importlib.util.spec_from_file_location("rules", ROOT / "docs" / "rules.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    written = (ROOT / "docs" / "method.md").read_text(encoding="utf-8")
+    assert module.page() == written, "run `python docs/rules.py`"
+    assert all(f"| {rule.number} | {rule.title}" in written for rule in RULES)
+    assert f"Version {RULES_VERSION} of the rules" in written
+    assert "after results of version 1 had been seen" in written
+    assert "judged on fresh seeds" in written
+    assert f"{len(RULES)} claims are judged at once" in written

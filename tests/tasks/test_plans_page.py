@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from token_kinds import make
 
 from needlework.experiments.plan import load
-from needlework.experiments.schema import ExperimentFile, FastFile, ModelFile, PlanFile
+from needlework.experiments.schema import ExperimentFile, FastFile, ModelFile, PlanFile, RankingFile
 from needlework.tasks import TASKS, Task
 from needlework.tasks.niah import Other
 from needlework.tasks.own_prompts import Line, OwnPrompts
@@ -24,6 +24,7 @@ SECTIONS: dict[str, str] = dict(re.findall(r"^#+ (.+?)\n(.*?)(?=^#+ |\Z)", PAGE,
 SCHEMA = {
     "The plan": PlanFile,
     "A model": ModelFile,
+    "A ranking": RankingFile,
     "An experiment": ExperimentFile,
     "fast": FastFile,
     "Every task": Task,

@@ -177,7 +177,10 @@ class _Builder:
             raise self.file.error(("experiments",), "--fast skips every experiment of this plan")
         text = self.file.path.read_text(encoding="utf-8")
         name = self.content.name or self.file.path.stem
-        about, rankings = self.content.about, {name: self._ranking(name, spec) for name, spec in self.content.rankings.items()}
+        about, rankings = (
+            self.content.about,
+            {name: self._ranking(name, spec) for name, spec in (self.content.rankings or {}).items()},
+        )
         return Plan(self.file.path, name, about, text, self.models, tuple(experiments), self.fast, rankings)
 
     def _ranking(self, name: str, spec: RankingFile) -> RankingSource:

@@ -130,7 +130,7 @@ class RankingFile(Strict):
 class PlanFile(Settings):
     name: str = ""
     about: str = ""
-    rankings: dict[str, RankingFile] = Field(default_factory=dict)
+    rankings: dict[str, RankingFile] | None = None
     experiments: Annotated[dict[str, ExperimentFile], Field(min_length=1)]
     fast: Settings | None = None
 

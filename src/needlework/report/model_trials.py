@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -106,11 +107,13 @@ class ModelTrials:
         return NEEDLE if NEEDLE["generate"] in families or len(families) != 1 else {**NEEDLE, **dict(kinds)}
 
     def needle_pick(self, text: str, mode: str = "generate", layout: str = "plain", in_window: Want[bool] = True) -> Pick:
-        """Needles of all tasks of the kind: their names and settings are pooled, lengths and depths too."""
+        """Needles found in one hop, of all tasks of the kind: their names and settings are pooled, lengths and depths too."""
         kind = self.needle_kinds[mode]
+        settings = self.frame.distinct("setting", model=self.model, kind=kind, mode=mode)
         options = self.frame.distinct("against", model=self.model, kind=kind, mode=mode, text=text, layout=layout)
         against = next((name for name in AGAINST if name in options), "")
-        return self._pick("retrieval", kind, mode, against, text, layout, form="", in_window=in_window)
+        pick = self._pick("retrieval", kind, mode, against, text, layout, form="", in_window=in_window)
+        return replace(pick, setting=[setting for setting in settings if one_hop(setting)])
 
     def _pick(
         self, ability: str, kind: str, mode: str, against: str, text: str, layout: str, form: str, in_window: Want[bool]
@@ -298,6 +301,11 @@ class ModelTrials:
         texts = self.text_by_place((int(c.prefill), c) for c in limits if c.prefill and c.decode == (c.prefill if both else ""))
         points = [(tokens, self.accuracy(self.retrieval(text))) for tokens, text in texts.items()]
         return sorted((point for point in points if point[1].n), key=lambda point: point[0])
+
+
+def one_hop(setting: str) -> bool:
+    """Whether a task asks for something that stands in one needle; to follow needles to others is another ability."""
+    return "hops" not in setting or json.loads(setting).get("hops", 1) == 1
 
 
 def by_boundary(frame: Frame, model: str) -> list[ModelTrials]:

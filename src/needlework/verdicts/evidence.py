@@ -55,7 +55,7 @@ class Curve:
         """`By entropy 4 of 16 suffice (they give the first token 12 % of their attention).`"""
         kept = self.suffices
         asked = kept or max(self.points, default=0)
-        words = f"{kept} of {heads} suffice" if kept else f"no number tried suffices (at most {asked} of {heads})"
+        words = f"{kept} of {heads} suffice" if kept else f"no number up to {asked} of {heads} was seen to suffice"
         sink = self.sinks.get(asked, math.nan)
         aside = f" (they give the first token {percent(sink)} of their attention)" if sink == sink else ""
         return f"{self.label[:1].upper()}{self.label[1:]} {words}{aside}."
