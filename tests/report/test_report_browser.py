@@ -201,8 +201,8 @@ def test_printing_leaves_out_what_paper_cannot_do(visit: Any, page: Path) -> Non
     assert not view.locator("#theme").is_visible()
     assert view.locator("#heads svg").first.is_visible()
     assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    view.set_viewport_size({"width": 760, "height": 1000})  # as wide as a sheet of paper
-    assert view.evaluate("document.querySelector('.overview').getBoundingClientRect().right") <= 760
+    view.set_viewport_size({"width": 717, "height": 1000})  # as wide as a sheet of paper
+    assert view.evaluate("document.querySelector('.overview').getBoundingClientRect().right") <= 717
 
 
 def test_markup_in_an_answer_is_shown_as_text(visit: Any, hostile: Path) -> None:
