@@ -100,7 +100,7 @@ def test_every_mark_has_a_name_and_every_figure_a_table(visit: Any, page: Path) 
     view = visit(page)
     assert view.evaluate("[...document.querySelectorAll('[data-k]')].every(e => e.getAttribute('aria-label'))")
     assert view.evaluate("[...document.querySelectorAll('svg')].every(e => e.getAttribute('aria-label'))")
-    figures = view.evaluate("[...document.querySelectorAll('section')].filter(s => s.querySelector('svg')).length")
+    figures = view.evaluate("[...document.querySelectorAll('section:not(#findings)')].filter(s => s.querySelector('svg')).length")
     tables = view.evaluate("[...document.querySelectorAll('section')].filter(s => s.querySelector('details table')).length")
     assert figures == tables == 9
 
@@ -128,6 +128,72 @@ def test_nothing_runs_over_the_edge_of_a_phone(visit: Any, page: Path, width: in
     assert box["x"] + box["width"] <= width
 
 
+def test_the_finding_fills_the_first_screen(visit: Any, page: Path) -> None:
+    view = visit(page, viewport={"width": 1280, "height": 900})
+    drawn = "[...document.querySelectorAll('.overview svg')].filter(s => s.getBoundingClientRect().bottom < innerHeight).length"
+    assert view.evaluate(drawn) >= 8
+    assert view.locator("#findings .overview").bounding_box()["y"] < 320
+    lines = "s => [...document.querySelectorAll(s)].map(e => Math.round(e.getBoundingClientRect().top))"
+    labels = view.evaluate(f"({lines})('.overview tbody tr:first-child th li')")
+    strips = view.evaluate(
+        "[...document.querySelectorAll('.overview tbody tr:first-child td svg')].map(s => s.getBoundingClientRect())"
+    )
+    assert all(abs(box["top"] - labels[0]) < 3 and abs(box["height"] - 19 * len(labels)) < 2 for box in strips), "line by line"
+
+
+@pytest.mark.parametrize("width", [320, 390])
+def test_on_a_phone_each_figure_has_its_own_words(visit: Any, page: Path, width: int) -> None:
+    view = visit(page, viewport={"width": width, "height": 800})
+    cell = view.locator(".overview td").first
+    assert cell.locator(".who").is_visible()
+    assert cell.locator(".lines li").first.is_visible()
+    assert view.locator(".overview thead").is_hidden()
+    assert view.evaluate("document.querySelector('.overview').scrollWidth") <= width
+
+
+def test_the_finding_needs_no_script(chromium: Any, page: Path) -> None:
+    context = chromium.new_context(java_script_enabled=False)
+    view = context.new_page()
+    view.goto(page.as_uri())
+    assert view.locator(".overview svg").first.is_visible()
+    assert view.locator(".claim").first.is_visible()
+    assert view.locator("#heads svg").first.is_visible()
+    view.locator("#heads summary").click()
+    assert view.locator("#heads details table").first.is_visible()
+    context.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out_from_their_ground(visit: Any, page: Path, scheme: str) -> None:
+    """WCAG's contrast of 4.5 for the words of verdicts, reasons and small figures."""
+    view = visit(page, color_scheme=scheme)
+    for what in (
+        ".chip.supported",
+        ".chip.not-supported",
+        ".chip.inconclusive",
+        ".why",
+        ".overview .share",
+        ".overview th .lines li",
+    ):
+        if view.locator(what).count():
+            assert view.evaluate(CONTRAST, what) >= 4.5, what
+
+
+CONTRAST = """selector => {
+  const element = document.querySelector(selector), style = getComputedStyle(element);
+  const numbers = text => text.match(/[\\d.]+/g).map(Number);
+  let ground = element, back = numbers(style.backgroundColor);
+  while (back.length > 3 && back[3] === 0) {
+    ground = ground.parentElement;
+    back = numbers(getComputedStyle(ground).backgroundColor);
+  }
+  const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [.2126, .7152, .0722][i], 0);
+  const [a, b] = [light(numbers(element.closest("svg") ? style.fill : style.color)), light(back)].sort((x, y) => y - x);
+  return (a + .05) / (b + .05);
+}"""
+
+
 def test_printing_leaves_out_what_paper_cannot_do(visit: Any, page: Path) -> None:
     view = visit(page, color_scheme="dark")
     view.emulate_media(media="print")
@@ -135,6 +201,8 @@ def test_printing_leaves_out_what_paper_cannot_do(visit: Any, page: Path) -> Non
     assert not view.locator("#theme").is_visible()
     assert view.locator("#heads svg").first.is_visible()
     assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+    view.set_viewport_size({"width": 717, "height": 1000})  # as wide as a sheet of paper
+    assert view.evaluate("document.querySelector('.overview').getBoundingClientRect().right") <= 717
 
 
 def test_markup_in_an_answer_is_shown_as_text(visit: Any, hostile: Path) -> None:

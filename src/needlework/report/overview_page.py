@@ -10,6 +10,7 @@ from needlework.verdicts import Point, Verdict
 
 LINE = 19  # height of a line of a small figure, in its own units and in the style sheet's pixels
 LABELS, COLUMN = 276, (164, 240)  # pixels: width of the labels; least and most of a model's column
+PAPER = 660  # pixels between the margins of a printed page
 LEFT, RIGHT, WIDTH = 6, 106, 148  # 0 %, 100 %, and the room for the number behind
 
 
@@ -56,8 +57,9 @@ def picture(overview: Overview) -> str:
     )
     body = "".join(_block(block, overview, first=i == 0) for i, block in enumerate(overview.blocks))
     least, most = (LABELS + column * len(overview.models) for column in COLUMN)
+    style = f"min-width:{least}px;max-width:{most}px;--paper-fit:{min(1.0, PAPER / least):.2f}"
     table = (
-        f'<table class="overview" style="min-width:{least}px;max-width:{most}px"><colgroup><col></colgroup>'
+        f'<table class="overview" style="{style}"><colgroup><col></colgroup>'
         f'<thead><tr><th scope="col"><span class="hidden">claim</span></th>{heads}</tr></thead><tbody>{body}</tbody></table>'
     )
     return (

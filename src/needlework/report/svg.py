@@ -217,7 +217,8 @@ def _dots(panel: Dots, width: int) -> str:
     least = min([0.0, *(dot.y.low for dot in panel.dots if math.isfinite(dot.y.low))])
     rows = [0.0, *accumulate(15 if next_.follows else 34 for next_ in panel.dots[1:])]
     height = top + rows[-1] + 34 + bottom
-    x, ticks = Scale(max(-0.5, least), min(1.5, most), left, width - right), [(v / 100, f"{v} %") for v in (0, 25, 50, 75, 100)]
+    end_of_axis = width - right - 42 * bool(panel.legend)  # there, numbers stand behind their dots
+    x, ticks = Scale(max(-0.5, least), min(1.5, most), left, end_of_axis), [(v / 100, f"{v} %") for v in (0, 25, 50, 75, 100)]
     if panel.signed:
         end = span(panel)
         x, ticks = Scale(-end, end, left + 14, width - right - 14), [(v * end, in_points(v * end)) for v in (-1, -0.5, 0, 0.5, 1)]
