@@ -126,13 +126,16 @@ def study(
     file: Annotated[str, typer.Argument(help="A study that comes with needlework, or a YAML file of your own.")],
     out: Out,
     jobs: Annotated[int, typer.Option(min=1, help="Models trained at a time, one core each.")] = 1,
+    seed: Annotated[
+        list[int], typer.Option(min=0, help="Training seeds instead of the study's own; give it several times.")
+    ] = [],  # noqa: B006
     as_json: Json = False,
 ) -> None:
     """Train a grid of recipes, run one plan on all of them, and say what retrieval in few heads depends on."""
     from needlework.training.concentration import as_json as numbers
     from needlework.training.study import study as run
 
-    result = run(file, out, jobs=jobs, progress=not as_json)
+    result = run(file, out, jobs=jobs, training_seeds=seed, progress=not as_json)
     typer.echo(json.dumps(numbers(result.models), indent=1) if as_json else plain(result.text))
     if not result.run.sound:
         raise typer.Exit(FAILED)

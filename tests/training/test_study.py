@@ -104,8 +104,8 @@ def test_the_shipped_study_has_the_models_that_it_speaks_of() -> None:
 def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: Path) -> None:
     from needlework.training.study import study
 
-    path = written(tmp_path, training_seeds=[0])
-    asked = grid.find(path)
+    path = written(tmp_path)
+    asked = grid.find(path).model_copy(update={"training_seeds": [0]})
 
     class Stop(Exception):
         pass
@@ -119,7 +119,7 @@ def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: 
     counted = Bar(8, "steps", shown=False)
     grid.train_all(asked, tmp_path / "out", 2, counted)
     assert counted.count == 8  # steps found done and steps done now are all of them
-    result = study(path, tmp_path / "out", jobs=2, progress=False)
+    result = study(path, tmp_path / "out", jobs=2, training_seeds=[0], progress=False)
     assert [model.name for model in result.models] == ["adamw-2-seed0", "adamw-4-seed0", "muon-2-seed0", "muon-4-seed0"]
     assert not any(model.testable for model in result.models)  # two steps teach nothing
     assert "not testable" in result.text
@@ -129,7 +129,7 @@ def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: 
     assert (tmp_path / "out" / "study.png").stat().st_size > 1000
     weights = {f: f.stat().st_mtime_ns for f in (tmp_path / "out" / "models").glob("*/model.safetensors")}
     assert len(weights) == 4
-    study(path, tmp_path / "out", progress=False)
+    study(path, tmp_path / "out", training_seeds=[0], progress=False)
     assert weights == {f: f.stat().st_mtime_ns for f in weights}  # nothing is trained twice
     other = written(tmp_path, training_seeds=[0], recipe={**RECIPE, "steps": 3})
     with pytest.raises(ZooError, match="another recipe"):

@@ -25,12 +25,16 @@ class StudyResult:
     text: str  # table and sentences, in Markdown
 
 
-def study(file: str | Path, out: str | Path, *, jobs: int = 1, progress: bool = True) -> StudyResult:
+def study(
+    file: str | Path, out: str | Path, *, jobs: int = 1, training_seeds: Sequence[int] = (), progress: bool = True
+) -> StudyResult:
     """Train, run and compare; `out` then holds models/, run/ with its report, study.md, study.json and study.png.
 
-    A study that was stopped goes on where it was: trainings from their checkpoints, the run from its store.
+    `training_seeds` instead of the study's own: more models of the same kinds, or fewer. A study that was stopped goes on where it was: trainings from their checkpoints, the run from its store.
     """
     asked, folder = grid.find(file), Path(out)
+    if training_seeds:
+        asked = asked.model_copy(update={"training_seeds": list(dict.fromkeys(training_seeds))})
     folder.mkdir(parents=True, exist_ok=True)
     cells = grid.cells(asked)
     with Bar(sum(cell.recipe.steps for cell in cells), "steps", shown=progress) as bar:
