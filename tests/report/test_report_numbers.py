@@ -102,7 +102,7 @@ def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) ->
     about["tiny-griffin"]["weights"] = "another hash"
     store.set_meta("models", about)
     store.close()
-    assert list(load([run, other]).models) == ["tiny-griffin", "tiny-jamba", "tiny-mamba", "tiny-griffin (other)"]
+    assert list(load([run, other]).models) == ["tiny-griffin", "tiny-griffin (other)", "tiny-jamba", "tiny-mamba"]
     assert list(load([run, run]).models) == ["tiny-griffin", "tiny-jamba", "tiny-mamba"]
     assert len(load([run, run]).row) == len(load([run]).row)
 

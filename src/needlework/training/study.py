@@ -30,7 +30,8 @@ def study(
 ) -> StudyResult:
     """Train, run and compare; `out` then holds models/, run/ with its report, study.md, study.json and study.png.
 
-    `training_seeds` instead of the study's own: more models of the same kinds, or fewer. A study that was stopped goes on where it was: trainings from their checkpoints, the run from its store.
+    `training_seeds` instead of the study's own: more models of the same kinds, or fewer. A study that was stopped goes on
+    where it was: trainings from their checkpoints, the run from its store.
     """
     asked, folder = grid.find(file), Path(out)
     if training_seeds:
