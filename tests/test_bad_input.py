@@ -96,7 +96,9 @@ def test_values_that_are_given_in_python_come_through_the_same_door() -> None:
 def test_what_was_right_reads_as_before() -> None:
     many = " + ".join(f"reset_state(at={i})" for i in range(1, 300))
     assert len(nw.parse(many).parts) == 299
-    assert [str(act) for act in expand("keep_heads(k={1, {2, 3}}, by='entropy')", {})] == [f"keep_heads(k={k})" for k in (1, 2, 3)]
+    assert [str(act) for act in expand("keep_heads(k={1, {2, 3}}, by='entropy')", {})] == [
+        f"keep_heads(k={k})" for k in (1, 2, 3)
+    ]
     assert str(nw.parse("swap_memory(half='kv', from=[1, 2])")) == "swap_memory(half='kv', from=[1, 2])"
     assert str(nw.parse("ablate_heads(heads=[[5, 1], (2, 0), [2, 0]])")) == "ablate_heads(heads=[[2, 0], [5, 1]])"
 
@@ -171,7 +173,9 @@ def test_trials_count_samples_times_interventions(tmp_path: Path) -> None:
     task = "{kind: niah, lengths: [64], depths: [50], samples: 200000}"
     (tmp_path / "plan.yaml").write_text(_plan(task, act="none, 'keep_heads(k=0..16)', 'limit_context(tokens=10..40)'"))
     said = runner.invoke(app, ["plan", str(tmp_path / "plan.yaml")])
-    assert (said.exit_code, "makes 9,800,000 trials; the most is 5,000,000" in " ".join(said.output.split())) == (2, True), said.output
+    assert (said.exit_code, "makes 9,800,000 trials; the most is 5,000,000" in " ".join(said.output.split())) == (2, True), (
+        said.output
+    )
 
 
 @pytest.mark.parametrize("kind", ["niah", "niah_choice", "mqar", "phone_book", "copy", "ruler", "letter", "cloze", "judgements"])
@@ -180,7 +184,12 @@ def test_the_count_is_what_is_made(kind: str) -> None:
     from needlework.experiments.plan import Model
 
     model = look(Model("x", "tiny-griffin-small", "tiny-griffin-small"))
-    fields = {"niah": {"lengths": [64, 96], "samples": 2}, "mqar": {"queries": 2}, "ruler": {"samples": 2}, "cloze": {"rounds": 2}}
+    fields = {
+        "niah": {"lengths": [64, 96], "samples": 2},
+        "mqar": {"queries": 2},
+        "ruler": {"samples": 2},
+        "cloze": {"rounds": 2},
+    }
     task = make_task({"kind": kind, **fields.get(kind.removesuffix("_choice"), {})})
     made = list(task.items(model.tokenizer, 0, None, None))
     extent = task.extent()
@@ -255,12 +264,24 @@ def test_a_pattern_that_matches_a_whole_disk_is_refused(monkeypatch: pytest.Monk
         (["report", "a" * 5000], "holds no run"),
         (["export", "a" * 5000, "--to", "csv"], "holds no run"),
         (["ask", "tiny-griffin-small", "\ud800 x"], "half a character"),
-        (["ask", "tiny-griffin-small", "the", "--max-new-tokens", "99999999999999999999"], "max_new_tokens=99999999999999999999 must"),
+        (
+            ["ask", "tiny-griffin-small", "the", "--max-new-tokens", "99999999999999999999"],
+            "max_new_tokens=99999999999999999999 must",
+        ),
         (["ask", "tiny-griffin-small", "the", "--threads", "99999999999"], "--threads"),
         (["ask", "tiny-griffin-small", "the", "--device", "meta"], "device 'meta' holds no values"),
-        (["eval", "tiny-griffin-small", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x", "--limit", "nan"], "limit=nan"),
-        (["eval", "tiny-griffin-small", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x", "--limit", "inf"], "limit=inf"),
-        (["eval", "tiny-griffin-small", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x", "--limit", "-1"], "limit=-1"),
+        (
+            ["eval", "tiny-griffin-small", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x", "--limit", "nan"],
+            "limit=nan",
+        ),
+        (
+            ["eval", "tiny-griffin-small", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x", "--limit", "inf"],
+            "limit=inf",
+        ),
+        (
+            ["eval", "tiny-griffin-small", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x", "--limit", "-1"],
+            "limit=-1",
+        ),
         (["eval", "tiny-griffin-small", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x", "--limit", "0"], "limit=0"),
     ],
     ids=lambda words: " ".join(words)[:40].encode("ascii", "replace").decode() if isinstance(words, list) else "",
@@ -312,7 +333,9 @@ def test_square_brackets_in_a_path_are_no_markup(tmp_path: Path, monkeypatch: py
     assert "a[/x]/[bold]b/report.html" in said.output.replace("\n", "")
 
 
-@pytest.mark.parametrize("words", [["lm-eval", "--help"], ["eval", "x", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x"]])
+@pytest.mark.parametrize(
+    "words", [["lm-eval", "--help"], ["eval", "x", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x"]]
+)
 def test_lm_eval_without_its_extra(words: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     find = importlib.util.find_spec

@@ -74,7 +74,9 @@ def test_an_end_that_is_no_token(eos: Any, directory: Path) -> None:
         look(Model("plan:1", "m", str(directory)))
 
 
-@pytest.mark.parametrize("head", [b"", b"junk" * 100, b"GGUF" + b"\xff" * 100, b"GGUF\x03\0\0\0" + (10**15).to_bytes(8, "little") * 2])
+@pytest.mark.parametrize(
+    "head", [b"", b"junk" * 100, b"GGUF" + b"\xff" * 100, b"GGUF\x03\0\0\0" + (10**15).to_bytes(8, "little") * 2]
+)
 def test_a_gguf_file_with_a_bad_head(head: bytes, tmp_path: Path) -> None:
     (tmp_path / "model.gguf").write_bytes(head)
     for words in (["inspect", str(tmp_path / "model.gguf")], ["ask", str(tmp_path / "model.gguf"), "x"]):

@@ -97,7 +97,9 @@ def test_logits_and_choices_are_watched(subject: nw.Subject) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["zoo"], ["inspect", "tiny-griffin"], ["plan", "02", "--model", "tiny-griffin"]], ids=lambda w: w[0])
+@pytest.mark.parametrize(
+    "words", [["zoo"], ["inspect", "tiny-griffin"], ["plan", "02", "--model", "tiny-griffin"]], ids=lambda w: w[0]
+)
 def test_a_stop_in_the_first_moments_is_quiet(words: list[str]) -> None:
     """From when our first module, a few lines, is there: exit code 130 and no traceback, whatever module is coming in."""
     code = """

@@ -66,9 +66,15 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "facts that are a list": ("UPDATE trials SET facts = '[]'", "a value of facts is no dict"),
     "broken JSON about models": ("UPDATE meta SET value = '{x' WHERE key = 'models'", "is damaged"),
     "models that are a list": ("UPDATE meta SET value = '[1]' WHERE key = 'models'", "the entry 'models' is no dict"),
-    "experiments that are a number": ("UPDATE meta SET value = '5' WHERE key = 'experiments'", "the entry 'experiments' is no dict"),
+    "experiments that are a number": (
+        "UPDATE meta SET value = '5' WHERE key = 'experiments'",
+        "the entry 'experiments' is no dict",
+    ),
     "a newer version": ("UPDATE meta SET value = '99' WHERE key = 'schema_version'", "was written with store version 99"),
-    "a version that is none": ("UPDATE meta SET value = '\"x\"' WHERE key = 'schema_version'", "was written with store version x"),
+    "a version that is none": (
+        "UPDATE meta SET value = '\"x\"' WHERE key = 'schema_version'",
+        "was written with store version x",
+    ),
 }
 
 
@@ -143,7 +149,7 @@ def _command(words: list[str]) -> subprocess.CompletedProcess[str]:
     code = "import sys; from needlework.cli import app; app(sys.argv[1:])"
     env = {**os.environ, "PYTHONPATH": str(SRC)}
     call = [sys.executable, "-c", code, *words]
-    return subprocess.run(call, capture_output=True, text=True, check=False, env=env, preexec_fn=_held_back)  # noqa: PLW1509
+    return subprocess.run(call, capture_output=True, text=True, check=False, env=env, preexec_fn=_held_back)
 
 
 @pytest.mark.slow
@@ -158,7 +164,11 @@ def test_a_run_on_read_only_media_can_be_reported_elsewhere(finished: Path, plan
         assert (elsewhere / "report.html").stat().st_size > 1000
         said = _command(["export", str(folder), "--to", "csv", "--out", str(elsewhere)])
         assert said.returncode == 0, said.stdout + said.stderr
-        for words in (["report", str(folder)], ["rescore", str(folder)], ["run", "02", "--fast", "--model", "tiny-griffin-small"]):
+        for words in (
+            ["report", str(folder)],
+            ["rescore", str(folder)],
+            ["run", "02", "--fast", "--model", "tiny-griffin-small"],
+        ):
             said = _command([*words, "--out", str(folder)] if words[0] == "run" else words)
             assert said.returncode == 2, said.stdout + said.stderr
             assert "Permission denied" in said.stderr
