@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 export TRANSFORMERS_VERBOSITY := error
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo docs check test test-fast test-wheel bench clean
+.PHONY: setup demo docs check test test-fast test-wheel audit bench clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,11 @@ test-fast: $(STAMP)
 # The wheel as a user installs it: with the newest dependencies that it allows, outside of the repository. Needs an index.
 test-wheel:
 	$(PYTHON) tests/wheel/run.py
+
+# Known holes in the locked packages and their licences (SECURITY.md). Offline, it says what it could not ask.
+audit: $(STAMP)
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 0 --timeout 10 --target $(VENV)/audit pip-audit 2>/dev/null
+	PYTHONPATH=$(VENV)/audit $(BIN)/python tests/audit.py
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks

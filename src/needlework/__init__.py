@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+TYPE_CHECKING = False  # `typing` would take longer to come in than all else here, and a stop must be quiet from the first moment
 
 if TYPE_CHECKING:
     from needlework import tasks
@@ -122,7 +122,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'needlework' has no attribute {name!r}")
     from importlib import import_module

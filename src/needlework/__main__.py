@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import NoReturn
 
 
-def _stop(*_: object) -> NoReturn:
+def stop_quietly(*_: object) -> None:
     os._exit(130)  # nothing has been begun that would have to be tidied up; `options.told` takes over when something is
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGINT, stop_quietly)
     from needlework.cli import main as run
 
     run()

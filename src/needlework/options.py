@@ -19,6 +19,7 @@ from needlework.errors import NeedleworkError, shown
 from needlework.terminal import say
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
+QUIET_STOP = "stop_quietly"  # the handler of `__main__`, until a command begins
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 EXAMPLES: list[str] = []  # one for each command, in the order of the commands
 F = TypeVar("F", bound=Callable[..., None])
@@ -74,7 +75,8 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
 @contextmanager
 def told() -> Iterator[None]:
     """What a command was refused, as a line and an exit code. Anything else is a fault of ours, and keeps its traceback."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, a stop is passed on to whoever must tidy up
+    if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == QUIET_STOP:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, a stop is passed on to whoever must tidy up
     try:
         yield
     except NeedleworkError as error:
