@@ -138,6 +138,24 @@ def test_the_hash_follows_what_decides_the_weights() -> None:
     assert recipe.changed() == recipe
 
 
+def test_attention_is_dropped_as_the_stage_says_and_else_as_the_configuration_does() -> None:
+    from needlework.training import optimisers
+    from needlework.training.train import train_step
+
+    stages = [{**stage, **more} for stage, more in zip(GOOD["stages"], ({"attention_dropout": 0.5}, {}), strict=True)]
+    plain, dropping = recipes.checked(GOOD, "test"), recipes.checked(with_change(stages=stages), "test")
+    assert dropping.hash() != plain.hash()
+    model = build.model(dropping)
+    optimiser = optimisers.for_model(dropping.optimiser, model)
+    seen = []
+    for step in (0, dropping.steps - 1):
+        train_step(dropping, model, optimiser, step)
+        seen.append({part.attention_dropout for part in model.modules() if hasattr(part, "attention_dropout")})
+    assert seen == [{0.5}, {model.config.attention_dropout}]
+    with pytest.raises(ZooError, match="attention_dropout"):
+        recipes.checked(with_change(stages=[{**stages[0], "attention_dropout": 1.0}, stages[1]]), "test")
+
+
 def test_stages_follow_the_step() -> None:
     recipe = recipes.checked(GOOD, "mine")
     assert [recipe.stage_at(step).lengths[0] for step in (0, 4, 5, 9)] == [64, 64, 128, 128]

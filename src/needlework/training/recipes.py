@@ -45,14 +45,15 @@ class Stage(_Strict):
     """One part of the curriculum: up to share `until` of all steps, rows have one of `lengths` and these kinds.
 
     `relations` are the kinds of needle. Retrieval emerges sooner when the first stage has one kind only.
-    `attention_dropout` is the ordinary one: each attention weight of each head is left out with this probability.
+    `attention_dropout` is the ordinary one: each attention weight of each head is left out with this probability, instead
+    of the one that `config` says.
     """
 
     until: Annotated[float, Field(gt=0, le=1)]
     lengths: Annotated[list[Annotated[int, Field(ge=SHORTEST_ROW)]], Field(min_length=1)]
     rows: dict[str, Share]
     relations: Annotated[list[str], Field(min_length=1)] = list(RELATION_NAMES)
-    attention_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
 
     @field_validator("relations")
     @classmethod
@@ -170,7 +171,7 @@ class Recipe(_Strict):
             if not content[unsaid]:
                 del content[unsaid]
         for stage in content["stages"]:
-            if not stage["attention_dropout"]:
+            if stage["attention_dropout"] is None:
                 del stage["attention_dropout"]
         if self.optimiser.matrix_lr is None:
             del content["optimiser"]["matrix_lr"]

@@ -49,6 +49,14 @@ def learning_rate(recipe: Recipe, step: int, peak: float) -> float:
     return peak * warm * (o.final_lr_share + (1 - o.final_lr_share) * cosine)
 
 
+def _drop_attention(model: Any, share: float | None) -> None:
+    """Attention dropout from now on; None: what the model's configuration says."""
+    share = getattr(model.config, "attention_dropout", 0.0) if share is None else share
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = share
+
+
 def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
     """One step on the documents of (seed, step); returns the weighted mean loss."""
     import torch
@@ -58,9 +66,7 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
     rows = max(1, recipe.batch_tokens // length)
     ids_array, weights_array = documents.batch(recipe.seed, step, rows, length, recipe.diet(stage))
     ids, weights = torch.from_numpy(ids_array), torch.from_numpy(weights_array)[:, 1:]
-    for part in model.modules():
-        if hasattr(part, "attention_dropout"):
-            part.attention_dropout = stage.attention_dropout
+    _drop_attention(model, stage.attention_dropout)
     torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout, where a model has it, is a function of (seed, step) too
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
