@@ -16,6 +16,7 @@ FREE = re.compile(
     re.I,
 )
 NOT_FREE = re.compile(r"(?<!l)gpl|affero|proprietary|commercial|non-?commercial", re.I)
+OFFLINE = r"ConnectionError|Max retries|Failed to (establish|resolve)|Temporary failure|timed out|ServiceError"
 LOOKED_AT = {"chardet": "LGPL, used unchanged as a library"}  # package -> why it may be used
 
 

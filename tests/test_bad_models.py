@@ -70,7 +70,7 @@ def test_a_file_that_holds_something_else(file: str, text: str, directory: Path)
 @pytest.mark.parametrize("eos", ["x", 1.5, [1, "x"], [[1]], {"a": 1}, True])
 def test_an_end_that_is_no_token(eos: Any, directory: Path) -> None:
     _with(directory, "generation_config.json", eos_token_id=eos)
-    with pytest.raises(nw.NeedleworkError, match="eos_token_id: .* is no token id"):
+    with pytest.raises(nw.NeedleworkError, match=r"eos_token_id: .* is no token id"):
         look(Model("plan:1", "m", str(directory)))
 
 
@@ -120,7 +120,7 @@ def test_large_weights_are_no_infinite_ones(directory: Path) -> None:
 def test_a_configuration_much_larger_than_its_files(directory: Path) -> None:
     """Missing weights would be made up, in memory: 4 TB of them here."""
     _with(directory, intermediate_size=2**31)
-    with pytest.raises(nw.NeedleworkError, match="describes a model of .* parameters, and its files hold"):
+    with pytest.raises(nw.NeedleworkError, match=r"describes a model of .* parameters, and its files hold"):
         nw.load(directory)
 
 

@@ -100,10 +100,8 @@ def test_a_large_store_tells_what_is_damaged_when_it_is_read(finished: Path, mon
     _change(finished, "UPDATE trials SET scores = '{x'")
     store = Store(finished)
     with pytest.raises(NeedleworkError, match="is damaged"):
-        try:
-            list(store.rows())
-        finally:
-            store.close()
+        list(store.rows())
+    store.close()
 
 
 def test_closing_never_hides_the_cause(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +116,7 @@ def test_closing_never_hides_the_cause(finished: Path, monkeypatch: pytest.Monke
         finally:
             store.close()
 
-    with pytest.raises((RuntimeError, NeedleworkError), match="the cause|is damaged"):
+    with pytest.raises((RuntimeError, NeedleworkError), match=r"the cause|is damaged"):
         read()
 
 

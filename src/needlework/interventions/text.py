@@ -134,7 +134,10 @@ def expand(text: str, sizes: Mapping[str, int]) -> list[Intervention]:
     """Every intervention that the text stands for, each once, in the order written."""
     _check_size(text)
     most = min(MOST, 100 * MOST_CHARACTERS // max(1, len(text)))
-    texts = list(islice(_alternatives(text, sizes), most + 1))
+    each = _alternatives(text, sizes)
+    first = next(each)
+    parse(first)  # what cannot be read is told before all of it is written out
+    texts = [first, *islice(each, most)]
     if len(texts) > most:
         raise NeedleworkError(f"{shown(text)} stands for more than {most} interventions; narrow its ranges")
     by_text = {str(intervention): intervention for intervention in map(parse, texts)}
