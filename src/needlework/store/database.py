@@ -32,7 +32,7 @@ from needlework.store.rows import (
 FILE_NAME = "run.sqlite"
 _CHECKED_BYTES = 32 * 2**20
 _RESULTS = ("trials", "observations")
-_META: dict[str, type] = {"models": dict, "experiments": dict, "plan": dict, "recorded": list, "skipped": list}
+_META: dict[str, type] = {"models": dict, "experiments": dict, "plan": dict, "recorded": list, "skipped": list, "rankings": dict}
 _SYNC_SECONDS = 0.5  # how often written rows are forced to the disk; the system has them at once
 
 
@@ -78,8 +78,9 @@ class Store:
                 if kind and not isinstance(json.loads(value), kind):
                     raise damaged(file, f"the entry {shown(key)} is no {kind.__name__}")
         known = {row[1] for row in self.db.execute("PRAGMA table_info(trials)")}
-        for name in sorted(JSON_COLUMNS & known):
-            kind = list if name in ("logprobs", "margins", "greedy") else dict
+        for name, kind in JSON_COLUMNS.items():
+            if name not in known:
+                continue
             with reading(file):
                 for (text,) in self.db.execute(f"SELECT DISTINCT {name} FROM trials"):
                     if not isinstance(json.loads(text), kind):

@@ -70,7 +70,10 @@ class Observation:
 RowKey = tuple[str, str, str, str]  # experiment, model, task, trial id
 Recording = tuple[str, str, str]  # experiment, model, task
 
-JSON_COLUMNS = {"spans", "facts", "scores", "logprobs", "margins", "receipt", "greedy", "tokens"}
+JSON_COLUMNS: dict[str, type] = {  # and what their JSON is
+    **dict.fromkeys(("spans", "facts", "scores", "receipt"), dict),
+    **dict.fromkeys(("logprobs", "margins", "greedy", "tokens"), list),
+}
 _REAL = {"seconds", "needle_mass", "entropy", "copy_score"}
 WHOLE_COLUMNS = {"seed", "prompt_tokens", "layer", "head", "samples", "asked"}
 
