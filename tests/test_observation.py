@@ -93,6 +93,19 @@ def test_a_function_gets_every_block_and_nothing_is_kept() -> None:
     assert read == 12 + 2 + 9 + 2  # the last token of an answer is never fed
 
 
+def _sinks_of_best(patterns: list[Any], layer: int, phase: str, kept: int) -> float:
+    """Attention on the first token of the `kept` heads of least entropy, query by query."""
+    queries: dict[Any, list[tuple[float, float]]] = {}
+    seen: dict[Any, int] = {}
+    for x in patterns:
+        if (x.layer, x.phase) == (layer, phase):
+            turn = seen[x.sample, x.position, x.head] = seen.get((x.sample, x.position, x.head), -1) + 1
+            entropy = float(-torch.special.xlogy(x.weights, x.weights).sum())
+            queries.setdefault((x.sample, x.position, turn), []).append((entropy, float(x.weights[x.keys == 0].sum())))
+    means = [sum(sink for _, sink in sorted(heads, key=lambda pair: pair[0])[:kept]) / kept for heads in queries.values()]
+    return sum(means) / len(means)
+
+
 def test_figures_of_heads_are_those_of_their_patterns() -> None:
     subject = cases.subject("llama")
     with nw.observe(subject, patterns=True) as seen:
@@ -106,6 +119,9 @@ def test_figures_of_heads_are_those_of_their_patterns() -> None:
             entropy = sum(float(-torch.special.xlogy(x.weights, x.weights).sum()) for x in own) / len(own)
             assert row.queries == len(own)
             assert (row.needle_mass, row.entropy) == pytest.approx((mass, entropy), abs=1e-5)
+            sink = sum(float(x.weights[x.keys == 0].sum()) for x in own) / len(own)
+            assert row.sink_mass == pytest.approx(sink, abs=1e-5)
+            assert row.sink_mass_of_best == pytest.approx(_sinks_of_best(seen.patterns, row.layer, phase, row.head + 1), abs=1e-5)
     assert len(seen.table("prefill")) == len(seen.table()) == 16
 
 

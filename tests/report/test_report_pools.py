@@ -15,7 +15,7 @@ import synthetic
 import needlework as nw
 from needlework.report import build, summary
 from needlework.report.browser import Browser
-from needlework.report.evidence import collect, verdicts
+from needlework.report.evidence import collect, helped_by_reading_twice, verdicts
 from needlework.report.frame import ALL, Frame, Group, Pick
 from needlework.report.model_trials import ModelTrials, by_boundary
 from needlework.report.page import FIGURES
@@ -377,6 +377,84 @@ def test_shares_of_heads_are_the_true_ones(tmp_path: Path) -> None:
     assert [line[1] for line in scores(frame)[1]] == ["untouched", "1 of 4 heads (25 %)"]
     assert "With 1 of 4 heads (25 %) per layer, by entropy" in verdict(frame, "few_heads").sentence
     assert "15 % of the heads" not in _said(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "heads,tried,kept",
+    [(16, (1, 2, 3, 4), 2), (32, (2, 4, 5, 8), 5), (32, (2, 4, 8), 4), (10, (1, 2, 4), 2), (4, (1, 2), 1), (16, (8,), 0)],
+)
+def test_few_heads_are_judged_at_the_share_nearest_to_15_percent(
+    heads: int, tried: tuple[int, ...], kept: int, tmp_path: Path
+) -> None:
+    trials = [*rows(80, 80), *(one for k in tried for one in rows(80, 80, f"keep_heads(k={k})"))]
+    anatomy = synthetic.anatomy(MODEL)
+    for layer in anatomy["layers"]:
+        if layer.get("attention"):
+            layer["attention"]["query_heads"] = heads
+    evidence = collect(ModelTrials(load([store(tmp_path, trials, anatomy=anatomy)]), MODEL), "")
+    assert (evidence.few_kept, evidence.few.n) == (kept, 80 if kept else 0)  # half of the heads are not few
+
+
+def test_curves_of_heads_stand_beside_each_other_and_are_not_pooled(tmp_path: Path) -> None:
+    ranked = "keep_heads(k=1, by=recorded('needle_mass', 'abc'))"
+    trials = [
+        *rows(80, 80),
+        *rows(10, 80, "keep_heads(k=1)"),
+        *rows(20, 80, "keep_heads(k=1, sinks=1)"),
+        *rows(30, 80, ranked),
+        *rows(40, 80, "keep_heads(k=1, by=ranking('0.1 0.0'))"),
+        *(one for seed in range(2) for one in rows(4, 80, f"keep_heads(k=1, by='random', seed={seed})")),
+    ]
+    run = store(tmp_path, trials)
+    made = Store(run)
+    sinks = {"sinks": {"0": [0.1, 0.5]}, "sinks_by_entropy": {"0": [0.4, 0.3]}}
+    made.set_meta(
+        "rankings", {MODEL: {"abc": {"name": "needle_mass", "by": "needle_mass", "order": "0.1 0.0", "samples": 9, **sinks}}}
+    )
+    made.close()
+    curves = collect(ModelTrials(load([run]), MODEL), "").curves
+    assert [(curve.label, curve.at(1).value, curve.at(1).n, curve.sinks.get(1)) for curve in curves] == [
+        ("by entropy", 10 / 80, 80, 0.4),
+        ("by entropy without the first token", 20 / 80, 80, None),
+        ("by needle mass, recorded on other samples,", 30 / 80, 80, 0.5),
+        ("by a ranking", 40 / 80, 80, None),
+        ("at random", 4 / 80, 160, pytest.approx(0.3)),
+    ]
+
+
+def test_context_is_judged_from_both_phases_together(tmp_path: Path) -> None:
+    reading, answering = "ablate_attention(phase='prefill')", "expose_tokens('only', phase='decode')"
+    trials = [*rows(320, 320), *rows(320, 320, reading), *rows(319, 320, answering), *rows(9, 320, f"{answering} + {reading}")]
+    judged = verdict(load([store(tmp_path, trials)]), "context")
+    assert judged.word == "supported"
+    assert [point.estimate.value for point in judged.points] == [1.0, 319 / 320, 9 / 320]
+
+
+def test_needles_of_two_hops_are_judged_by_no_rule(tmp_path: Path) -> None:
+    experiments = {"one": {"tasks": {"niah": {"options": {"distractors": 3}}, "far": {"options": {"hops": 2}}}}}
+    far = {"task": "far", "facts": {"hops": 2}}
+    trials = [*rows(80, 80), *rows(0, 80, OFF)]
+    trials += [row(i, True, text, prompt_id=f"far {i}", **far) for i in range(90) for text in ("none", OFF)]
+    judged = verdict(load([store(tmp_path, trials, experiments)]), "segregation")
+    assert judged.estimate == wilson(0, 80)
+
+
+def test_reading_twice_is_compared_needle_by_needle_in_one_task(tmp_path: Path) -> None:
+    twice = {"task": "niah_jrt", "facts": {"layout": "jrt"}}
+    jrt = [row(i, i < 60, prompt_id=f"jrt {i}", **twice) for i in range(80)]
+    gain = ModelTrials(load([store(tmp_path / "a", [*rows(40, 80), *jrt])]), MODEL).reading_twice()
+    assert (gain.value, gain.n) == (0.25, 80)
+    assert 0.1 < gain.low < 0.25
+    experiments = {"one": {"tasks": {"niah": {"options": {"distractors": 8}}, "niah_jrt": {"options": {"distractors": 3}}}}}
+    assert ModelTrials(load([store(tmp_path / "b", [*rows(40, 80), *jrt], experiments)]), MODEL).reading_twice().n == 0
+
+
+def test_a_gain_of_ten_points_or_less_is_no_proof_that_the_prompt_can_work(tmp_path: Path) -> None:
+    for name, right, helps in (("a", 60, True), ("b", 50, False)):
+        jrt = [row(i, i < right, prompt_id=f"jrt {i}", task="niah_jrt", facts={"layout": "jrt"}) for i in range(80)]
+        frame = load([store(tmp_path / name, [*rows(40, 80), *jrt])])
+        assert bool(helped_by_reading_twice(frame)) == helps
+        assert ModelTrials(frame, MODEL).reading_twice().low > 0
 
 
 def test_every_share_in_the_terminal_has_its_n(run: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from needlework.errors import NeedleworkError
 from needlework.experiments import shipped
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Model, Plan, load
+from needlework.experiments.samples import samples
 from needlework.experiments.trials import Work, expand
 from needlework.interventions import text as grid
 from needlework.toy import tokenizer
@@ -19,10 +22,11 @@ from needlework.zoo import smollm2
 FOLDER = Path(__file__).parents[2] / "plans"
 DEMO = FOLDER / "demo.yaml"
 PLANS = sorted(FOLDER.glob("*.yaml"))
+NO_HEADS: Mapping[str, int] = {}
 LEAST = 75  # 0 of n needs n >= 73 for an upper bound of 5 %
 
 
-def works(plan: Plan) -> list[Work]:
+def works(plan: Plan, heads: Mapping[str, int] = NO_HEADS) -> list[Work]:
     """Every trial of a plan, with the shapes of the zoo's recipes and the zoo's tokenizer, without weights."""
     import fakes
 
@@ -30,7 +34,7 @@ def works(plan: Plan) -> list[Work]:
     for name in plan.models:
         config = recipes.find(name).config
         pattern = {"tiny-transformer": (4, 0), "tiny-mamba": (0, 8)}.get(name, (2, 4))
-        shape = fakes.anatomy(*pattern, heads=config.get("num_attention_heads", 0))
+        shape = fakes.anatomy(*pattern, heads=heads.get(name, config.get("num_attention_heads", 0)))
         shape = type(shape)(**{**vars(shape), "max_tokens": None, "vocabulary": tokenizer.size()})
         found.append(expand(plan, ModelInfo(Model("zoo:1", name, name), name, "t", shape, tokenizer.build())))
     return found
@@ -55,15 +59,44 @@ def test_the_demo_has_enough_samples_in_every_condition() -> None:
     for work in works(load(DEMO)):
         counts: dict[tuple[str, str, str], int] = {}
         for trial in work.trials:
-            key = (trial.experiment, trial.task.name, str(trial.intervention))
+            pooled = re.sub(r", seed=\d+", "", str(trial.intervention))  # random heads: all seeds of one way of drawing
+            key = (trial.experiment, trial.task.name, pooled)
             counts[key] = counts.get(key, 0) + 1
         short = {key: n for key, n in counts.items() if n < LEAST}
         assert not short, (work.model.name, short)
 
 
+@pytest.mark.parametrize("heads", [None, {"tiny-griffin": 10, "tiny-jamba": 32}], ids=["as they are", "10 and 32"])
+def test_the_demo_gives_every_rule_the_samples_that_it_needs(heads: dict[str, int] | None) -> None:
+    plan = load(DEMO)
+    found = samples(plan, works(plan, heads or {}))
+    assert [one.warning for one in found if one.few] == []
+    judged = {(one.rule.claim, one.model): one.word for one in found}
+    assert {model for _, model in judged} == {"tiny-griffin", "tiny-jamba", "tiny-granite", "tiny-transformer", "tiny-mamba"}
+    unjudged = {key: word for key, word in judged.items() if word}
+    assert set(unjudged.values()) == {"does not apply"}
+    assert {key for key in unjudged if key[1] != "tiny-mamba"} == {
+        ("double_dissociation", "tiny-transformer"),
+        ("memory", "tiny-transformer"),
+    }
+
+
+def test_shipped_plans_are_judged_on_seeds_of_which_no_result_was_seen() -> None:
+    for path in PLANS:
+        if path.stem != "smollm2":
+            assert {seed for experiment in load(path).experiments for seed in experiment.seeds} == {2}, path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", [path for path in PLANS if path.stem[0].isdigit()], ids=lambda p: p.stem)
+def test_a_plan_gives_the_rules_that_it_runs_the_samples_that_they_need(path: Path) -> None:
+    plan = load(path)
+    assert [one.warning for one in samples(plan, works(plan)) if one.few] == []
+
+
 def test_the_demo_covers_all_experiments() -> None:
     plan = load(DEMO)
-    numbers = {int(e.about.split(":")[0]) for e in plan.experiments}
+    numbers = {int(number) for e in plan.experiments for number in re.findall(r"\d+", e.about.split(":")[0])}
     assert numbers == set(range(1, 12))
 
 

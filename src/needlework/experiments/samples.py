@@ -67,11 +67,8 @@ def text(found: Sequence[Samples]) -> list[str]:
     lines = []
     for rule in RULES:
         of_rule = [one for one in found if one.rule is rule]
-        needs = (
-            f"needs {max(one.needed for one in of_rule):,} samples"
-            if of_rule[0].needed
-            else "needs no computed number of samples"
-        )
-        if any(not one.word for one in of_rule):
+        if judged := [one for one in of_rule if not one.word]:
+            most = max(one.needed for one in judged)
+            needs = f"needs {most:,} samples" if most else "needs a number of samples that is not computed"
             lines.append(f"rule {rule.number}, {rule.title}: {needs}; {', '.join(one.text for one in of_rule)}")
     return lines + [one.warning for one in found if one.few]

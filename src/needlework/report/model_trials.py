@@ -202,10 +202,11 @@ class ModelTrials:
         equally near, the one that keeps more. What is more than five points off counts only if no other number is nearer."""
         order, rounded = ways(), heads_of_share(FEW_HEADS, self.heads)
         near = [
-            (order.index(c.way), abs(kept / self.heads - FEW_HEADS), -kept, c.fraction is None, c)
+            (order.index(c.way), off, -kept, c.fraction is None, c)
             for c in self.conditions_of("heads", phase=phase)
             if c.way in order and (kept := c.kept(self.heads))
-            if kept == rounded or abs(kept / self.heads - FEW_HEADS) <= NEAR_FEW
+            for off in [round(abs(kept / self.heads - FEW_HEADS), 9)]  # 1 of 10 and 2 of 10 are equally near
+            if kept == rounded or off <= NEAR_FEW
         ]
         return min(near, key=lambda found: found[:4], default=(None,))[-1]
 
