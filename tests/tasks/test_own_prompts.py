@@ -180,7 +180,7 @@ def test_faults_of_one_kind_only(tmp_path: Path, toy: Any) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing = make_task({"kind": "prompts", "file": str(tmp_path / "none.jsonl")})
-    with pytest.raises(NeedleworkError, match=r"none\.jsonl cannot be read"):
+    with pytest.raises(NeedleworkError, match=r"none\.jsonl': cannot be read"):
         missing.check()
     (tmp_path / "mine.jsonl").write_bytes(b"\xff\xfe")
     with pytest.raises(NeedleworkError, match="not UTF-8"):

@@ -22,7 +22,8 @@ _UNASKED = Answer(finish="failed")
 class Samples:
     """What one rule reads of one model in a plan."""
 
-    rule: Rule
+    rule: int  # its number
+    title: str
     model: str
     word: str  # not run | does not apply | "" if it is judged
     needed: int  # 0: not computed
@@ -39,7 +40,7 @@ class Samples:
     @property
     def warning(self) -> str:
         return (
-            f"warning: rule {self.rule.number} ({self.rule.title}) reads {self.given:,} samples of {self.model} and needs"
+            f"warning: rule {self.rule} ({self.title}) reads {self.given:,} samples of {self.model} and needs"
             f" {self.needed:,} to decide in {POWER:.0%} of all cases in which its claim is true; raise samples or limit"
         )
 
@@ -59,14 +60,14 @@ def _samples(rule: Rule, verdict: Verdict) -> Samples:
     word = verdict.word if verdict.word in ("not run", "does not apply") else ""
     given = [point.estimate.n for point in verdict.points if point.judged]
     chance = next((point.line for point in verdict.points if point.bound == "chance" and point.line), CHANCE)
-    return Samples(rule, verdict.model, word, rule.needs(chance), min(given, default=0))
+    return Samples(rule.number, rule.title, verdict.model, word, rule.needs(chance), min(given, default=0))
 
 
 def text(found: Sequence[Samples]) -> list[str]:
     """One line a rule, and warnings below."""
     lines = []
     for rule in RULES:
-        of_rule = [one for one in found if one.rule is rule]
+        of_rule = [one for one in found if one.rule == rule.number]
         if judged := [one for one in of_rule if not one.word]:
             most = max(one.needed for one in judged)
             needs = f"needs {most:,} samples" if most else "needs a number of samples that is not computed"

@@ -18,8 +18,9 @@ _END = 12  # of a cut name: its last characters tell siblings apart ("...-step-1
 def shown(text: str, longest: int = LONGEST) -> str:
     """The text itself where it fits. Else printable and cut in the middle, with a mark of its own: two texts stay two."""
     printable = " ".join(plain(text).split())
-    if len(printable) <= longest:
-        return text if printable == text else f"{printable} [{_mark(text)}]".strip()
+    whole = text if printable == text else f"{printable} [{_mark(text)}]".strip()
+    if len(whole) <= longest:
+        return whole
     mark = f" … [{_mark(text)}] … "
     return printable[: longest - _END - len(mark)] + mark + printable[-_END:]
 
