@@ -51,6 +51,7 @@ def record(
         "seed": recipe.seed,
         "steps": recipe.steps,
         "threads": recipe.threads,
+        "optimiser": trained_by(recipe),
         "train_minutes": round(progress.seconds / 60, 1),
         "longest_document_tokens": recipe.longest,
         "versions": versions,
@@ -58,6 +59,15 @@ def record(
         "figures": as_dict(measured),
         "effects": as_dicts(effects),
     }
+
+
+def trained_by(recipe: Recipe) -> str:
+    """How the weights were moved, in words: what a reader must know before an effect is put down to the architecture."""
+    settings = recipe.optimiser
+    with_muon = f", linear maps by Muon at {settings.matrix_lr:g}" if settings.matrix_lr else ""
+    dropped = [stage.attention_dropout for stage in recipe.stages if stage.attention_dropout]
+    dropout = f"; attention dropout of {min(dropped):g} to {max(dropped):g} in the last {len(dropped)} stages" if dropped else ""
+    return f"AdamW at {settings.lr:g}{with_muon}, weight decay {settings.weight_decay:g}{dropout}"
 
 
 def as_dict(figures: dict[str, Figure]) -> dict[str, dict[str, float]]:
@@ -125,6 +135,7 @@ A {content["architecture"]} of {content["parameters"]:,} parameters, trained fro
 | seed | {content["seed"]} |
 | steps | {content["steps"]} |
 | threads | {content["threads"]} |
+| optimiser | {content.get("optimiser", "see `recipe.yaml`")} |
 | wall time | {content["train_minutes"]} minutes |
 | longest document | {content["longest_document_tokens"]} tokens |
 | versions | {versions} |
