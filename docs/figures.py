@@ -37,6 +37,7 @@ FIGURES = {  # rows of the log's first table -> figures of a card
     "facts: letter of four; letter look-up": ("letter_choice", "letter_lookup"),
     "acceptability; entailment; paraphrase": ("acceptability", "entailment", "paraphrase"),
     "16 pairs; phone book of 8; copying 16": ("recall_16_pairs", "phone_book_8", "copy_16"),
+    "two hops (3 others); variables of two chains": ("niah_256_3_distractors_two_hops", "variables_2_chains"),
 }
 
 
@@ -118,6 +119,11 @@ def cards() -> list[dict[str, Any]]:
     return [entries[name].record for name in ZOO]
 
 
+def _figure(record: dict[str, Any], name: str) -> str:
+    """A card that is older than a figure does not have it."""
+    return percent(record["figures"][name]["value"]) if name in record["figures"] else "-"
+
+
 def figures_table(records: list[dict[str, Any]]) -> list[str]:
     rows = [
         [
@@ -127,7 +133,7 @@ def figures_table(records: list[dict[str, Any]]) -> list[str]:
         ["parameters", *(f"{r['parameters'] / 1e6:.2f} M" for r in records)],
     ]
     for label, names in FIGURES.items():
-        rows.append([label, *("; ".join(percent(r["figures"][name]["value"]) for name in names) for r in records)])
+        rows.append([label, *("; ".join(_figure(r, name) for name in names) for r in records)])
     return table(["% right, n = 1,000", *(r["name"] for r in records)], rows)
 
 
