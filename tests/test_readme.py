@@ -17,11 +17,23 @@ from needlework.experiments import shipped
 ROOT = Path(__file__).parents[1]
 
 
-def block(file: str, language: str) -> str:
-    """All blocks in a language, one after the other: the later ones go on from the first."""
+def blocks(file: str, language: str) -> list[str]:
     found = re.findall(rf"```{language}\n(.*?)```", (ROOT / file).read_text(encoding="utf-8"), re.DOTALL)
     assert found, f"{file} has no block in {language}"
-    return "".join(found)
+    return found
+
+
+def block(file: str, language: str) -> str:
+    """All blocks in a language, one after the other: the later ones go on from the first."""
+    return "".join(blocks(file, language))
+
+
+def test_the_study_of_the_docs_is_one(tmp_path: Path) -> None:
+    from needlework.training import grid
+
+    study = tmp_path / "study.yaml"
+    study.write_text(blocks("docs/zoo.md", "yaml")[1])
+    assert len(grid.cells(grid.find(study))) == 12
 
 
 def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -37,7 +49,7 @@ def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.slow
 def test_the_recipe_of_the_docs_trains_from_the_command_line(tmp_path: Path) -> None:
     recipe, out = tmp_path / "my-hybrid.yaml", tmp_path / "out"
-    recipe.write_text(block("docs/zoo.md", "yaml"))
+    recipe.write_text(blocks("docs/zoo.md", "yaml")[0])
     shown = CliRunner().invoke(app, ["train", str(recipe), "--out", str(out), "--steps", "3"])
     assert shown.exit_code == 0, shown.output
     assert "my-hybrid: 3 steps, card in" in " ".join(shown.output.split())

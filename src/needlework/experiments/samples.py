@@ -23,6 +23,7 @@ class Samples:
     """What one rule reads of one model in a plan."""
 
     rule: int  # its number
+    claim: str
     title: str
     model: str
     word: str  # not run | does not apply | "" if it is judged
@@ -60,7 +61,7 @@ def _samples(rule: Rule, verdict: Verdict) -> Samples:
     word = verdict.word if verdict.word in ("not run", "does not apply") else ""
     given = [point.estimate.n for point in verdict.points if point.judged]
     chance = next((point.line for point in verdict.points if point.bound == "chance" and point.line), CHANCE)
-    return Samples(rule.number, rule.title, verdict.model, word, rule.needs(chance), min(given, default=0))
+    return Samples(rule.number, rule.claim, rule.title, verdict.model, word, rule.needs(chance), min(given, default=0))
 
 
 def text(found: Sequence[Samples]) -> list[str]:
