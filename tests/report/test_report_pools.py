@@ -416,7 +416,7 @@ def test_curves_of_heads_stand_beside_each_other_and_are_not_pooled(tmp_path: Pa
     assert [(curve.label, curve.at(1).value, curve.at(1).n, curve.sinks.get(1)) for curve in curves] == [
         ("by entropy", 10 / 80, 80, 0.4),
         ("by entropy without the first token", 20 / 80, 80, None),
-        ("by needle mass, recorded on other samples,", 30 / 80, 80, 0.5),
+        ("by needle mass on other samples", 30 / 80, 80, 0.5),
         ("by a ranking", 40 / 80, 80, None),
         ("at random", 4 / 80, 160, pytest.approx(0.3)),
     ]

@@ -99,7 +99,7 @@ def _curve(trials: ModelTrials, way: str, ranking: str) -> Curve:
     points = trials.retained_by_heads(way, ranking)
     if way == RANKING:
         name = ranking_name(ranking)
-        label = f"by {name}, recorded on other samples," if name else "by a ranking"
+        label = f"by {name} on other samples" if name else "by a ranking"
     else:
         label = "at random" if way == RANDOM else f"by {way}"
     seen = [sinks for sinks in trials.frame.sinks.get(trials.model, ()) if way != RANKING or sinks.content in ranking]
