@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from needlework.experiments.models import DiskModels, LoadedModel, ModelInfo
+from needlework.experiments.plan import Model
 from needlework.experiments.run import run
 from needlework.report import tables
 from needlework.report.evidence import verdicts
@@ -16,10 +18,21 @@ from needlework.report.reader import load
 from needlework.store import Store
 
 BEFORE = Path(__file__).parent / "version2"
+WEIGHTS = "26cf30cb0b6e909c19b83f2890d68a89"  # of the tiny-griffin that the store was made with
+HEADS = 16  # that it had in each attention layer
 
 
 class Unloaded(DiskModels):
     """Models that are looked at and never loaded: whatever is asked of one is an error."""
+
+    def look(self, model: Model) -> ModelInfo:
+        """The model of today, under the weights that the store was made with: no answer is asked of it."""
+        info = super().look(model)
+        layers = [
+            replace(layer, attention=replace(layer.attention, query_heads=HEADS)) if layer.attention else layer
+            for layer in info.anatomy.layers
+        ]
+        return replace(info, weights=WEIGHTS, anatomy=replace(info.anatomy, layers=tuple(layers)))
 
     def load(self, info: ModelInfo) -> LoadedModel:
         pytest.fail(f"{info.name} was asked again")
