@@ -136,10 +136,12 @@ def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: 
         study(other, tmp_path / "out", progress=False)
 
 
-def row(model: str, intervention: str, sample: int, right: bool) -> Row:
+def row(model: str, intervention: str, sample: int, right: bool, ability: str = "retrieval") -> Row:
     return Row(
-        **dict.fromkeys(("id", "experiment", "task", "mode", "prompt", "target", "output", "error"), "x"),
+        **dict.fromkeys(("id", "experiment", "task", "prompt", "target", "output", "error"), "x"),
         model=model,
+        mode="generate",
+        ability=ability,
         sample=str(sample),
         cluster=str(sample),
         seed=0,
@@ -172,7 +174,9 @@ def test_the_smallest_k_is_the_one_from_which_on_all_is_kept() -> None:
     one = cell("adamw", 12, 0)
     kept = {keep(1): 100, keep(2): 60, keep(3): 100, keep(6): 100, keep(6, "random"): 100, keep(9, "random"): 97}
     others = {keep(1, phase="decode"): 0, "ablate_attention()": 0, keep(1, draw="trial", by="random"): 0}
-    (model,) = concentration.found([one], {one.name: 12}, rows(one.name, kept | others))
+    facts = [row(one.name, text, 1000 + i, False, "knowledge") for text in ("none", keep(3)) for i in range(100)]
+    (model,) = concentration.found([one], {one.name: 12}, rows(one.name, kept | others) + facts)
+    assert model.untouched.n == 100  # facts are no needles
     assert model.testable
     assert model.smallest("entropy") == 3  # 1 alone may be luck: 2 does not keep it
     assert model.smallest("random") == 12  # 97 of 100 has a lower bound below 95 %

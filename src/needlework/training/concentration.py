@@ -81,8 +81,9 @@ def found(cells: Sequence[Cell], heads: Mapping[str, int], rows: Iterable[Row]) 
     clusters: dict[str, str] = {}
     for row in rows:
         place = _place(row.intervention, heads[row.model])
-        if place is not None and row.finish != "failed":
-            item = f"{row.task}/{row.seed}/{row.sample}"
+        retrieval = row.ability == "retrieval" and row.mode == "generate"  # what else a study asks is on its report
+        if place is not None and retrieval and row.finish != "failed":
+            item = f"{row.task}/{row.seed}/{row.boundary}/{row.sample}"
             answers[row.model][place][item].append(row.scores["correct"])
             clusters[item] = f"{row.task}/{row.seed}/{row.cluster}"
     return [_found(cell, heads[cell.name], answers[cell.name], clusters) for cell in cells]
