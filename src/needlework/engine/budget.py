@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from needlework.engine.prefill import readings_of
+from needlework.engine.reading import readings_of
 from needlework.errors import NeedleworkError
 from needlework.model.body import Body
 from needlework.requests import Prepared

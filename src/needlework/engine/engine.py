@@ -16,8 +16,10 @@ import torch
 
 from needlework.engine.budget import Budget, out_of_memory
 from needlework.engine.decode import NOT_FINITE, Decoder, Track, choose
+from needlework.engine.depth import Depth
 from needlework.engine.diagnosis import first_bad_layer
-from needlework.engine.prefill import Reader, group, readings_of
+from needlework.engine.prefill import Reader
+from needlework.engine.reading import group, readings_of
 from needlework.engine.score import score
 from needlework.model.body import Body
 from needlework.model.memory import Memory
@@ -36,7 +38,8 @@ class Engine:
         self.body = body
         self.budget = Budget(body, memory_bytes)
         self._alone, self._most = False, ROWS_AT_ONCE
-        self.reader = Reader(body)  # of the newest run; its counts say how much was shared
+        self.depth = Depth(body)
+        self.reader = Reader(body, self.depth)  # of the newest run; its counts say how much was shared
         self._to_read, self._to_answer, self._answered = 0, 0, 0  # tokens, of the run that goes on
 
     @property
@@ -58,7 +61,7 @@ class Engine:
             self.body.check_length(item.tokens_read)
         self.budget.check(prepared)
         with self.body.session():  # before anything of this engine is set: another thread's run may not be over
-            self.reader = Reader(self.body)
+            self.reader = Reader(self.body, self.depth)
             readings = [reading for item in prepared for reading in readings_of(item).values() if reading.tokens]
             self._to_read = sum({reading.key: len(reading.tokens) for reading in readings}.values())
             self._to_answer, self._answered = sum(map(_answer_tokens, prepared)), 0
@@ -133,19 +136,21 @@ class Engine:
     def _start(self, batch: Batch) -> tuple[Decoder | None, list[Track]]:
         """Read what the batch shares, fork it, and take the first token where prefill produces it."""
         tracks = [Track(i, item) for i, item in batch]
+        memory: Memory | None
         tokens, decodes_last = batch[0][1].prefill_tokens, batch[0][1].request.decodes_last
         if tokens == 0:
             memory, logits = self.body.new_memory(len(batch)), None
         else:
             readings, places = group([item for _, item in batch])
-            read = self.reader.read(readings)
-            memory = self._fork(read.memory, places)
+            read = self.reader.read(readings, remember=decodes_last or any(item.request.steps > 1 for _, item in batch))
+            memory = self._fork(read.memory, places) if read.memory is not None else None
             own = [place["own"] for place in places]
             for track, place in zip(tracks, places, strict=True):
                 swapped = tuple(half for half in track.prepared.twins if place[half] != place["own"])
                 track.receipt = replace(read.receipts[place["own"]], swapped=swapped)
             logits = read.logits[torch.tensor(own, device=self.body.device)]
         if decodes_last:
+            assert memory is not None
             fed = torch.tensor([item.request.prompt[-1] for _, item in batch], device=self.body.device)
             return Decoder(self.body, tracks, memory, fed, torch.full_like(fed, tokens)), []
         assert logits is not None
@@ -153,6 +158,7 @@ class Engine:
         done, rows = [t for t in tracks if t.finish], going.nonzero()[:, 0]
         if not len(rows):
             return None, done
+        assert memory is not None
         memory = memory.select(rows) if done else memory
         alive = [t for t in tracks if not t.finish]
         return Decoder(self.body, alive, memory, fed[rows], torch.full_like(rows, tokens)), done

@@ -1,59 +1,34 @@
 """Prefill: every distinct prompt is read once, and what several prompts begin with is read once for all.
 
 A common beginning is called a stem. Stems are found with a prefix tree, which is pruned by what each branch would cost.
+Readings of one prompt that begin to differ at some layer share the layers below it instead, where that saves more.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from needlework.engine.depth import Depth
+from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens
 from needlework.model.body import Body
+from needlework.model.edits import keeps_from_sdpa
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
-
-_FORWARD_FLOPS = {"cpu": 6e7, "cuda": 2e11}  # what a device could have computed in the fixed time that a forward takes
-
-
-@dataclass(frozen=True)
-class Reading:
-    """A prompt, or its beginning, to be read under one request's prefill acts."""
-
-    item: Prepared
-    tokens: tuple[int, ...]
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        return (self.tokens, *self.item.group[1:])
-
-
-def readings_of(item: Prepared) -> dict[str, Reading]:
-    """What a request needs read: its own prompt, and the twin that a half of its memory comes from."""
-    tokens = item.prefill_tokens
-    own = {"own": Reading(item, item.request.prompt[:tokens])}
-    return own | {half: Reading(item, twin[:tokens]) for half, twin in item.twins.items()}
-
-
-@dataclass
-class Read:
-    """Readings of one length that are done: row i of the memory belongs to reading i."""
-
-    memory: Memory
-    logits: Tensor  # [readings, vocabulary] after the last token
-    receipts: list[Receipt]
 
 
 class Reader:
     """Reads prompts for the engine. Stems are kept for as long as somebody will still start from them."""
 
-    def __init__(self, body: Body) -> None:
-        self.body = body
-        self.prompts_read = self.tokens_read = self.tokens_asked = 0
+    def __init__(self, body: Body, depth: Depth) -> None:
+        self.body, self.depth = body, depth
+        self.prompts_read = self.tokens_asked = 0
+        self.tokens_read = 0.0  # each counted by the share of the model that it went through
         self._stems: dict[tuple[object, ...], Stem] = {}  # reading -> stem that it starts from
         self._kept: dict[int, tuple[Memory, Receipt]] = {}  # id of a stem -> what reading it left
         self._waiting: dict[int, int] = {}
@@ -62,49 +37,55 @@ class Reader:
         """Announce all readings to come, so that shared beginnings are found before anything is read."""
         if not self.body.continues:
             return
-        overhead = _FORWARD_FLOPS.get(self.body.device.type, 1e9) / (2 * self.body.anatomy.parameters)
+        distinct = list({reading.key: reading for reading in readings}.values())
+        deep = {distinct[i].key: share for i, share in self.depth.worthwhile(distinct).items()}
         by_acts: dict[tuple[object, ...], dict[tuple[object, ...], Reading]] = defaultdict(dict)
-        for reading in (reading for reading in readings if not reading.item.one_piece):
+        for reading in (reading for reading in distinct if not reading.item.one_piece):
             by_acts[reading.item.group[1:]][reading.key] = reading
         for alike in by_acts.values():
-            stems = find_stems([reading.tokens for reading in alike.values()], overhead)
-            for key, stem in zip(alike, stems, strict=True):
-                if stem is not None:
-                    self._stems[key] = stem
+            stems = find_stems([reading.tokens for reading in alike.values()], forward_tokens(self.body))
+            saved_by_depth = sum(len(reading.tokens) * deep.get(key, 0.0) for key, reading in alike.items())
+            if saved_by_depth < _saved(stems):
+                self._stems |= {key: stem for key, stem in zip(alike, stems, strict=True) if stem is not None}
         for stem in {id(stem): stem for stem in self._stems.values()}.values():
             ancestor: Stem | None = stem
             while ancestor is not None and id(ancestor) not in self._waiting:
                 self._waiting[id(ancestor)] = ancestor.readers
                 ancestor = ancestor.parent
 
-    def read(self, readings: Sequence[Reading]) -> Read:
-        """Read prompts of one length, each under its own acts."""
+    def read(self, readings: Sequence[Reading], remember: bool = True) -> Read:
+        """Read prompts of one length, each under its own acts. What nothing will go on from needs no memory."""
+        done: list[tuple[list[int], Read]] = []
+        whole = [i for i, reading in enumerate(readings) if reading.key not in self._stems]
+        deep = self.depth.worthwhile([readings[i] for i in whole])
+        together = {whole[i]: readings[whole[i]] for i in deep}
+        if together:
+            before = self.depth.whole_passes
+            done += self.depth.read(together, remember)
+            self.tokens_read += self.depth.whole_passes - before
         parts: dict[int, list[int]] = defaultdict(list)  # tokens already read -> readings
         for i, reading in enumerate(readings):
-            stem = self._stems.get(reading.key)
-            parts[len(stem.tokens) if stem else 0].append(i)
-        done = [(members, self._continue([readings[i] for i in members])) for members in parts.values()]
+            if i not in together:
+                stem = self._stems.get(reading.key)
+                parts[len(stem.tokens) if stem else 0].append(i)
+        for known, members in parts.items():
+            # Rows that need attention probabilities stand together: they keep the others of their forward from SDPA.
+            members.sort(key=lambda i: keeps_from_sdpa(readings[i].item.acts["prefill"]))
+            for some in by_pieces(members, len(readings[0].tokens) - known, self.body):
+                done.append((some, self._continue([readings[i] for i in some], remember)))
         self.prompts_read += len(readings)
         self.tokens_asked += sum(len(reading.tokens) for reading in readings)
-        if len(done) == 1:
-            return done[0][1]
-        order = torch.tensor([i for members, _ in done for i in members], device=self.body.device).argsort()
-        receipts = [receipt for _, read in done for receipt in read.receipts]
-        return Read(
-            Memory.join([read.memory for _, read in done]).select(order),
-            torch.cat([read.logits for _, read in done])[order],
-            [receipts[i] for i in order.tolist()],
-        )
+        return _joined(done)
 
-    def _continue(self, readings: Sequence[Reading]) -> Read:
+    def _continue(self, readings: Sequence[Reading], remember: bool) -> Read:
         """Readings that have as many tokens behind them, in one batch."""
         starts = [self._start(self._stems.get(reading.key), reading.item) for reading in readings]
         memories = [memory for memory, _ in starts if memory is not None]
         memory = Memory.join(memories) if memories else self.body.new_memory(len(readings))
-        fresh = self._feed(readings, memory)
-        return Read(fresh.memory, fresh.logits, [a + b for (_, a), b in zip(starts, fresh.receipts, strict=True)])
+        logits, receipts = self._feed(readings, memory)
+        return Read(memory if remember else None, logits, [a + b for (_, a), b in zip(starts, receipts, strict=True)])
 
-    def _feed(self, readings: Sequence[Reading], memory: Memory) -> Read:
+    def _feed(self, readings: Sequence[Reading], memory: Memory) -> tuple[Tensor, list[Receipt]]:
         body, rest = self.body, [reading.tokens[memory.length :] for reading in readings]
         ids = torch.tensor(rest, device=body.device)
         slots = torch.arange(len(readings), device=body.device)
@@ -115,7 +96,7 @@ class Reader:
         tally = Tally(len(readings))
         logits = body.feed(ids, memory, "prefill", rows, tally)[:, 0]
         self.tokens_read += ids.numel()
-        return Read(memory, logits, [tally.receipt(i) for i in range(len(readings))])
+        return logits, [tally.receipt(i) for i in range(len(readings))]
 
     def _start(self, stem: Stem | None, item: Prepared) -> tuple[Memory | None, Receipt]:
         """A memory of the stem that may be written to, and what reading it did."""
@@ -124,8 +105,8 @@ class Reader:
         if id(stem) not in self._kept:
             before, receipt = self._start(stem.parent, item)
             memory = before if before is not None else self.body.new_memory(1)
-            read = self._feed([Reading(item, stem.tokens)], memory)
-            self._kept[id(stem)] = (read.memory, receipt + read.receipts[0])
+            _, receipts = self._feed([Reading(item, stem.tokens)], memory)
+            self._kept[id(stem)] = (memory, receipt + receipts[0])
         memory, receipt = self._kept[id(stem)]
         self._waiting[id(stem)] -= 1
         if self._waiting[id(stem)] > 0:
@@ -135,20 +116,21 @@ class Reader:
         return memory, receipt
 
 
-def group(items: Sequence[Prepared]) -> tuple[list[Reading], list[Mapping[str, int]]]:
-    """The distinct readings that requests of one length need, and for each request the places among them of those it needs."""
-    place_of: dict[tuple[object, ...], int] = {}
-    readings: list[Reading] = []
-    places: list[Mapping[str, int]] = []
-    for item in items:
-        place = {}
-        for name, reading in readings_of(item).items():
-            if reading.key not in place_of:
-                place_of[reading.key] = len(readings)
-                readings.append(reading)
-            place[name] = place_of[reading.key]
-        places.append(place)
-    return readings, places
+def _joined(done: Sequence[tuple[list[int], Read]]) -> Read:
+    """Readings that were done some at a time, in the order of their places."""
+    places = [i for members, _ in done for i in members]
+    if len(done) == 1 and places == sorted(places):
+        return done[0][1]
+    order = torch.tensor(places).argsort().tolist()
+    memories = [read.memory for _, read in done if read.memory is not None]
+    rows = torch.tensor(order, device=done[0][1].logits.device)
+    memory = Memory.join(memories) if memories else None
+    receipts = [receipt for _, read in done for receipt in read.receipts]
+    return Read(
+        memory if memory is None or places == sorted(places) else memory.select(rows),
+        torch.cat([read.logits for _, read in done])[rows],
+        [receipts[i] for i in order],
+    )
 
 
 @dataclass
@@ -179,6 +161,17 @@ def find_stems(prompts: Sequence[tuple[int, ...]], overhead_tokens: float) -> li
     stems: list[Stem | None] = [None] * len(prompts)
     _assign(root, stems)
     return stems
+
+
+def _saved(stems: Sequence[Stem | None]) -> int:
+    """Tokens that need not be read because others have read them."""
+    found: dict[int, Stem] = {}
+    for stem in stems:
+        while stem is not None and id(stem) not in found:
+            found[id(stem)] = stem
+            stem = stem.parent
+    read_apart = sum(stem.new_tokens for stem in found.values())
+    return sum(len(stem.tokens) for stem in stems if stem) - read_apart
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from needlework.engine.decode import NOT_FINITE
-from needlework.engine.prefill import Read, Reader, group
+from needlework.engine.prefill import Reader
+from needlework.engine.reading import Read, group
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import Intervention
@@ -64,6 +65,7 @@ def _one_length(body: Body, read: Read, rows: Mapping[int, _Option], tally: Tall
     heads = read.logits[place][:, None]  # [rows, 1, vocabulary] predicts each option's first token
     if tokens.shape[1] > 1:
         slots = torch.tensor(list(rows), device=body.device)
+        assert read.memory is not None
         heads = torch.cat([heads, _continuations(body, read.memory, place, list(rows.values()), tokens, slots, tally)], 1)
     logprobs = heads.log_softmax(-1)
     of_tokens = logprobs.gather(2, tokens[..., None])[..., 0].tolist()

@@ -12,7 +12,7 @@ from torch import Tensor
 from needlework.errors import NeedleworkError
 from needlework.interventions import acts
 from needlework.interventions.acts import Act, Place
-from needlework.interventions.scores import HEAD_SCORES, RANDOM, HeadScore, Needs
+from needlework.interventions.scores import HEAD_SCORES, RANDOM, HeadScore, Needs, scores_attention
 
 if TYPE_CHECKING:
     from needlework.model.attention import Block, Forward
@@ -306,6 +306,14 @@ def compile_layer(
         (i, samples[i], act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
     )
     return edits
+
+
+def keeps_from_sdpa(of_row: Sequence[Act]) -> bool:
+    """Whether acts look at attention probabilities or change them, so that stock attention cannot serve their forward."""
+    return any(
+        isinstance(act, (acts.LimitKeys, acts.ExposeColumns)) or (isinstance(act, acts.KeepBest) and scores_attention(act.by))
+        for act in of_row
+    )
 
 
 def _pick(x: Tensor | None, rows: Tensor) -> Tensor | None:

@@ -121,6 +121,17 @@ class Memory:
         ]
         return new
 
+    def above(self, below: Memory, rows: Tensor, remembered: Callable[[Half, int], bool]) -> Memory:
+        """Whole rows: what is `remembered` (half, layer) is taken from these rows of another memory, the rest is this one's."""
+        own = {(slot.layer, slot.name): slot for slot in self.slots()}
+
+        def part(slot: Slot) -> Tensor:
+            if remembered(slot.half, slot.layer):
+                return slot.tensor.index_select(slot.batch_dim, rows.to(slot.tensor.device))
+            return own[slot.layer, slot.name].tensor
+
+        return below._rebuilt(self.rows, part)
+
     @property
     def shared(self) -> bool:
         return any(isinstance(layer, SharedKV) for layer in getattr(self.cache, "layers", ()))

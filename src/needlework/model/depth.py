@@ -1,0 +1,180 @@
+"""Entering a model at one of its layers: rows that are alike below it take what one untouched reading left there.
+
+An untouched reading of some prompts is recorded: what every wanted layer returned, and what the heads of an attention layer
+said. A row that is acted on from some layer on then skips the layers below, which return what was recorded; the whole rest of
+the model, its masks and positions included, runs as it always does, on all rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from needlework.model.attention import get_current
+from needlework.model.memory import Memory
+from needlework.receipts import Receipt
+
+
+class CannotEnter(Exception):
+    """The model's layers are not a plain stack, each called once, or return what cannot be taken apart into rows."""
+
+
+@dataclass
+class Said:
+    """What the heads of one attention layer said, where its output projection takes it."""
+
+    heads: Tensor  # [rows, tokens, heads * dim], gates included
+    projection: nn.Module
+    alone: bool  # the module returns the projection's output, and not a tuple that begins with it
+    others: tuple[None, ...]
+
+
+@dataclass
+class Recording:
+    """What an untouched reading of some prompts left behind."""
+
+    ids: Tensor  # [rows, tokens] the prompts
+    memory: Memory
+    logits: Tensor = field(init=False)  # [rows, vocabulary] after the last token
+    receipts: list[Receipt] = field(init=False)
+    outputs: dict[int, Any] = field(default_factory=dict)  # layer -> what it returned
+    said: dict[int, Said] = field(default_factory=dict)  # by attention layer
+
+    def output(self, layer: int, rows: Tensor) -> Any:
+        """What a layer returned, for these rows."""
+        return _rows_of(self.outputs[layer], rows, self.ids.shape[0])
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where the rows of a batch enter."""
+
+    recording: Recording
+    rows: Tensor  # [rows] the recorded row that each of them goes on from
+    layer: int  # the first that is computed
+    after_heads: bool  # of this layer, all that its heads say is recorded, too: it is silenced and projected
+
+    def remembered(self, half: str, cache_layer: int) -> bool:
+        """Whether this part of the memory is the recorded one."""
+        return cache_layer < self.layer or (cache_layer == self.layer and self.after_heads and half == "kv")
+
+
+class Stack:
+    """The layers of a model, one above the other."""
+
+    def __init__(self, layers: Sequence[nn.Module], attention: Mapping[int, nn.Module]) -> None:
+        self.layers, self.attention = layers, attention
+
+    @staticmethod
+    def of(model: nn.Module, attention: Mapping[nn.Module, int], mixers: Mapping[nn.Module, int]) -> Stack | None:
+        """The list of modules that holds every attention module and every mixer at the number of its layer."""
+        paths = {module: path for path, module in model.named_modules()}
+        for path, module in model.named_modules():
+            if isinstance(module, nn.ModuleList) and all(
+                f"{paths[part]}.".startswith(f"{path}.{layer}.") for part, layer in (*attention.items(), *mixers.items())
+            ):
+                return Stack(list(module), {layer: part for part, layer in attention.items()})
+        return None
+
+    @contextmanager
+    def recorded(self, recording: Recording, layers: Collection[int], heads: Collection[int]) -> Iterator[None]:
+        """While open, one untouched reading is recorded: the outputs of these layers, and what these layers' heads say."""
+        with ExitStack() as stack:
+            for layer in layers:
+                stack.callback(self.layers[layer].register_forward_hook(_keep_output(recording, layer)).remove)
+            for layer in heads:
+                stack.enter_context(_listening(recording, layer, self.attention[layer]))
+            yield
+
+    @contextmanager
+    def entered(self, entry: Entry) -> Iterator[None]:
+        """While open, the model runs from the entry's layer on."""
+        with ExitStack() as stack:
+            if entry.layer:
+                below = entry.recording.output(entry.layer - 1, entry.rows)
+                for module in self.layers[: entry.layer]:
+                    stack.enter_context(_replaced(module, lambda *args, **kwargs: below))
+            if entry.after_heads:
+                stack.enter_context(_replaced(self.attention[entry.layer], _silencing(entry)))
+            yield
+
+
+def _keep_output(recording: Recording, layer: int) -> Callable[..., None]:
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        if layer in recording.outputs:
+            raise CannotEnter(f"layer {layer} runs more than once")
+        recording.outputs[layer] = output
+
+    return hook
+
+
+@contextmanager
+def _listening(recording: Recording, layer: int, attention: nn.Module) -> Iterator[None]:
+    """Note what the last linear map of an attention module is given, if the module returns what that map makes of it."""
+    last: list[tuple[nn.Module, Tensor, Tensor]] = []
+
+    def projected(module: nn.Module, args: Any, output: Any) -> None:
+        last[:] = [(module, args[0], output)]
+
+    def finished(module: nn.Module, args: Any, output: Any) -> None:
+        first, others = (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
+        if layer in recording.said:
+            raise CannotEnter(f"the attention of layer {layer} runs more than once")
+        same = bool(last) and last[0][2].data_ptr() == first.data_ptr() and last[0][2].shape == first.shape
+        if same and all(other is None for other in others):
+            recording.said[layer] = Said(last[0][1], last[0][0], not isinstance(output, tuple), others)
+
+    with ExitStack() as stack:
+        for module in attention.modules():
+            if isinstance(module, nn.Linear):
+                stack.callback(module.register_forward_hook(projected).remove)
+        stack.callback(attention.register_forward_hook(finished).remove)
+        yield
+
+
+def _silencing(entry: Entry) -> Callable[..., Any]:
+    """In place of an attention module: its heads' recorded words, some of them silenced, go to its output projection."""
+    said, layer = entry.recording.said[entry.layer], entry.layer
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        now = get_current()
+        assert now is not None
+        edits, tokens = now.edits[layer], said.heads.shape[1]
+        assert edits.silenced is not None
+        heads = said.heads.index_select(0, entry.rows)
+        by_head = heads.view(*heads.shape[:2], edits.silenced.shape[1], -1)
+        by_head.masked_fill_(edits.silenced[:, None, :, None], 0.0)
+        now.tally.add(layer, now.phase, "positions", now.slots, tokens)
+        now.tally.add(layer, now.phase, "heads_zeroed", now.slots, edits.silenced.sum(1) * tokens)
+        out = said.projection(heads)
+        return out if said.alone else (out, *said.others)
+
+    return forward
+
+
+@contextmanager
+def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Another forward for one module, which has none of its own besides its class's."""
+    if "forward" in vars(module):
+        raise CannotEnter(f"{type(module).__name__} has a forward of its own already")
+    vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        del vars(module)["forward"]
+
+
+def _rows_of(value: Any, rows: Tensor, count: int) -> Any:
+    """These rows of everything that a layer returned for `count` rows."""
+    if isinstance(value, tuple):
+        return tuple(_rows_of(part, rows, count) for part in value)
+    if value is None:
+        return None
+    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != count:
+        raise CannotEnter("a layer returns something that is not a tensor with one entry for each row")
+    return torch.index_select(value, 0, rows.to(value.device))
