@@ -34,6 +34,7 @@ class Door(NamedTuple):
 
     layer: int
     after_heads: bool  # what the heads of this layer say is known, too
+    last_only: bool = True  # the topmost layer computes no more than the next token needs
 
     def share(self, layers: int) -> float:
         """How much of the model lies below it."""
@@ -56,7 +57,9 @@ class Depth:
             return None  # an observer sees every row in every layer; states are cleared between forwards
         layer = min(act.layer for act in acts)
         silences = all(isinstance(act, SilenceHeads) and not act.means for act in acts if act.layer == layer)
-        doors = [Door(layer, True)] * silences + [Door(layer, False)] * (layer > 0)
+        doors = [Door(layer, True), Door(layer, True, False)] * silences + [Door(layer, False), Door(layer, False, False)] * (
+            layer > 0
+        )
         return next((door for door in doors if self.proven(door)), None)
 
     def proven(self, door: Door) -> bool:
@@ -150,8 +153,14 @@ class Depth:
         body, count = self.body, len(rows)
         memory, tally, entry = body.new_memory(count), Tally(count), Entry(recording, rows, *door)
         compiled = body.compile(acts, samples, "prefill", torch.arange(count, device=body.device))
-        with self._stack.entered(entry):
-            logits = body.feed(recording.ids[rows], memory, "prefill", compiled, tally)[:, 0]
+        ids, fed = recording.ids[rows], self._stack.fed(entry)
+        positions = torch.arange(ids.shape[1], device=body.device)[fed].expand(count, -1)
+        body.last_only = self._stack.top if door.last_only else None
+        try:
+            with self._stack.entered(entry):
+                logits = body.feed(ids[:, fed], memory, "prefill", compiled, tally, positions)[:, 0]
+        finally:
+            body.last_only = None
         receipts = [_below(door, recording.receipts[row]) + tally.receipt(i) for i, row in enumerate(rows.tolist())]
         return Read(memory.above(recording.memory, rows, entry.remembered) if remember else None, logits, receipts)
 

@@ -59,6 +59,7 @@ class Forward:
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer; needed where keys are shared
     fast: bool = False  # what is computed may be cut into other pieces than the model's own
     dense_masks: bool = False  # the model computes with its masks: hand it real ones
+    last_only: int | None = None  # the layer of whose queries only the last one will be read
     masks: dict[int, tuple[MaskSpec, Tensor]] = field(default_factory=dict)  # by storage address of the stand-in
 
     own_maths: bool = field(init=False)  # probabilities or masks are touched, so that stock SDPA cannot be asked
@@ -162,6 +163,8 @@ def _attention(
     edits = forward.edits.get(layer)
     forward.tally.add(layer, forward.phase, "positions", forward.slots, query.shape[2])
     if not forward.own_maths:
+        if layer == forward.last_only and (edits is None or edits.silences_only):
+            return _last_query(forward, layer, module, query, key, value, attention_mask, kwargs), None
         out = _sdpa(forward, module, query, key, value, attention_mask, kwargs)
         return (out if edits is None else edits.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
     return _blockwise(forward, layer, query, key, value, attention_mask, kwargs), None
@@ -182,6 +185,25 @@ def _sdpa(
         visible_to_it = (key[:, :, first:last], value[:, :, first:last], mask[:, :, part, first:last])
         parts.append(sdpa_attention_forward(module, query[:, :, part], *visible_to_it, **kwargs)[0])
     return torch.cat(parts, 1)
+
+
+def _last_query(
+    forward: Forward,
+    layer: int,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    kwargs: dict[str, Any],
+) -> Tensor:
+    """Stock SDPA of the last query alone; what the other tokens' heads say, which nothing will read, is left at zero."""
+    seen = None if mask is None else mask[:, :, -1:]
+    last = sdpa_attention_forward(module, query[:, :, -1:], key, value, seen, **kwargs)[0]
+    out = last.new_zeros(last.shape[0], query.shape[2], *last.shape[2:])
+    out[:, -1:] = last
+    edits = forward.edits.get(layer)
+    return out if edits is None else edits.edit_outputs(forward, layer, out, slice(0, out.shape[1]))
 
 
 def _blockwise(

@@ -61,6 +61,7 @@ class Body:
         self.shareable = findings.shareable
         self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
         self.observer: Observer | None = None
+        self.last_only: int | None = None  # a layer of whose queries only the last one will be read
         self.device = next(model.parameters()).device
         self._memory: Memory | None = None  # the one that is being fed; hooks clear its rows
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
@@ -210,6 +211,7 @@ class Body:
             self._windows,
             self.kernels == "fast",
             self.family.dense_masks,
+            self.last_only,
         )
         if not self._trusted and forward.own_maths:
             self._check_own_maths()

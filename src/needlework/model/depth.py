@@ -2,7 +2,8 @@
 
 An untouched reading of some prompts is recorded: what every wanted layer returned, and what the heads of an attention layer
 said. A row that is acted on from some layer on then skips the layers below, which return what was recorded; the whole rest of
-the model, its masks and positions included, runs as it always does, on all rows of the batch.
+the model, its masks and positions included, runs as it always does, on all rows of the batch. Of the topmost layer that
+lets tokens see each other, the next token needs no more than keys of all tokens and what the last one makes of them.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ class Recording:
     outputs: dict[int, Any] = field(default_factory=dict)  # layer -> what it returned
     said: dict[int, Said] = field(default_factory=dict)  # by attention layer
 
-    def output(self, layer: int, rows: Tensor) -> Any:
-        """What a layer returned, for these rows."""
-        return _rows_of(self.outputs[layer], rows, self.ids.shape[0])
+    def output(self, layer: int, rows: Tensor, tokens: slice) -> Any:
+        """What a layer returned, for these rows and tokens."""
+        return _part_of(self.outputs[layer], rows, tokens, self.ids.shape)
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Entry:
     rows: Tensor  # [rows] the recorded row that each of them goes on from
     layer: int  # the first that is computed
     after_heads: bool  # of this layer, all that its heads say is recorded, too: it is silenced and projected
+    last_only: bool  # in the topmost layer, nothing is computed that the next token does not need
 
     def remembered(self, half: str, cache_layer: int) -> bool:
         """Whether this part of the memory is the recorded one."""
@@ -67,8 +69,10 @@ class Entry:
 class Stack:
     """The layers of a model, one above the other."""
 
-    def __init__(self, layers: Sequence[nn.Module], attention: Mapping[int, nn.Module]) -> None:
+    def __init__(self, layers: Sequence[nn.Module], attention: Mapping[int, nn.Module], mixers: Mapping[nn.Module, int]) -> None:
         self.layers, self.attention = layers, attention
+        self.top = max((*attention, *mixers.values()))  # above it, tokens do not see each other
+        self._mixing = {*attention.values(), *mixers}
 
     @staticmethod
     def of(model: nn.Module, attention: Mapping[nn.Module, int], mixers: Mapping[nn.Module, int]) -> Stack | None:
@@ -78,7 +82,7 @@ class Stack:
             if isinstance(module, nn.ModuleList) and all(
                 f"{paths[part]}.".startswith(f"{path}.{layer}.") for part, layer in (*attention.items(), *mixers.items())
             ):
-                return Stack(list(module), {layer: part for part, layer in attention.items()})
+                return Stack(list(module), {layer: part for part, layer in attention.items()}, mixers)
         return None
 
     @contextmanager
@@ -91,17 +95,34 @@ class Stack:
                 stack.enter_context(_listening(recording, layer, self.attention[layer]))
             yield
 
+    def fed(self, entry: Entry) -> slice:
+        """The tokens that the model must be fed: where it is entered behind the last heads, the last one alone."""
+        return slice(-1, None) if entry.last_only and entry.after_heads and entry.layer == self.top else slice(None)
+
     @contextmanager
     def entered(self, entry: Entry) -> Iterator[None]:
         """While open, the model runs from the entry's layer on."""
+        tokens = self.fed(entry)
         with ExitStack() as stack:
+            if entry.last_only:
+                for module in self._wordwise(self.layers[self.top]):
+                    stack.enter_context(_replaced(module, _of_last_token(module.forward)))
             if entry.layer:
-                below = entry.recording.output(entry.layer - 1, entry.rows)
+                below = entry.recording.output(entry.layer - 1, entry.rows, tokens)
                 for module in self.layers[: entry.layer]:
                     stack.enter_context(_replaced(module, lambda *args, **kwargs: below))
             if entry.after_heads:
-                stack.enter_context(_replaced(self.attention[entry.layer], _silencing(entry)))
+                stack.enter_context(_replaced(self.attention[entry.layer], _silencing(entry, tokens)))
             yield
+
+    def _wordwise(self, layer: nn.Module) -> Iterator[nn.Module]:
+        """The parts of a layer beside its attention and its mixer that hold matrices: feed-forward maps and experts."""
+        for part in layer.children():
+            inside = set(part.modules())
+            if not inside & self._mixing and any(p.dim() > 1 for p in part.parameters()):
+                yield part
+            elif inside & self._mixing and part not in self._mixing:
+                yield from self._wordwise(part)
 
 
 def _keep_output(recording: Recording, layer: int) -> Callable[..., None]:
@@ -137,7 +158,7 @@ def _listening(recording: Recording, layer: int, attention: nn.Module) -> Iterat
         yield
 
 
-def _silencing(entry: Entry) -> Callable[..., Any]:
+def _silencing(entry: Entry, fed: slice) -> Callable[..., Any]:
     """In place of an attention module: its heads' recorded words, some of them silenced, go to its output projection."""
     said, layer = entry.recording.said[entry.layer], entry.layer
 
@@ -146,9 +167,10 @@ def _silencing(entry: Entry) -> Callable[..., Any]:
         assert now is not None
         edits, tokens = now.edits[layer], said.heads.shape[1]
         assert edits.silenced is not None
-        heads = said.heads.index_select(0, entry.rows)
+        heads = said.heads[:, fed].index_select(0, entry.rows.to(said.heads.device))
         by_head = heads.view(*heads.shape[:2], edits.silenced.shape[1], -1)
         by_head.masked_fill_(edits.silenced[:, None, :, None], 0.0)
+        # Counted for all tokens: what is not fed was silenced by never being read again.
         now.tally.add(layer, now.phase, "positions", now.slots, tokens)
         now.tally.add(layer, now.phase, "heads_zeroed", now.slots, edits.silenced.sum(1) * tokens)
         out = said.projection(heads)
@@ -169,12 +191,25 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
         del vars(module)["forward"]
 
 
-def _rows_of(value: Any, rows: Tensor, count: int) -> Any:
-    """These rows of everything that a layer returned for `count` rows."""
+def _of_last_token(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A map of each token by itself, computed for the last one; of the others, nothing will be read."""
+
+    def last(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        output = forward(hidden[:, -1:], *args, **kwargs)
+        first = output[0] if isinstance(output, tuple) else output
+        whole = first.new_zeros(*hidden.shape[:2], *first.shape[2:])
+        whole[:, -1:] = first
+        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+    return last
+
+
+def _part_of(value: Any, rows: Tensor, tokens: slice, shape: torch.Size) -> Any:
+    """These rows and tokens of everything that a layer returned for ids of this shape."""
     if isinstance(value, tuple):
-        return tuple(_rows_of(part, rows, count) for part in value)
+        return tuple(_part_of(part, rows, tokens, shape) for part in value)
     if value is None:
         return None
-    if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[0] != count:
-        raise CannotEnter("a layer returns something that is not a tensor with one entry for each row")
-    return torch.index_select(value, 0, rows.to(value.device))
+    if not isinstance(value, Tensor) or value.shape[:2] != shape:
+        raise CannotEnter("a layer returns something that is not a tensor with one entry for each row and token")
+    return value[:, tokens].index_select(0, rows.to(value.device))

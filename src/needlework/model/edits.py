@@ -86,6 +86,11 @@ class LayerEdits:
         return scored or self.limit is not None or self.expose is not None
 
     @property
+    def silences_only(self) -> bool:
+        """Nothing looks at what heads say: some of them are silenced, or the whole block is."""
+        return self.keep is None and not self.functions and not self.needs_probabilities
+
+    @property
     def needs_all_queries(self) -> bool:
         """The paper's `balanced` sums over all queries of a prefill, so they cannot be taken in blocks."""
         return self.expose is not None and bool((self.expose.balanced & self.expose.paper).any())
