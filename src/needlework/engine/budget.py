@@ -61,9 +61,9 @@ class Costs:
         return max(1, options) * (2 * (own_keys * self.kv_per_token + self.state) + read + scores)
 
     def batch(self, items: Sequence[Prepared]) -> int:
-        """Rows that are read and go on together: each prompt once."""
-        keys = {reading.key for item in items for reading in readings_of(item).values()}
-        return sum(map(self.row, items)) + len(keys) * self.prompt(items[0].prefill_tokens)
+        """Rows that are read and go on together: each reading once, and each prompt that several of them are of once more."""
+        readings = _Readings()
+        return sum(map(self.row, items)) + sum(map(readings.add, items)) * self.prompt(items[0].prefill_tokens)
 
     def check(self, limit: int | None, items: Iterable[Prepared]) -> None:
         """Refuse a limit that not even one request at a time stays within, with the least that does."""
@@ -76,6 +76,26 @@ class Costs:
                 f" {amount(self.weights)} of weights and what Python and its libraries take (about 500MiB). Give"
                 f" {amount(needs)} or more, or shorter prompts"
             )
+
+
+class _Readings:
+    """What is read for requests: their readings, and once more, untouched, every prompt that several readings are of.
+
+    That one pays for its recording, too: readings go piece by piece, and each is charged activations of its own.
+    """
+
+    def __init__(self) -> None:
+        self._keys: set[tuple[object, ...]] = set()
+        self._prompts: dict[object, int] = {}  # -> readings of it
+
+    def add(self, item: Prepared) -> int:
+        """How many more are read with this request."""
+        more = 0
+        for key in {reading.key for reading in readings_of(item).values()} - self._keys:
+            self._keys.add(key)
+            self._prompts[key[0]] = self._prompts.get(key[0], 0) + 1
+            more += 1 + (self._prompts[key[0]] == 2)
+        return more
 
 
 def amount(count: int) -> str:
@@ -109,21 +129,19 @@ class Budget:
             return (-item.prefill_tokens, item.request.boundary, item.request.prompt, pair[0])
 
         batch: list[tuple[int, Prepared]] = []
-        keys: set[object] = set()
-        used = 0
+        readings, used = _Readings(), 0
         for pair in sorted(requests, key=order):
             item = pair[1]
-            own_keys = {reading.key for reading in readings_of(item).values()}
             row, prompt = self.costs.row(item), self.costs.prompt(item.prefill_tokens)
-            cost = row + len(own_keys - keys) * prompt
+            cost = row + readings.add(item) * prompt
             other = batch and (
                 batch[0][1].prefill_tokens != item.prefill_tokens or batch[0][1].request.decodes_last != item.request.decodes_last
             )
             if batch and (other or used + cost > self.limit or len(batch) >= most):
                 yield batch
-                batch, keys, used, cost = [], set(), 0, row + len(own_keys) * prompt
+                batch, readings, used = [], _Readings(), 0
+                cost = row + readings.add(item) * prompt
             batch.append(pair)
-            keys |= own_keys
             used += cost
         if batch:
             yield batch

@@ -153,6 +153,8 @@ class Depth:
         body, count = self.body, len(rows)
         memory, tally, entry = body.new_memory(count), Tally(count), Entry(recording, rows, *door)
         compiled = body.compile(acts, samples, "prefill", torch.arange(count, device=body.device))
+        if any(edits.needs_probabilities for edits in compiled.attention.values()):
+            body.check_own_maths()  # now: it runs the model, which must not be entered meanwhile
         ids, fed = recording.ids[rows], self._stack.fed(entry)
         positions = torch.arange(ids.shape[1], device=body.device)[fed].expand(count, -1)
         body.last_only = self._stack.top if door.last_only else None

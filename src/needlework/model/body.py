@@ -213,8 +213,8 @@ class Body:
             self.family.dense_masks,
             self.last_only,
         )
-        if not self._trusted and forward.own_maths:
-            self._check_own_maths()
+        if forward.own_maths:
+            self.check_own_maths()
         self._memory = memory
         with memory.mounted(), current(forward), self._hooked(rows):
             out = run_model(self.model, ids, positions, memory, logits_to_keep=0 if all_logits else 1)
@@ -222,8 +222,10 @@ class Body:
         logits: Tensor = out.logits if all_logits else out.logits[:, -1:]
         return logits.float()
 
-    def _check_own_maths(self) -> None:
+    def check_own_maths(self) -> None:
         """Once per model, before our maths first replaces stock attention: on a short prompt both must give one answer."""
+        if self._trusted:
+            return
         self._trusted = True  # asked again while it checks
         observer, self.observer = self.observer, None
         try:
