@@ -61,14 +61,18 @@ class ModelInfo:
         }
 
 
-def look(model: Model) -> ModelInfo:
-    """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights."""
+def look(model: Model, elsewhere: bool = False) -> ModelInfo:
+    """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights.
+
+    `elsewhere`: other machines will load it, which may have devices that this one lacks.
+    """
     from needlework.engine.budget import Costs
     from needlework.model.load import blueprint, torch_device, torch_dtype
     from needlework.subject import own_dtype
 
     try:
-        torch_device(model.loading.device)
+        if not elsewhere:
+            torch_device(model.loading.device)
         place = locate(model)
         if model.loading.dtype == "auto":  # rows are of one type: from here on, the model says which
             model = replace(model, loading=model.loading.but(dtype=own_dtype(place)))
