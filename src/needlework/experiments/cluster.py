@@ -37,7 +37,7 @@ class Cluster:
     threads: int = 1  # of a worker
 
     def __post_init__(self) -> None:
-        if self.address not in (LOCAL, "auto") and not is_address(self.address):
+        if not is_address(self.address):
             raise NeedleworkError(f"{shown(self.address)} is no Ray cluster; give local, auto or HOST:PORT of its head node")
         for name in ("workers", "gpus_per_worker", "threads"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -61,9 +61,9 @@ class Cluster:
 
 
 def is_address(text: str) -> bool:
-    """HOST:PORT, in which nothing is a path or an option."""
+    """local, auto or HOST:PORT: whatever else stands after --ray is no address, but a plan or an option."""
     host, _, port = text.rpartition(":")
-    return bool(host) and port.isdecimal() and "/" not in host and not host.startswith("-")
+    return text in (LOCAL, "auto") or (bool(host) and port.isdecimal() and "/" not in host and not host.startswith("-"))
 
 
 def _ray() -> Any:
