@@ -12,7 +12,6 @@ from typing import Any
 
 import fakes
 import pytest
-import torch
 from test_run import go, table
 
 from needlework.errors import NeedleworkError
@@ -57,7 +56,7 @@ class FakePool:
     def start(self) -> tuple[int, int]:
         worker = len(self.workers)
         source = self.source if self.models is None else self.models(worker)
-        self.workers[worker] = _Actor(source, self.info, torch.get_num_threads(), [], {})
+        self.workers[worker] = _Actor(source, self.info, [], {})
         return worker, self.call(worker, "load")
 
     def call(self, worker: int, method: str, *args: Any) -> int:

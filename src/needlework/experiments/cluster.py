@@ -86,8 +86,11 @@ class WorkerModels(DiskModels):
         return look(model, elsewhere=True)
 
     def load(self, info: ModelInfo) -> LoadedModel:
+        import torch
+
         from needlework.subject import load
 
+        torch.set_num_threads(self.cluster.threads)
         gpus, loading = self.cluster.gpus(info), info.model.loading.model_dump()
         place = info.directory if os.path.exists(info.directory) else str(locate(info.model))
         if self.home != _node() and weights_hash(Path(place)) != info.weights:
@@ -124,17 +127,14 @@ def _memory_share(threads: int) -> int:
 class _Actor:
     """A worker: it lives in a process of its own, and what it is asked is over or lost with it."""
 
-    def __init__(self, source: ModelSource, info: ModelInfo, threads: int, known: Sequence[Any], env: dict[str, str]) -> None:
-        os.environ.update(env)
-        for plugin in known:
-            plugins.define(*plugin)
-        self.source, self.info, self.threads = source, info, threads
+    def __init__(self, source: ModelSource, info: ModelInfo, known: Sequence[Any], env: dict[str, str]) -> None:
+        self.source, self.info, self.known, self.env = source, info, known, env
         self.model: LoadedModel
 
     def load(self) -> dict[str, str]:
-        import torch
-
-        torch.set_num_threads(self.threads)
+        os.environ.update(self.env)
+        for plugin in self.known:
+            plugins.define(*plugin)
         self.model = self.source.load(self.info)
         return self.model.versions()
 
@@ -168,7 +168,7 @@ class _Hall:
 
     @contextmanager
     def __call__(self, source: ModelSource, info: ModelInfo, units: int) -> Generator[Crew, None, None]:
-        self._join()
+        self.join()
         if isinstance(source, WorkerModels):
             source.home = _node()
         pool = _Actors(self.ray, self.cluster, source, info)
@@ -179,7 +179,7 @@ class _Hall:
         finally:
             foreman.close()
 
-    def _join(self) -> None:
+    def join(self) -> None:
         if self.ray.is_initialized():
             return
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True, "namespace": "needlework"}
@@ -209,25 +209,57 @@ class _Hall:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
+def _needs(cluster: Cluster, info: ModelInfo) -> dict[str, float]:
+    """What one worker takes of a node."""
+    gpus, weights = cluster.gpus(info), 0 if info.costs is None else info.costs.weights
+    return {"GPU": gpus} if gpus else {"CPU": cluster.threads, "memory": weights * 6 // 5 + _PROGRAM_BYTES}
+
+
+def _alive(ray: Any) -> list[dict[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _places(nodes: Sequence[dict[str, float]], needs: dict[str, float]) -> int:
+    """How many workers these nodes have room for."""
+    return sum(min(int(node.get(key, 0) // needed) for key, needed in needs.items()) for node in nodes)
+
+
+def room(cluster: Cluster, models: Sequence[ModelInfo]) -> list[int]:
+    """How many workers would hold each model: asked of the cluster, or, if it would be made here, of this machine."""
+    if cluster.address == LOCAL:
+        import psutil
+        import torch
+
+        cores = max(psutil.cpu_count() or 1, (cluster.workers or 1) * cluster.threads)
+        nodes = [{"CPU": cores, "GPU": torch.cuda.device_count(), "memory": 0.7 * psutil.virtual_memory().available}]
+    else:
+        hall = _Hall(_ray(), cluster)
+        try:
+            hall.join()
+            nodes = _alive(hall.ray)
+        finally:
+            hall.leave()
+    found = [_places(nodes, _needs(cluster, info)) for info in models]
+    return [min(count, cluster.workers or count) for count in found]
+
+
 class _Actors:
     """The pool of a Foreman: Ray's actors, begun once each. Who takes the place of a dead one is the foreman's to say."""
 
     def __init__(self, ray: Any, cluster: Cluster, source: ModelSource, info: ModelInfo) -> None:
         self.ray, self.cluster = ray, cluster
-        gpus, weights = cluster.gpus(info), 0 if info.costs is None else info.costs.weights
-        self.needs = {"GPU": gpus} if gpus else {"CPU": cluster.threads, "memory": weights * 6 // 5 + _PROGRAM_BYTES}
+        self.needs = _needs(cluster, info)
         resources = {f"num_{key.lower()}s" if key != "memory" else key: value for key, value in self.needs.items()}
         options = {"num_cpus": cluster.threads, **resources, "max_restarts": 0, "max_task_retries": 0}
         actor = ray.remote(concurrency_groups={"aside": 1}, **options)(_Actor)  # aside: told how far it is while it works
         env = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
-        self._begin: Callable[[], Any] = lambda: actor.remote(source, info, cluster.threads, list(plugins.DEFINED.values()), env)
+        self._begin: Callable[[], Any] = lambda: actor.remote(source, info, list(plugins.DEFINED.values()), env)
 
     def room(self) -> int:
         return self.cluster.workers or self._places()
 
     def _places(self) -> int:
-        alive = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        return sum(min(int(node.get(key, 0) // needed) for key, needed in self.needs.items()) for node in alive)
+        return _places(_alive(self.ray), self.needs)
 
     def check(self) -> None:
         """Refuse a cluster in which no worker fits; one that was given a number of workers may still grow."""
@@ -267,7 +299,8 @@ class _Actors:
             gone.OutOfMemoryError,
             gone.NodeDiedError,
         ) as error:
-            raise Lost(str(error).splitlines()[0]) from None
+            said = [line.strip() for line in str(error).splitlines() if line.strip()]
+            raise Lost(said[-1] if "creation task" in said[0] else said[0]) from None  # an error of ours is named last
 
     def stop(self, worker: Any) -> None:
         self.ray.kill(worker, no_restart=True)

@@ -172,6 +172,32 @@ class DiskModels:
         return LoadedSubject(subject, info.model)
 
 
+class PublicModels(DiskModels):
+    """For looking only: the paper's models are known by their public configurations alone.
+
+    Prompts for them are made in the toy language, since their tokenizers are not here; where a plan says how long prompts
+    are, they have as many tokens.
+    """
+
+    def __init__(self, elsewhere: bool = False) -> None:
+        super().__init__()
+        self.elsewhere = elsewhere
+
+    def look(self, model: Model) -> ModelInfo:
+        from needlework.engine.budget import Costs
+        from needlework.model.load import blueprint, torch_dtype
+        from needlework.model.presets import PRESETS
+        from needlework.toy.tokenizer import build
+
+        if model.source not in PRESETS:
+            return look(model, self.elsewhere)
+        dtype = "bfloat16" if model.loading.dtype == "auto" else model.loading.dtype
+        body = blueprint(model.source, model.loading.window)
+        costs = Costs.of(body, torch_dtype(dtype).itemsize)
+        loading = model.loading.but(dtype=dtype)
+        return ModelInfo(replace(model, loading=loading), model.source, "toy", body.anatomy, build(), costs=costs)
+
+
 class LoadedSubject:
     """A Subject as a run sees it."""
 

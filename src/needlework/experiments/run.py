@@ -126,6 +126,12 @@ def _largest(work: Work) -> Iterator[Prepared]:
             yield from [prepare(request, work.model.anatomy) for request in trial.requests(work.any_rankings)]
 
 
+def chunked(work: Work) -> Iterator[list[Trial]]:
+    """What is asked together."""
+    short = ENOUGH_FLOPS if work.model.model.loading.device == "cpu" else CHUNK_FLOPS
+    return chunks(work, CHUNK_TRIALS, CHUNK_FLOPS, ENOUGH_TRIALS, short)
+
+
 class _ModelRun:
     """One model's trials."""
 
@@ -140,9 +146,7 @@ class _ModelRun:
 
     def go(self, source: ModelSource, hire: Hiring, tracker: Tracker) -> None:
         unfinished = {name for name, same in self.trials.items() if any(trial.key not in self.done for trial in same)}
-        short = ENOUGH_FLOPS if self.work.model.model.loading.device == "cpu" else CHUNK_FLOPS
-        every = chunks(self.work, CHUNK_TRIALS, CHUNK_FLOPS, ENOUGH_TRIALS, short)
-        pending = [chunk for chunk in every if any(trial.id in unfinished for trial in chunk)]
+        pending = [chunk for chunk in chunked(self.work) if any(trial.id in unfinished for trial in chunk)]
         recorded = self.store.observed()
         recordings = [r for r in self.work.recordings if (r.experiment, self.model, r.task) not in recorded]
         if not pending and not recordings:
