@@ -1,4 +1,4 @@
-"""`driver.py PLAN OUT ADDRESS PAUSE`: a run of fake models on a Ray cluster, in a process of its own, to be killed."""
+"""`driver.py PLAN OUT ADDRESS PAUSE MARKER`: a run of fake models on a Ray cluster, in a process of its own, to be killed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from needlework.experiments.cluster import Cluster
 from needlework.experiments.plan import load
 
 if __name__ == "__main__":
-    plan, out, address, pause = sys.argv[1:]
+    plan, out, address, pause, marker = sys.argv[1:]
     run.CHUNK_TRIALS = 16
-    source = fakes.FakeModels(fakes.FakeActor(float(pause)))
+    source = fakes.FakeModels(fakes.Hungry(float(pause), marker=marker) if marker else fakes.FakeActor(float(pause)))
     loaded = load(plan, make_task=fakes.make_task)
     sys.exit(not run.run(loaded, out, source=source, progress=False, cluster=Cluster(address)).sound)

@@ -182,6 +182,8 @@ class _Hall:
     def join(self) -> None:
         if self.ray.is_initialized():
             return
+        # Ray prints what it thinks of lost workers into our output, whatever its options say; the foreman tells it shorter.
+        self.ray._private.worker.print_to_stdstream = lambda *_, **__: None
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True, "namespace": "needlework"}
         if self.cluster.address != LOCAL:
             try:

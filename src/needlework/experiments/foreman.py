@@ -34,6 +34,11 @@ def _named(fault: Fault) -> Exception:
     return type(fault[0], (RuntimeError,), {})(fault[1])  # type: ignore[no-any-return]
 
 
+def _short(lost: Lost) -> str:
+    text = str(lost)
+    return text if len(text) <= 160 else f"{text[:150]} ..."
+
+
 class Pool(Protocol):
     """Where workers live. A call is begun at once and waited for later; the first call of a worker loads its model."""
 
@@ -148,9 +153,10 @@ class Foreman:
                 self.pool.stop(worker)
                 job.deaths += 1
                 if job.deaths < MOST_DEATHS:
+                    say(f"a worker was lost ({_short(lost)}); what it was asked is asked again", style="yellow")
                     self._waiting.appendleft(job)
                 else:
-                    ended.append((job, WorkerLost(f"it ended {job.deaths} workers, each that it was given to: {lost}")))
+                    ended.append((job, WorkerLost(f"it ended {job.deaths} workers, each that it was given to: {_short(lost)}")))
             except Exception as error:
                 ended.append((job, error))
                 self._idle.append(worker)
@@ -175,7 +181,7 @@ class Foreman:
                 self._refuse(
                     worker,
                     NeedleworkError(
-                        f"{MOST_DEATHS} workers one after the other died while they loaded the model ({lost}); if memory ran"
+                        f"{MOST_DEATHS} workers one after the other died while they loaded the model ({_short(lost)}); if memory ran"
                         " out, take fewer workers or larger nodes"
                     ),
                 )

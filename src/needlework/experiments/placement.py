@@ -53,7 +53,7 @@ class Placement:
             [
                 *lines,
                 f"here: {self.here}",
-                f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB that a worker needs; the hours"
+                f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB that a worker needs; hours"
                 " of one worker and of eight GPUs come from published peaks (docs/scale.md) and are not measured",
             ]
         )
