@@ -14,6 +14,7 @@ import needlework as nw
 from needlework.options import (
     EXAMPLES,
     FAILED,
+    ClusterOptions,
     Fast,
     Interventions,
     Json,
@@ -21,6 +22,7 @@ from needlework.options import (
     Memory,
     Model,
     Out,
+    OutUnlessDry,
     PlanFile,
     PlanModels,
     Plugins,
@@ -178,15 +180,17 @@ def plan(
 @command("needlework run 02 --model mine=./my-checkpoint --out runs/sweep")
 def run(
     file: PlanFile,
-    out: Out,
     loading: LoadingOptions,
     model: PlanModels = [],  # noqa: B006
     fast: Fast = False,
+    out: OutUnlessDry = None,
     memory: Memory = None,
     retry_failed: RetryFailed = False,
     doctor: Annotated[str, typer.Option(help="Examine each model first, for the record: quick, full or off.")] = "quick",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show placement, hours and memory; load and run nothing.")] = False,
     plugin: Plugins = [],  # noqa: B006
     as_json: Json = False,
+    cluster: ClusterOptions = None,
 ) -> None:
     """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
 
@@ -194,9 +198,18 @@ def run(
     a full disk; 130 stopped.
     """
     use(plugin)
+    if dry_run:
+        from needlework.experiments.placement import place
+        from needlework.experiments.shipped import get
+
+        placed = place(get(file, fast=fast, models=model, **loading), cluster)
+        typer.echo(json.dumps(placed.to_dict(), indent=1) if as_json else plain(placed.text()))
+        raise typer.Exit
+    if out is None:
+        raise nw.NeedleworkError("give --out DIR, the directory to write into")
     limit = read_bytes(memory)
     options: dict[str, Any] = {"memory_bytes": limit, "retry_failed": retry_failed, "doctor": doctor, "progress": not as_json}
-    result = nw.run(file, out, models=model, fast=fast, **options, **loading)
+    result = nw.run(file, out, models=model, fast=fast, cluster=cluster, **options, **loading)
     if as_json:
         sound = {name: found.sound for name, found in result.checkups().items()}
         typer.echo(json.dumps({"directory": str(out), "sound": result.sound, "fingerprint": result.fingerprint, "doctor": sound}))
@@ -288,6 +301,7 @@ def evaluate(
     memory: Memory = None,
     retry_failed: RetryFailed = False,
     plugin: Plugins = [],  # noqa: B006
+    cluster: ClusterOptions = None,
 ) -> None:
     """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop.
 
@@ -311,6 +325,7 @@ def evaluate(
         chat=chat,
         memory_bytes=read_bytes(memory),
         retry_failed=retry_failed,
+        cluster=cluster,
         **loading,
     )
     show(table(summary))

@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
+from typer.core import TyperCommand
 
 from needlework.errors import NeedleworkError, shown
 from needlework.terminal import say
@@ -41,6 +42,7 @@ Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
 Out = Annotated[Path, typer.Option(help="Directory to write into.")]
 
 _PANEL = "How models are loaded (of a plan: all of them, whatever it says)"
+OutUnlessDry = Annotated[Path | None, typer.Option(help="Directory to write into.")]
 _option = functools.partial(typer.Option, rich_help_panel=_PANEL)
 Window = Annotated[str | None, _option(help="RecurrentGemma's window rule: transformers (default) or deepmind.")]
 _LOADING = {
@@ -51,6 +53,19 @@ _LOADING = {
 }
 _THREADS = Annotated[int | None, _option(min=1, max=4096, help="Processor threads that torch may use.")]
 LoadingOptions = dict[str, Any]  # those of _LOADING that were given: a command with such a parameter has all these options
+_CLUSTER_PANEL = "A cluster of several workers (docs/scale.md)"
+_ADDRESS = "Ask workers of a Ray cluster: local (default) is made for this run, auto or HOST:PORT is there."
+_CLUSTER = {
+    "ray": Annotated[str | None, typer.Option(metavar="[ADDRESS]", rich_help_panel=_CLUSTER_PANEL, help=_ADDRESS)],
+    "workers": Annotated[
+        int | None,
+        typer.Option(min=1, rich_help_panel=_CLUSTER_PANEL, help="At most so many. Default: as there is room, now or later."),
+    ],
+    "gpus_per_worker": Annotated[
+        int | None, typer.Option(min=1, rich_help_panel=_CLUSTER_PANEL, help="More than 1 where a model is larger than a GPU.")
+    ],
+}
+ClusterOptions = Any  # a Cluster if --ray was given, else None: a command with such a parameter `cluster` has these options
 
 
 def command(example: str, name: str | None = None) -> Callable[[F], F]:
@@ -66,10 +81,23 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
             with told():
                 body(*args, **kwargs)
 
-        app.command(name)(run)
+        app.command(name, cls=_Command)(run)
         return function
 
     return decorate
+
+
+class _Command(TyperCommand):
+    """A command whose option --ray may stand without an address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--ray" in args:
+            from needlework.experiments.cluster import LOCAL, is_address
+
+            after = args.index("--ray") + 1
+            if not (args[after:] and is_address(args[after])):
+                args = [*args[:after], LOCAL, *args[after:]]
+        return super().parse_args(ctx, args)
 
 
 @contextmanager
@@ -101,15 +129,28 @@ def _with_loading(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def filled(*, threads: int | None, **options: Any) -> None:
         given = {key: value for key in _LOADING if (value := options.pop(key)) is not None}
+        if clustered:
+            options["cluster"] = _cluster(threads, *(options.pop(key) for key in _CLUSTER))
         with _threads(threads):
             function(loading=given, **options)
 
     signature = inspect.signature(function, eval_str=True)
-    own = [parameter for parameter in signature.parameters.values() if parameter.name != "loading"]
-    kinds = {**_LOADING, "threads": _THREADS}
+    clustered = "cluster" in signature.parameters
+    own = [parameter for parameter in signature.parameters.values() if parameter.name not in ("loading", "cluster")]
+    kinds = {**_LOADING, "threads": _THREADS, **(_CLUSTER if clustered else {})}
     shared = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kinds[key]) for key in kinds]
     filled.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
     return filled
+
+
+def _cluster(threads: int | None, address: str | None, workers: int | None, gpus: int | None) -> Any:
+    if address is None:
+        if workers or gpus:
+            raise NeedleworkError("--workers and --gpus-per-worker part a cluster; give --ray, too")
+        return None
+    from needlework.experiments.cluster import Cluster
+
+    return Cluster(address, workers, gpus or 1, threads or 1)
 
 
 @contextmanager

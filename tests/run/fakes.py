@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -143,6 +145,20 @@ class FakeActor:
 
     def versions(self) -> dict[str, str]:
         return {"needlework": "test"}
+
+
+@dataclass
+class Hungry(FakeActor):
+    """The first one that is asked ends as the system ends who takes all of its memory: without a word."""
+
+    marker: str = ""
+
+    def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        for pair in super().answers(requests):
+            yield pair
+            if not os.path.exists(self.marker):
+                Path(self.marker).touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 @dataclass

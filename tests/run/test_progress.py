@@ -98,9 +98,10 @@ def test_a_reading_is_parted_among_those_that_share_it(plan_file: Path) -> None:
     by = {
         str(t.intervention): each[t.id] for t in work.trials if t.experiment == "sweep" and t.item.id == "fake/0" and t.seed == 0
     }
-    steps = costs.answer_seconds(work, 40) + costs.TRIAL_SECONDS
-    assert by["keep_heads(k=1)"] == pytest.approx(costs.reading_seconds(work, 8) + steps)
-    shared = costs.reading_seconds(work, 8) / 6  # none, and five numbers of heads in decode alone
+    steps = costs.answer_seconds(work.model, costs.SMALL, 40) + costs.TRIAL_SECONDS
+    reading = costs.SMALL.reading(costs.reading_flops(work.model, 8))
+    assert by["keep_heads(k=1)"] == pytest.approx(reading + steps)
+    shared = reading / 6  # none, and five numbers of heads in decode alone
     assert by["none"] == by["keep_heads(phase='decode', k=1)"] == pytest.approx(shared + steps)
 
 

@@ -31,20 +31,34 @@ class Costs:
     vocabulary: int
     activations_per_token: int  # while a layer runs
     shareable: bool  # rows read the prompt's keys where they lie
+    per_token: int = 0  # weights that a token of a prompt is multiplied with: no embedding, and of experts the chosen ones
+    head: int = 0  # weights that are multiplied with where a token is to be said
+    experts: float = 0.0  # part of all weights
+    active: float = 1.0  # part of the experts that a token goes through
 
     @staticmethod
     def of(body: Body, value_bytes: int | None = None) -> Costs:
         """`value_bytes` where the model will be loaded in another precision than the one that the body is in."""
         anatomy, own = body.anatomy, int(next(body.model.parameters()).element_size())
         size = value_bytes or own
+        config = body.model.config.get_text_config(decoder=True)
+        embedding = int(body.model.get_input_embeddings().weight.numel())
+        tied = body.model.get_output_embeddings() is None or bool(getattr(config, "tie_word_embeddings", False))
+        experts = sum(p.numel() for name, p in body.model.named_parameters() if ".experts." in name)
+        chosen, of = (getattr(config, key, None) for key in ("num_experts_per_tok", "num_experts"))
+        active = chosen / of if experts and chosen and of else 1.0
         return Costs(
             anatomy.parameters * size,
             anatomy.kv_bytes_per_token * size // own,
             anatomy.state_bytes * size // own,
             sum(part.query_heads for _, part in anatomy.attention_parts()),
             anatomy.vocabulary,
-            _ACTIVATIONS * int(body.model.config.get_text_config(decoder=True).hidden_size) * size,
+            _ACTIVATIONS * int(config.hidden_size) * size,
             body.shareable,
+            anatomy.parameters - embedding * (1 if tied else 2) - round(experts * (1 - active)),
+            embedding,
+            experts / anatomy.parameters,
+            active,
         )
 
     def prompt(self, tokens: int) -> int:

@@ -9,9 +9,19 @@ import torch
 
 from needlework.engine.budget import default_limit
 from needlework.experiments import samples
-from needlework.experiments.costs import TRIAL_SECONDS, answer_seconds, reading_seconds
-from needlework.experiments.models import DiskModels, ModelSource
+from needlework.experiments.costs import (
+    SMALL_PARAMETERS,
+    TRIAL_SECONDS,
+    Speed,
+    chunk_seconds,
+    context_flops,
+    measured_speed,
+    reading_flops,
+    usual_speed,
+)
+from needlework.experiments.models import ModelSource, PublicModels
 from needlework.experiments.plan import Plan
+from needlework.experiments.run import chunked
 from needlework.experiments.samples import Samples
 from needlework.experiments.trials import Trial, Work, expand
 from needlework.requests import prepare
@@ -92,7 +102,7 @@ class Description:
 
 def describe(plan: Plan, source: ModelSource | None = None) -> Description:
     """Look at every model and expand every trial; nothing is loaded, run or written."""
-    source = source or DiskModels()
+    source = source or PublicModels()
     works = [expand(plan, source.look(model)) for model in plan.models.values()]
     notes = [note for work in works for note in work.skipped]
     repeated = [(work.repeated, work.model.name) for work in works if work.repeated]
@@ -133,11 +143,24 @@ def _prefills(work: Work, trials: Sequence[Trial]) -> tuple[int, int]:
     return round(len(readings) * scale), round(sum(readings.values()) * scale)
 
 
+def speed_here(work: Work) -> Speed:
+    """As it is here, where it can be measured and is worth it."""
+    large_on_cpu = work.model.model.loading.device == "cpu" and work.model.anatomy.parameters >= SMALL_PARAMETERS
+    return measured_speed(work.model) if large_on_cpu else usual_speed(work.model)
+
+
+def seconds_of(work: Work, speed: Speed) -> float:
+    """About how long a model's trials take one worker of this speed."""
+    info, asked = work.model, [same[0] for same in work.by_id().values()]
+    prefills, prompt_tokens = _prefills(work, asked)
+    reading = reading_flops(info, prompt_tokens) + prefills * context_flops(info, prompt_tokens // max(1, prefills))
+    answering = sum(chunk_seconds(info, speed, chunk, _ROWS) for chunk in chunked(work))
+    return speed.reading(reading) + answering + TRIAL_SECONDS * len(work.trials)
+
+
 def _total(work: Work) -> Total:
     model, asked = work.model, [same[0] for same in work.by_id().values()]
-    prefills, prompt_tokens = _prefills(work, asked)
-    steps = sum(trial.tokens - len(trial.item.prompt) for trial in asked)
-    seconds = reading_seconds(work, prompt_tokens) + answer_seconds(work, steps) + TRIAL_SECONDS * len(work.trials)
+    prefills, _ = _prefills(work, asked)
     longest = max(trial.tokens for trial in asked)
     rows = min(_ROWS, len(asked))
     memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
@@ -145,7 +168,7 @@ def _total(work: Work) -> Total:
     if model.model.loading.device == "cpu":
         memory = min(memory, default_limit(torch.device("cpu")))  # the engine takes in no more rows than fit
     weights = model.anatomy.parameters * _BYTES[model.model.loading.dtype]
-    return Total(model.name, len(work.trials), len(asked), prefills, seconds, weights + memory)
+    return Total(model.name, len(work.trials), len(asked), prefills, seconds_of(work, speed_here(work)), weights + memory)
 
 
 def _time(seconds: float) -> str:

@@ -61,14 +61,18 @@ class ModelInfo:
         }
 
 
-def look(model: Model) -> ModelInfo:
-    """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights."""
+def look(model: Model, elsewhere: bool = False) -> ModelInfo:
+    """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights.
+
+    `elsewhere`: other machines will load it, which may have devices that this one lacks.
+    """
     from needlework.engine.budget import Costs
     from needlework.model.load import blueprint, torch_device, torch_dtype
     from needlework.subject import own_dtype
 
     try:
-        torch_device(model.loading.device)
+        if not elsewhere:
+            torch_device(model.loading.device)
         place = locate(model)
         if model.loading.dtype == "auto":  # rows are of one type: from here on, the model says which
             model = replace(model, loading=model.loading.but(dtype=own_dtype(place)))
@@ -166,6 +170,32 @@ class DiskModels:
 
         subject = load(info.directory, memory_bytes=self.memory_bytes, **info.model.loading.model_dump())
         return LoadedSubject(subject, info.model)
+
+
+class PublicModels(DiskModels):
+    """For looking only: the paper's models are known by their public configurations alone.
+
+    Prompts for them are made in the toy language, since their tokenizers are not here; where a plan says how long prompts
+    are, they have as many tokens.
+    """
+
+    def __init__(self, elsewhere: bool = False) -> None:
+        super().__init__()
+        self.elsewhere = elsewhere
+
+    def look(self, model: Model) -> ModelInfo:
+        from needlework.engine.budget import Costs
+        from needlework.model.load import blueprint, torch_dtype
+        from needlework.model.presets import PRESETS
+        from needlework.toy.tokenizer import build
+
+        if model.source not in PRESETS:
+            return look(model, self.elsewhere)
+        dtype = "bfloat16" if model.loading.dtype == "auto" else model.loading.dtype
+        body = blueprint(model.source, model.loading.window)
+        costs = Costs.of(body, torch_dtype(dtype).itemsize)
+        loading = model.loading.but(dtype=dtype)
+        return ModelInfo(replace(model, loading=loading), model.source, "toy", body.anatomy, build(), costs=costs)
 
 
 class LoadedSubject:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 from needlework.experiments.costs import weights
-from needlework.experiments.models import LoadedModel
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Recording, Work
 from needlework.receipts import NOTHING_TO_HIDE
@@ -14,11 +14,24 @@ from needlework.store import LM_EVAL, Store
 from needlework.terminal import Bar, clock, say
 
 
+@dataclass
+class _Underway:
+    """Work that someone is at: what it weighs, how much of it is done, and what of that the bar has counted already."""
+
+    weight: float
+    share: Callable[[], float]
+    counted: float = 0.0
+
+    def uncounted(self) -> float:
+        return max(0.0, self.weight * self.share() - self.counted)
+
+
 class Tracker:
     """The bar of a run: its trials, each weighted by what its answer is likely to take."""
 
     def __init__(self, works: Sequence[Work], store: Store, shown: bool) -> None:
         self.weights = {work.model.name: weights(work) for work in works}
+        self._underway: dict[Hashable, _Underway] = {}
         done, observed = store.done(), store.observed()
         whole = sum(sum(each.values()) for each in self.weights.values())
         for work in works:
@@ -34,19 +47,27 @@ class Tracker:
     def loads(self, model: str) -> None:
         self.bar.show(f"{model} (loading)")
 
-    def asks(self, model: str, names: Sequence[str], loaded: LoadedModel) -> None:
-        """These answers are asked for: until they are there, the model itself says how far it is."""
-        self._follow(model, sum(self.weights[model][name] for name in names), loaded)
+    def asks(self, model: str, unit: Hashable, names: Sequence[str], share: Callable[[], float]) -> None:
+        """These answers are asked for: until they are there, `share` says how far they are. Others may be under way, too."""
+        self._follow(model, unit, sum(self.weights[model][name] for name in names), share)
 
-    def answered(self, model: str, name: str, trials: int) -> None:
-        self.bar.advance(trials, self.weights[model][name])
+    def answered(self, model: str, name: str, trials: int, unit: Hashable) -> None:
+        weight = self.weights[model][name]
+        if unit in self._underway:
+            self._underway[unit].counted += weight
+        self.bar.advance(trials, weight)
+
+    def over(self, unit: Hashable) -> None:
+        """Nobody is at it any more: what it did not bring is still to do."""
+        self._underway.pop(unit, None)
 
     @contextmanager
-    def records(self, model: str, recording: Recording, loaded: LoadedModel) -> Iterator[None]:
+    def records(self, model: str, recording: Recording, share: Callable[[], float]) -> Iterator[None]:
         """A recording is made: no trial is counted, but it takes its time."""
         weight = self._weight(model, recording)
-        self._follow(f"{model} (attention)", weight, loaded)
+        self._follow(f"{model} (attention)", id(recording), weight, share)
         yield
+        self.over(id(recording))
         self.bar.advance(0, weight)
 
     def rate(self) -> str:
@@ -54,10 +75,9 @@ class Tracker:
         count, seconds = self.bar.counted_now, self.bar.seconds
         return f"{count} asked in {clock(seconds)}, {count / seconds:.3g} trials per second" if count else ""
 
-    def _follow(self, name: str, weight: float, loaded: LoadedModel) -> None:
-        share: Callable[[], float] = getattr(loaded, "share", float)  # without one, it is at 0 until an answer comes
-        begun = self.bar.advanced
-        self.bar.show(name, lambda: max(0.0, weight * share() - (self.bar.advanced - begun)))
+    def _follow(self, name: str, key: Hashable, weight: float, share: Callable[[], float]) -> None:
+        self._underway[key] = _Underway(weight, share)
+        self.bar.show(name, lambda: sum(one.uncounted() for one in list(self._underway.values())))
 
     def _weight(self, model: str, recording: Recording) -> float:
         return sum(self.weights[model][trial.id] for trial in recording.trials)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.models import LoadedModel, ModelInfo
+from needlework.experiments.crew import Crew
+from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Work
 from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
@@ -59,20 +60,23 @@ Doctor = Literal["quick", "full", "off"]
 _EXAMINED: dict[str, dict[str, Any]] = {}  # what this process has found already: a model is the same in its next run
 
 
-def examine(store: Store, info: ModelInfo, model: LoadedModel, how: Doctor) -> None:
+def examine(store: Store, info: ModelInfo, crew: Crew, how: Doctor) -> None:
     """Record what the doctor finds of a model, once for each state of model and software; say it if a law fails.
 
     The run goes on all the same: what its numbers are worth stands beside them, in the store and in the report.
     """
-    if how == "off" or not hasattr(model, "checkup"):  # a source of one's own need not know a doctor
+    if how == "off":
         return
     known = store.meta("models")
-    state = {**info.identity(), **model.versions()}
+    state = {**info.identity(), **crew.versions()}
     found = known[info.name].get("checkup")
     if found is None or found["identity"] != state or (how == "full" and found["quick"]):
         key = json.dumps([state, how], sort_keys=True)
         if key not in _EXAMINED:
-            _EXAMINED[key] = {**model.checkup(how == "quick").to_dict(), "identity": state}
+            checkup = crew.checkup(how == "quick")
+            if checkup is None:
+                return
+            _EXAMINED[key] = {**checkup.to_dict(), "identity": state}
         found = _EXAMINED[key]
         known[info.name]["checkup"] = found
         store.set_meta("models", known)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from functools import reduce
-from operator import add
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, get_args
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import rows
-from needlework.experiments.models import DiskModels, LoadedModel, ModelSource
+from needlework.experiments.asking import Asking
+from needlework.experiments.cluster import Cluster
+from needlework.experiments.crew import Crew, Hiring, alone
+from needlework.experiments.models import DiskModels, ModelSource
 from needlework.experiments.plan import Plan
 from needlework.experiments.progress import Tracker, summary
 from needlework.experiments.provenance import Doctor, examine, mark, sign
@@ -56,6 +55,7 @@ def run(
     tell: bool = True,
     source: ModelSource | None = None,
     doctor: Doctor = "quick",
+    cluster: Cluster | None = None,
 ) -> Result:
     """Run a plan (its path, a shipped one's name, or a loaded Plan) into a directory, or what an earlier run left of it.
 
@@ -63,6 +63,7 @@ def run(
     `nw.load` and go before what the plan says of its models. `memory_bytes` limits prompts and answers. `progress` shows
     bars, `tell` says at the end what was left out or failed. `source` brings models that do not come from disk or hub.
     `doctor` says how each model is examined for the record when it is first loaded: "quick" (seconds), "full" or "off".
+    `cluster` has the models loaded and asked by workers of a Ray cluster (docs/scale.md); the store comes out the same.
 
     Every model is looked at and every trial known before the first one starts: bad input raises before anything is written.
     Each answer is kept as it comes, so that after Ctrl-C, which is passed on, the same call goes on from there.
@@ -70,15 +71,15 @@ def run(
     if doctor not in get_args(Doctor):
         raise NeedleworkError(f"doctor={doctor!r} is not known; choose from {', '.join(get_args(Doctor))}")
     asked = get(plan, fast=fast, models=models, device=device, dtype=dtype, window=window, kernels=kernels)
-    source = source or DiskModels(memory_bytes)
+    source = source or (cluster.models(memory_bytes) if cluster else DiskModels(memory_bytes))
     works = [expand(asked, source.look(model)) for model in asked.models.values()]
     for work in works:
         if work.model.costs is not None:
             work.model.costs.check(source.memory_bytes, _largest(work))
-    with claimed(out) as folder:
+    with claimed(out) as folder, cluster.joined() if cluster else nullcontext(alone) as hire:
         store = Store(folder, create=True)
         try:
-            return Result(folder, _into(store, asked, works, source, retry_failed, progress, tell, doctor))
+            return Result(folder, _into(store, asked, works, source, hire, retry_failed, progress, tell, doctor))
         except KeyboardInterrupt:
             if store.done():
                 say(f"everything that was finished is in {folder}; the same command goes on from there")
@@ -92,6 +93,7 @@ def _into(
     plan: Plan,
     works: Sequence[Work],
     source: ModelSource,
+    hire: Hiring,
     retry_failed: bool,
     progress: bool,
     tell: bool,
@@ -110,7 +112,7 @@ def _into(
     tracker = Tracker(works, store, progress)
     with tracker.bar:
         for one in runs:
-            one.go(source, tracker)
+            one.go(source, hire, tracker)
     return summary(store, plan, works, unasked, tracker.rate(), tell)
 
 
@@ -124,6 +126,12 @@ def _largest(work: Work) -> Iterator[Prepared]:
             yield from [prepare(request, work.model.anatomy) for request in trial.requests(work.any_rankings)]
 
 
+def chunked(work: Work) -> Iterator[list[Trial]]:
+    """What is asked together."""
+    short = ENOUGH_FLOPS if work.model.model.loading.device == "cpu" else CHUNK_FLOPS
+    return chunks(work, CHUNK_TRIALS, CHUNK_FLOPS, ENOUGH_TRIALS, short)
+
+
 class _ModelRun:
     """One model's trials."""
 
@@ -135,27 +143,24 @@ class _ModelRun:
         self.done = {key[:1] + key[2:]: scoring for key, scoring in done.items() if key[1] == self.model}  # row -> scoring
         self.versions = ""
         self.rankings: dict[Recorded, Ranking] = {}
-        self._last = 0.0
 
-    def go(self, source: ModelSource, tracker: Tracker) -> None:
+    def go(self, source: ModelSource, hire: Hiring, tracker: Tracker) -> None:
         unfinished = {name for name, same in self.trials.items() if any(trial.key not in self.done for trial in same)}
-        short = ENOUGH_FLOPS if self.work.model.model.loading.device == "cpu" else CHUNK_FLOPS
-        every = chunks(self.work, CHUNK_TRIALS, CHUNK_FLOPS, ENOUGH_TRIALS, short)
-        pending = [chunk for chunk in every if any(trial.id in unfinished for trial in chunk)]
+        pending = [chunk for chunk in chunked(self.work) if any(trial.id in unfinished for trial in chunk)]
         recorded = self.store.observed()
         recordings = [r for r in self.work.recordings if (r.experiment, self.model, r.task) not in recorded]
         if not pending and not recordings:
             return
         tracker.loads(self.model)
-        model = source.load(self.work.model)
-        self.versions = self.store.note_versions(model.versions())
-        examine(self.store, self.work.model, model, self.doctor)
-        self._rank(model)
-        for chunk in pending:
-            self._chunk(model, chunk, {trial.id for trial in chunk} - unfinished, tracker)
-        for recording in recordings:
-            with tracker.records(self.model, recording, model):
-                self._record(model, recording)
+        with hire(source, self.work.model, max(1, len(pending))) as crew:
+            self.versions = self.store.note_versions(crew.versions())
+            examine(self.store, self.work.model, crew, self.doctor)
+            self._rank(crew)
+            finished = self.trials.keys() - unfinished
+            Asking(self.work.model, pending, finished, self.rankings, tracker, self._write, self._stop_if_full).of(crew)
+            for recording in recordings:
+                with tracker.records(self.model, recording, crew.share):
+                    self._record(crew, recording)
 
     def reuse(self) -> int:
         """Write the rows that stored answers suffice for; how many of them replace a row with scores of an older kind.
@@ -182,29 +187,6 @@ class _ModelRun:
         self.done |= {trial.key: "" for trial in self.work.trials if trial.id in answered}
         return again
 
-    def _chunk(self, model: LoadedModel, chunk: Sequence[Trial], finished: set[str], tracker: Tracker) -> None:
-        """Ask a whole chunk; what is already there is asked again, for the batch's sake, but not written again."""
-        self._last = time.monotonic()
-        askable = []
-        for trial in chunk:
-            try:
-                for request in trial.requests(self.rankings):
-                    prepare(request, self.work.model.anatomy)
-                askable.append(trial)
-            except NeedleworkError as error:
-                self._write(trial, rows.failed(error), finished, tracker)
-        try:
-            self._ask(model, askable, finished, tracker)
-        except Exception as broken:  # something in it broke the batch: find out which, and let the others through
-            self._stop_if_full(broken)
-            for trial in askable:
-                if trial.id not in finished:
-                    try:
-                        self._ask(model, [trial], finished, tracker)
-                    except Exception as error:
-                        self._stop_if_full(error)
-                        self._write(trial, rows.failed(error), finished, tracker)
-
     def _stop_if_full(self, error: Exception) -> None:
         """A disk that takes nothing more is no trial's failure."""
         if isinstance(error, StoreError):
@@ -213,42 +195,25 @@ class _ModelRun:
             with writing(self.store.directory):
                 raise error
 
-    def _ask(self, model: LoadedModel, trials: Sequence[Trial], finished: set[str], tracker: Tracker) -> None:
-        """Rows are written as answers come; a trial with several requests waits for all of its own."""
-        requests = [(n, request) for n, trial in enumerate(trials) for request in trial.requests(self.rankings)]
-        missing = Counter(n for n, _ in requests)
-        parts: dict[int, dict[int, Answer]] = {}
-        tracker.asks(self.model, [trial.id for trial in trials if trial.id not in finished], model)
-        for i, answer in model.answers([request for _, request in requests]) if requests else ():
-            n = requests[i][0]
-            parts.setdefault(n, {})[i] = answer
-            if len(parts[n]) == missing[n]:
-                ordered = [part for _, part in sorted(parts.pop(n).items())]
-                self._write(trials[n], reduce(add, ordered), finished, tracker)
+    def _write(self, trial: Trial, answer: Answer, seconds: float) -> int:
+        same = self.trials[trial.id]
+        self.store.add([rows.to_row(one, answer, self.model, seconds, self.versions) for one in same])
+        return len(same)
 
-    def _write(self, trial: Trial, answer: Answer, finished: set[str], tracker: Tracker) -> None:
-        now = time.monotonic()
-        seconds, self._last = now - self._last, now
-        if trial.id not in finished:
-            same = self.trials[trial.id]
-            self.store.add([rows.to_row(one, answer, self.model, seconds, self.versions) for one in same])
-            finished.add(trial.id)
-            tracker.answered(self.model, trial.id, len(same))
-
-    def _rank(self, model: LoadedModel) -> None:
+    def _rank(self, crew: Crew) -> None:
         """Record the rankings that trials wait for, each once for a store."""
         kept = self.store.meta("rankings") or {}
         known = kept.setdefault(self.model, {})
         for ranked in self.work.rankings.values():
             if ranked.source.content not in known:
                 requests = [request for trial in ranked.trials for request in trial.requests()]
-                made = record(ranked.by, model.watch(requests, RECORDED_SPAN), len(requests))
+                made = record(ranked.by, crew.watch(requests, RECORDED_SPAN), len(requests))
                 known[ranked.source.content] = {"name": ranked.source.name, **made}
                 self.store.set_meta("rankings", kept)
             self.rankings[ranked.source] = Ranking.parse(known[ranked.source.content]["order"])
 
-    def _record(self, model: LoadedModel, recording: Recording) -> None:
-        heads = model.watch([request for trial in recording.trials for request in trial.requests()], RECORDED_SPAN)
+    def _record(self, crew: Crew, recording: Recording) -> None:
+        heads = crew.watch([request for trial in recording.trials for request in trial.requests()], RECORDED_SPAN)
         where = (recording.experiment, self.model, recording.task)
         samples = len(recording.trials)
         self.store.observe([Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in heads])

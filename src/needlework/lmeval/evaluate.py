@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo, look
+from needlework.experiments.cluster import Cluster, WorkerModels
+from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo, ModelSource, look
 from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
 from needlework.experiments.run import run
 from needlework.experiments.schema import Loading
@@ -62,10 +63,11 @@ def evaluate(
     memory_bytes: int | None = None,
     retry_failed: bool = False,
     progress: bool = True,
+    cluster: Cluster | None = None,
 ) -> Summary:
     """Ask everything, or what a stopped evaluation left. Whatever is wrong is said before the model is loaded.
 
-    `device`, `dtype`, `window` and `kernels` are as in `nw.load`.
+    `device`, `dtype`, `window` and `kernels` are as in `nw.load`, `cluster` as in `nw.run`.
     """
     demand_lm_eval()
     if limit is not None and not (math.isfinite(limit) and limit > 0):
@@ -76,7 +78,7 @@ def evaluate(
     if not paper and not (tasks and acts):
         raise NeedleworkError("name at least one task and one intervention, e.g. --tasks mini-mmlu --intervene none; or --paper")
     loading = Loading().but(device=device, dtype=dtype, window=window, kernels=kernels)
-    info = look(Model("eval", Path(str(model)).name, str(model), loading))
+    info = look(Model("eval", Path(str(model)).name, str(model), loading), elsewhere=cluster is not None)
     if paper:
         tasks, acts, shots = _paper(info, tasks, acts, shots)
     for act in acts:
@@ -99,7 +101,10 @@ def evaluate(
         _check(questions)
         plan = _plan(info, tasks, list(dict.fromkeys(map(str, acts))), questions, lm)
         before = _answered(out)
-        run(plan, out, source=_HarnessModels(info, lm, memory_bytes), retry_failed=retry_failed, progress=progress)
+        source: ModelSource = _HarnessModels(info, lm, memory_bytes)
+        if cluster is not None:
+            source = WorkerModels(memory_bytes, cluster, _lm_eval())
+        run(plan, out, source=source, retry_failed=retry_failed, progress=progress, cluster=cluster)
         return _summary(Path(out), plan, info, questions, loaded, shown, before)
 
 
@@ -164,7 +169,11 @@ class _HarnessModels:
 
 class _HarnessModel(LoadedSubject):
     def versions(self) -> dict[str, str]:
-        return {**super().versions(), "lm_eval": version("lm_eval")}
+        return {**super().versions(), **_lm_eval()}
+
+
+def _lm_eval() -> dict[str, str]:
+    return {"lm_eval": version("lm_eval")}
 
 
 def _answered(out: str | Path) -> set[tuple[str, str, str, str]]:

@@ -1,0 +1,162 @@
+"""Does `needlework plan` say how long a large model takes? RecurrentGemma-2B at its full size, with random weights, in bf16.
+
+    python benchmarks/scale.py [estimate | workers]      default: estimate
+
+estimate: a few cells of the paper's grid are really run, on two threads; what that took against what the plan said (goal:
+within a factor of 1.5, either way). Processor time is compared, so that it means something on a busy machine: on an idle one it
+is threads x wall time. Needs 12 GB of memory and 6 GB of disk, and some minutes.
+workers: a plan on two workers of a local Ray cluster against one, one thread each (goal: 1.7 times as many trials a second).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads that wait take no processor time
+
+import psutil
+import torch
+from rich.console import Console
+
+import needlework as nw
+
+console = Console()
+THREADS = 2
+LARGEST_FACTOR, LEAST_SPEEDUP = 1.5, 1.7
+CELLS = """
+models: [{source: model, name: recurrentgemma-2b, dtype: bfloat16}]
+experiments:
+  cells:
+    tasks:
+      - {kind: niah, lengths: [250, 1105], depths: [44], reserve_tokens: 200, max_new_tokens: 40}
+    interventions: [none, "keep_heads(k={1, 2, 4, 7}, phase='decode')"]
+"""
+SWEEP = """
+models: [tiny-griffin]
+experiments:
+  sweep:
+    tasks: [{kind: niah}]
+    interventions: [none, "keep_heads(k=0..H, phase={'decode', 'both'})"]
+"""
+ROUNDS = 2
+SMALL_CHUNKS = 64  # a tiny model's plan would be one or two chunks, and nothing to part
+
+
+def random_model(folder: Path) -> None:
+    """The public configuration with random weights, saved as any checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    from needlework.model.presets import PRESETS
+    from needlework.toy import tokenizer
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(PRESETS["recurrentgemma-2b"](), dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    tokenizer.save(folder)
+
+
+def loaded() -> str:
+    return f"load average {os.getloadavg()[0]:.1f} on {psutil.cpu_count()} cores"
+
+
+def estimate() -> bool:
+    from needlework.experiments.describe import describe
+    from needlework.experiments.shipped import get
+
+    free = psutil.virtual_memory().available / 1e9
+    if free < 12:
+        console.print(f"{free:.1f} GB of memory are free, and this needs 12; nothing was run")
+        return False
+    torch.set_num_threads(THREADS)
+    with tempfile.TemporaryDirectory(prefix="needlework-scale-") as temporary:
+        folder = Path(temporary)
+        random_model(folder / "model")
+        (folder / "plan.yaml").write_text(CELLS)
+        said = describe(get(folder / "plan.yaml")).seconds
+        times: dict[str, Any] = {}
+        with asking_timed(times):
+            nw.run(folder / "plan.yaml", folder / "out", doctor="off", progress=False, tell=False)
+    took = times["processor"] / THREADS
+    factor = max(took / said, said / took)
+    console.print(
+        f"recurrentgemma-2b, bf16, {THREADS} threads, {loaded()}: the plan said {said:.0f} s; {took:.0f} s of processor time a"
+        f" thread were taken ({times['wall']:.0f} s by the clock): a factor of {factor:.2f}, goal {LARGEST_FACTOR}"
+    )
+    return factor <= LARGEST_FACTOR
+
+
+def workers() -> bool:
+    import ray
+
+    from needlework.experiments import run
+    from needlework.experiments.cluster import Cluster
+
+    run.CHUNK_TRIALS = SMALL_CHUNKS
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    seconds: dict[int, list[float]] = {1: [], 2: []}
+    fingerprints = set()
+    with tempfile.TemporaryDirectory(prefix="needlework-scale-") as temporary:
+        folder = Path(temporary)
+        (folder / "plan.yaml").write_text(SWEEP)
+        ray.init(address="local", num_cpus=2, object_store_memory=2**28, **quiet)
+        try:
+            for turn in range(ROUNDS):
+                for count in (1, 2) if turn % 2 == 0 else (2, 1):
+                    times: dict[str, Any] = {"workers": count}
+                    with asking_timed(times):
+                        out = folder / f"{turn}-{count}"
+                        done = nw.run(
+                            folder / "plan.yaml", out, doctor="off", progress=False, tell=False, cluster=Cluster(workers=count)
+                        )
+                    seconds[count].append(times["wall"])
+                    fingerprints.add(done.fingerprint)
+        finally:
+            ray.shutdown()
+    speedup = min(seconds[1]) / min(seconds[2])
+    each = {count: ", ".join(f"{value:.1f}" for value in taken) for count, taken in seconds.items()}
+    console.print(
+        f"one worker {each[1]} s, two workers {each[2]} s, one thread each, {loaded()}: {speedup:.2f} times as fast (best),"
+        f" goal {LEAST_SPEEDUP}; {len(fingerprints)} fingerprint for all of them"
+    )
+    return speedup >= LEAST_SPEEDUP and len(fingerprints) == 1
+
+
+class asking_timed:
+    """Times what a run asks, without what it loads."""
+
+    def __init__(self, times: dict[str, Any]) -> None:
+        self.times = times
+
+    def __enter__(self) -> None:
+        from needlework.experiments.asking import Asking
+
+        whole, times = Asking.of, self.times
+
+        def timed(asking: Any, crew: Any) -> None:
+            while len(getattr(crew, "_idle", ())) < times.get("workers", 0):  # until all of them have their model
+                crew._look_around()
+            began, clock = time.process_time(), time.monotonic()
+            whole(asking, crew)
+            times["processor"], times["wall"] = time.process_time() - began, time.monotonic() - clock
+
+        self._put = Asking, whole
+        Asking.of = timed  # type: ignore[method-assign]
+
+    def __exit__(self, *_: object) -> None:
+        owner, whole = self._put
+        owner.of = whole  # type: ignore[method-assign]
+
+
+def main() -> int:
+    names = sys.argv[1:] or ["estimate"]
+    return not all({"estimate": estimate, "workers": workers}[name]() for name in names)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,18 @@
+"""`driver.py PLAN OUT ADDRESS PAUSE MARKER`: a run of fake models on a Ray cluster, in a process of its own, to be killed."""
+
+from __future__ import annotations
+
+import sys
+
+import fakes
+
+from needlework.experiments import run
+from needlework.experiments.cluster import Cluster
+from needlework.experiments.plan import load
+
+if __name__ == "__main__":
+    plan, out, address, pause, marker = sys.argv[1:]
+    run.CHUNK_TRIALS = 16
+    source = fakes.FakeModels(fakes.Hungry(float(pause), marker=marker) if marker else fakes.FakeActor(float(pause)))
+    loaded = load(plan, make_task=fakes.make_task)
+    sys.exit(not run.run(loaded, out, source=source, progress=False, cluster=Cluster(address)).sound)

@@ -1,0 +1,261 @@
+"""The same plan on a real Ray cluster of several nodes: killed workers, lost nodes and a dead driver change no row."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from test_determinism import small_model
+from test_run import HERE, _count, _hear_ctrl_c, go, table
+from typer.testing import CliRunner
+
+import needlework as nw
+from needlework.cli import app
+from needlework.errors import NeedleworkError
+from needlework.experiments import cluster, run
+from needlework.experiments.cluster import Cluster
+from needlework.store import Store, compare
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
+
+
+# --- without Ray -------------------------------------------------------------------------------------------------------
+
+
+def test_without_ray_the_error_says_what_to_install(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(NeedleworkError, match=r"pip install 'needlework\[ray\]'"):
+        go(plan_file, tmp_path / "out", cluster=Cluster())
+    assert not (tmp_path / "out").exists(), "nothing was begun"
+
+
+@pytest.mark.parametrize("address", ["ray://head:10001", "plan.yaml", "", "head", "--out", "head:"])
+def test_what_is_no_address_is_refused(address: str) -> None:
+    assert not cluster.is_address(address)
+    with pytest.raises(NeedleworkError, match="is no Ray cluster; give local, auto or HOST:PORT"):
+        Cluster(address)
+
+
+@pytest.mark.parametrize(
+    "words, address",
+    [(["--ray"], "local"), (["--ray", "auto"], "auto"), (["--ray", "10.0.0.1:6379"], "10.0.0.1:6379"), (["--ray=auto"], "auto")],
+)
+@pytest.mark.parametrize("last", [False, True])
+def test_the_option_may_stand_without_an_address(
+    words: list[str], address: str, last: bool, plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: dict[str, Any] = {}
+
+    def noting(*given: Any, **options: Any) -> None:
+        seen.update(options)
+        raise NeedleworkError("seen")
+
+    monkeypatch.setattr(nw, "run", noting)
+    others = [str(plan_file), "--out", str(tmp_path / "out"), "--workers", "3", "--threads", "2"]
+    CliRunner().invoke(app, ["run", *(others + words if last else words + others)])
+    assert seen["cluster"] == Cluster(address, workers=3, threads=2)
+    CliRunner().invoke(app, ["run", *others[:3]])
+    assert seen["cluster"] is None
+    refused = CliRunner().invoke(app, ["run", *others])
+    assert refused.exit_code == 2
+    assert "give --ray, too" in refused.output
+
+
+# --- a real cluster ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Nodes:
+    """A cluster of several nodes in one machine: one for the head, the others for a worker each."""
+
+    ray_cluster: Any
+    address: str
+
+    def add(self) -> Any:
+        return self.ray_cluster.add_node(num_cpus=1, object_store_memory=2**27)
+
+    def workers(self) -> list[int]:
+        """The processes of our actors, by the raylets that they belong to."""
+        ours = []
+        for node in [*self.ray_cluster.worker_nodes]:
+            for kinds in node.all_processes.values():
+                for one in kinds:
+                    if psutil.pid_exists(one.process.pid):
+                        family = psutil.Process(one.process.pid).children(recursive=True)
+                        ours += [child.pid for child in family if " ".join(child.cmdline()).startswith("ray::_Actor.ask")]
+        return sorted(set(ours))
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    from ray.cluster_utils import Cluster as RayCluster
+
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 2**27}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *sys.path]))  # workers know the fakes
+        made = RayCluster(initialize_head=True, head_node_args=head)
+        both = Nodes(made, made.address)
+        try:
+            both.add()
+            both.add()
+            yield both
+        finally:
+            made.shutdown()
+
+
+PLAN = """
+models: [griffin]
+rankings:
+  mass:
+    tasks: [{kind: niah, lengths: [48], depths: [0, 100]}]
+    seeds: [1002]
+experiments:
+  sweep:
+    tasks: [{kind: niah, lengths: [40, 56], depths: [0, 100], samples: 2}]
+    interventions: [none, "keep_heads(k={0, 2})", "swap_memory(half='kv')", "keep_heads(2, by=recorded('mass'))", twice(0.5)]
+  look:
+    tasks: [{kind: niah, lengths: [40], depths: [0, 100], samples: 2}]
+    interventions: none
+    observe: true
+  ability:
+    tasks: [{kind: cloze_choice, per_subject: 1}, {kind: perplexity, samples: 2, tokens: 32}]
+    interventions: [none, ablate_attention()]
+"""
+SHORT = """
+models: [griffin]
+experiments:
+  one:
+    tasks: [{kind: niah, lengths: [40], depths: [50]}]
+    interventions: none
+"""
+PLUGIN = """
+import needlework as nw
+
+@nw.register
+class Twice(nw.Part):
+    side = "attention"
+    factor: float
+
+    def stands_for(self, scene):
+        for layer in self.where(scene.anatomy):
+            yield nw.ChangeOutputs(layer, lambda outputs, place: outputs * self.factor)
+"""
+
+
+@pytest.mark.slow
+def test_a_real_model_on_two_nodes_gives_the_store_of_one_process(nodes: Nodes, tmp_path: Path) -> None:
+    """A plug-in, a recorded ranking, a recording and the doctor, too; weights on other nodes are held against the hash."""
+    small_model(tmp_path, "griffin", 0)
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    (tmp_path / "twice.py").write_text(PLUGIN)
+    nw.plugins.load(tmp_path / "twice.py")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        alone = nw.run(tmp_path / "plan.yaml", tmp_path / "alone", progress=False)
+    finally:
+        torch.set_num_threads(before)
+    spread = nw.run(tmp_path / "plan.yaml", tmp_path / "spread", progress=False, cluster=Cluster(nodes.address))
+    assert alone.fingerprint == spread.fingerprint
+    found = compare(alone.directory, spread.directory)
+    assert found.same, found.text()
+    assert found.logprobs == 0.0, "bit for bit, with as many threads"
+    assert table(alone.directory) == table(spread.directory)
+    stores = [Store(alone.directory), Store(spread.directory)]
+    assert stores[0].meta("rankings") == stores[1].meta("rankings")
+    assert stores[0].versions() == stores[1].versions()
+    assert len(stores[1].observations()) > 0
+    for store in stores:
+        store.close()
+    assert [c.sound for c in alone.checkups().values()] == [c.sound for c in spread.checkups().values()]
+
+
+def drive(plan: Path, out: Path, nodes: Nodes, pause: float, marker: str = "") -> subprocess.Popen[bytes]:
+    command = [sys.executable, str(HERE / "driver.py"), str(plan), str(out), nodes.address, str(pause), marker]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_hear_ctrl_c)
+
+
+def until(process: subprocess.Popen[bytes], happens: Callable[[], object]) -> Any:
+    """Wait for it; a run that ends before has gone too fast or wrong."""
+    while not (found := happens()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_worker_a_lost_node_and_one_out_of_memory_change_no_row(nodes: Nodes, plan_file: Path, tmp_path: Path) -> None:
+    go(plan_file, tmp_path / "alone")
+    out = tmp_path / "out"
+    process = drive(plan_file, out, nodes, pause=0.1, marker=str(tmp_path / "ate"))
+    until(process, (tmp_path / "ate").exists)
+    until(process, lambda: _count(out) >= 1)
+    os.kill(until(process, nodes.workers)[0], signal.SIGKILL)
+    until(process, lambda: _count(out) >= 40)
+    nodes.ray_cluster.remove_node(sorted(nodes.ray_cluster.worker_nodes, key=id)[0])
+    nodes.add()
+    printed, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert said.count(b"a worker was lost") >= 3, said
+    assert printed == b"", "Ray says nothing"
+    assert table(out) == table(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_resumed_and_ctrl_c_keeps_what_is_finished(nodes: Nodes, plan_file: Path, tmp_path: Path) -> None:
+    go(plan_file, tmp_path / "alone")
+    out = tmp_path / "out"
+    for stop in (signal.SIGKILL, signal.SIGINT):
+        before = _count(out)
+        process = drive(plan_file, out, nodes, pause=0.1)
+        until(process, lambda before=before: _count(out) > before)
+        process.send_signal(stop)
+        _, said = process.communicate(timeout=120)
+        assert before < _count(out) < 146, said
+        assert stop == signal.SIGKILL or b"the same command goes on from there" in said
+    process = drive(plan_file, out, nodes, pause=0.0)
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 0, said
+    assert table(out) == table(tmp_path / "alone")
+
+
+@pytest.mark.slow
+def test_the_command_makes_a_cluster_of_its_own_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    small_model(tmp_path, "griffin", 0)
+    (tmp_path / "plan.yaml").write_text(SHORT)
+    words = [
+        "run",
+        str(tmp_path / "plan.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+        "--doctor",
+        "off",
+        "--json",
+        "--ray",
+        "--workers",
+        "1",
+    ]
+    before = set(Path("/tmp").glob("nw-*"))
+    command = [sys.executable, "-m", "needlework", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("1 trials in "), "Ray says nothing"
+    assert json.loads(done.stdout)["sound"]
+    assert set(Path("/tmp").glob("nw-*")) == before
+    of_ray = [one.info["cmdline"] for one in psutil.process_iter(["cmdline", "name"]) if one.info["name"] == "raylet"]
+    assert not [words for words in of_ray if any("/nw-" in word for word in words or ())]
