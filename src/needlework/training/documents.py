@@ -45,6 +45,9 @@ ROW_KINDS = (
     "linked",
     "short_links",
     "variables",
+    "few_plain",
+    "few_jrt",
+    "few_question_first",
 )
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
@@ -66,6 +69,8 @@ MOST_PAIRS = 40
 LIST_FRAME = 6  # words of a key-value list that are not keys or values
 SHORTEST_LIST = LIST_FRAME + 8
 SHORTEST_ANY_PAIRS = LIST_FRAME + 10  # two pairs, named in a question of nine words with one answer
+FEW, MOST_FEW = "few_", 4  # rows of two to four needles of one kind, in the layout that follows
+NEEDLE_WORDS = max(len(kind.sentence) + kind.length + 1 for kind in RELATIONS.values())
 SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
 SHORTEST_LINKS = 64  # two needles, a link to each, and one question with its answer
 SHORTEST_LETTERS = 32  # four options and one question with its answer
@@ -231,6 +236,25 @@ def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -
         row.add_sample(ask(stream, place, hidden.index(asked), layout="question_first", form=form, quote=quote))
 
 
+def _few_row(stream: Stream, row: _Row, layout: str, relations: tuple[str, ...]) -> None:
+    """One document of two to four needles of one kind, and one question: in the shortest there is next to nothing else.
+
+    A recurrent model without attention first has to learn that a name which it holds opens its memory for what follows it in the
+    text; one needle alone teaches it to keep any value, and many to guess. Where two readings of two needles have no room, the
+    question comes first instead.
+    """
+    relation, form = stream.pick(relations), stream.below(2)
+    kind = RELATIONS[relation]
+    room, frame = row.room - 2 - kind.length - 1, 2 + len(kind.questions[form]) + 2
+    if layout == "jrt" and room // 2 - frame < 2 * NEEDLE_WORDS:
+        layout = "question_first"
+    context = room // (2 if layout == "jrt" else 1) - frame
+    count = max(2, min(stream.between(2, MOST_FEW), context // NEEDLE_WORDS))
+    hidden = needles(stream, relation, count)
+    place = scene(stream, hidden, max(context, sum(len(needle.sentence()) for needle in hidden)))
+    row.add_sample(ask(stream, place, stream.below(count), layout=layout, form=form))
+
+
 def _pairs_row(stream: Stream, row: _Row) -> None:
     while row.room >= SHORTEST_LIST:
         # Short lists are the common ones: with two or three keys the right one is found by chance often enough
@@ -300,6 +324,8 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _short_row(stream, document, diet.items)
     elif kind == "question_first":
         _question_first_row(stream, document, diet.relations)
+    elif kind.startswith(FEW):
+        _few_row(stream, document, kind.removeprefix(FEW), diet.relations)
     elif kind == "letters":
         _letter_row(stream, document, diet.items)
     elif kind == "pairs":
