@@ -43,7 +43,7 @@ def works(plan: Plan, heads: Mapping[str, int] = NO_HEADS) -> list[Work]:
     found = []
     for name in plan.models:
         config = recipes.find(name).config
-        pattern = {"tiny-transformer": (4, 0), "tiny-mamba": (0, 8)}.get(name, (2, 4))
+        pattern = {"tiny-transformer": (4, 0), "tiny-mamba": (0, 4)}.get(name, (2, 4))
         shape = fakes.anatomy(*pattern, heads=heads.get(name, config.get("num_attention_heads", 0)))
         shape = type(shape)(**{**vars(shape), "max_tokens": None, "vocabulary": tokenizer.size()})
         found.append(expand(plan, ModelInfo(Model("zoo:1", name, name), name, "t", shape, tokenizer.build())))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 
 import numpy as np
 import pytest
@@ -68,6 +69,27 @@ def test_needle_rows_answer_what_the_context_says() -> None:
             name, rest = question.split(" ? answer : ")[0], question.split(" ? ")[1]
             if rest.startswith("answer"):
                 assert f"the secret code of {name} is {' '.join(rest.split()[2:5])}" in text
+
+
+@pytest.mark.parametrize("length", [48, 64, 96, 256])
+@pytest.mark.parametrize("layout", world.LAYOUTS)
+def test_rows_of_few_needles_ask_for_one_of_two_to_four_in_the_layout_that_they_are_called_by(layout: str, length: int) -> None:
+    diet = Diet(rows={f"few_{layout}": 1.0}, items=ITEM_SHARES, answer_weight=4.0, relations=("code",))
+    seen = set()
+    for i in range(60):
+        words, weights = documents.row(Stream("test", "few", i), length, diet)
+        text, answer = " ".join(words), [word for word, weight in zip(words, weights, strict=True) if weight == 4.0]
+        copies = 2 if layout == "jrt" and length >= 96 else 1
+        stated = re.findall(r"the secret code of (\w+) is (\d \d \d) \.", text)
+        values = dict(stated)
+        assert [*values.items()] * copies == stated
+        asked = re.findall(r"question : (?:what is the secret code of|which secret code has) (\w+) \?", text)
+        assert len(asked) == copies
+        assert values[asked[0]].split() == answer
+        first = layout == "question_first" or (layout == "jrt" and length < 80)
+        assert (text.index("question") < text.index("context")) == first
+        seen.add(len(values))
+    assert seen == {2, 3, 4} if length == 256 else seen <= {2, 3, 4}
 
 
 def test_lists_of_any_kind_meet_in_every_combination_and_are_answered_by_what_stands_behind_the_key() -> None:
@@ -139,6 +161,9 @@ DIGESTS = {
     "linked": "8ef6c6683c0d",
     "short_links": "8e8f2737593b",
     "variables": "e7b94578b8c8",
+    "few_plain": "683b12550180",
+    "few_jrt": "6affb72acc29",
+    "few_question_first": "3eabcc2615c0",
 }
 
 

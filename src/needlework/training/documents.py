@@ -5,7 +5,7 @@ A row is a pure function of (seed, step, row number), so a resumed training sees
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -45,6 +45,10 @@ ROW_KINDS = (
     "linked",
     "short_links",
     "variables",
+    "few_plain",
+    "few_jrt",
+    "few_question_first",
+    "said_links",
 )
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
@@ -66,8 +70,11 @@ MOST_PAIRS = 40
 LIST_FRAME = 6  # words of a key-value list that are not keys or values
 SHORTEST_LIST = LIST_FRAME + 8
 SHORTEST_ANY_PAIRS = LIST_FRAME + 10  # two pairs, named in a question of nine words with one answer
+FEW, MOST_FEW = "few_", 4  # rows of two to four needles of one kind, in the layout that follows
+NEEDLE_WORDS = max(len(kind.sentence) + kind.length + 1 for kind in RELATIONS.values())
 SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
 SHORTEST_LINKS = 64  # two needles, a link to each, and one question with its answer
+SAID_SHARE = 0.7  # of the links of such a document that are not asked for
 SHORTEST_LETTERS = 32  # four options and one question with its answer
 NAMING_SHARE = 0.4
 QUOTE_SHARE = 0.15
@@ -216,6 +223,34 @@ def _short_links_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> N
             row.add_answer(hidden[i].value, ".")
 
 
+def _said_links_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
+    """Short documents of links, half of which say the value behind the name that they give; who is asked for has one that does not.
+
+    A value that may be said next is looked up while the link is read: the first of two look-ups has a reward of its own.
+    """
+    short = [relation for relation in relations if RELATIONS[relation].length == 1] or relations
+    while row.room >= SHORTEST_LINKS or len(row.words) == 1:
+        room = min(row.room, stream.pick((SHORTEST_LINKS, 96, 128, row.length)))
+        plain = 2 if room < 96 else stream.between(2, 3) if room < 120 else stream.between(2, 4)
+        hidden = linked(stream, needles(stream, stream.pick(short), plain), 1)
+        asked = stream.mixed(range(plain, 2 * plain))[: plain // 2]
+        hidden = [replace(n, said=bool(n.like) and i not in asked and stream.chance(SAID_SHARE)) for i, n in enumerate(hidden)]
+        forms = [stream.below(2) for _ in asked]
+        questions = [hidden[i].question(form) for i, form in zip(asked, forms, strict=True)]
+        spent = 2 + sum(len(question) + 3 + len(hidden[0].value) for question in questions)
+        sentences = sum(len(needle.sentence()) for needle in hidden)
+        place = scene(stream, hidden, max(sentences, room - spent), ordered=True)
+        start = len(row.words) + 2
+        row.add_sample(ask(stream, place, asked[0], form=forms[0]))
+        for needle, at in zip(hidden, place.starts, strict=True):
+            if needle.said:
+                end = start + at + len(needle.sentence()) - 1
+                row.weights[end - len(needle.value) : end] = [row.answer_weight] * len(needle.value)
+        for i, question in zip(asked[1:], questions[1:], strict=True):
+            row.add([*question, "answer", ":"])
+            row.add_answer(hidden[i].value, ".")
+
+
 def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
     """Mostly several short documents, each with its question in front: one long one has a single answer to learn from."""
     while row.room >= SHORTEST_QUESTION_FIRST or len(row.words) == 1:
@@ -229,6 +264,25 @@ def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -
             hidden.remove(next(needle for needle in hidden if needle != asked))
         place = scene(stream, hidden, context)
         row.add_sample(ask(stream, place, hidden.index(asked), layout="question_first", form=form, quote=quote))
+
+
+def _few_row(stream: Stream, row: _Row, layout: str, relations: tuple[str, ...]) -> None:
+    """One document of two to four needles of one kind, and one question: in the shortest there is next to nothing else.
+
+    A recurrent model without attention first has to learn that a name which it holds opens its memory for what follows it in the
+    text; one needle alone teaches it to keep any value, and many to guess. Where two readings of two needles have no room, the
+    question comes first instead.
+    """
+    relation, form = stream.pick(relations), stream.below(2)
+    kind = RELATIONS[relation]
+    room, frame = row.room - 2 - kind.length - 1, 2 + len(kind.questions[form]) + 2
+    if layout == "jrt" and room // 2 - frame < 2 * NEEDLE_WORDS:
+        layout = "question_first"
+    context = room // (2 if layout == "jrt" else 1) - frame
+    count = max(2, min(stream.between(2, MOST_FEW), context // NEEDLE_WORDS))
+    hidden = needles(stream, relation, count)
+    place = scene(stream, hidden, max(context, sum(len(needle.sentence()) for needle in hidden)))
+    row.add_sample(ask(stream, place, stream.below(count), layout=layout, form=form))
 
 
 def _pairs_row(stream: Stream, row: _Row) -> None:
@@ -300,6 +354,8 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _short_row(stream, document, diet.items)
     elif kind == "question_first":
         _question_first_row(stream, document, diet.relations)
+    elif kind.startswith(FEW):
+        _few_row(stream, document, kind.removeprefix(FEW), diet.relations)
     elif kind == "letters":
         _letter_row(stream, document, diet.items)
     elif kind == "pairs":
@@ -308,6 +364,8 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _any_pairs_row(stream, document)
     elif kind == "short_links":
         _short_links_row(stream, document, diet.relations)
+    elif kind == "said_links":
+        _said_links_row(stream, document, diet.relations)
     elif kind == "variables":
         _variables_row(stream, document)
     elif kind in ("phone", "copy"):
