@@ -6,7 +6,7 @@ TYPE_CHECKING = False  # `typing` would take longer to come in than all else her
 
 if TYPE_CHECKING:
     from needlework import tasks
-    from needlework.anatomy import Anatomy, Head
+    from needlework.anatomy import Anatomy, Group, Head
     from needlework.calibration import Means, calibrate
     from needlework.checkup.doctor import doctor
     from needlework.checkup.findings import Checkup
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         AblateAttention,
         AblateHeads,
         AblateRecurrent,
+        AblateRecurrentGroups,
         ChangeOutputs,
         ExposeTokens,
         Intervention,
@@ -44,11 +45,13 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "AblateAttention": "interventions",
     "AblateHeads": "interventions",
     "AblateRecurrent": "interventions",
+    "AblateRecurrentGroups": "interventions",
     "Anatomy": "anatomy",
     "Answer": "requests",
     "Checkup": "checkup.findings",
     "ChangeOutputs": "interventions",
     "ExposeTokens": "interventions",
+    "Group": "anatomy",
     "Head": "anatomy",
     "Intervention": "interventions",
     "KeepHeads": "interventions",
@@ -85,11 +88,13 @@ __all__ = [
     "AblateAttention",
     "AblateHeads",
     "AblateRecurrent",
+    "AblateRecurrentGroups",
     "Anatomy",
     "Answer",
     "ChangeOutputs",
     "Checkup",
     "ExposeTokens",
+    "Group",
     "Head",
     "Intervention",
     "KeepHeads",

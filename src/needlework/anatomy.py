@@ -7,6 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 LayerKind = Literal["attention", "recurrent", "hybrid", "other"]
+# What a group of a recurrent mixer is: a head, a block of gates that share their inputs, or so many channels side by side.
+GroupKind = Literal["heads", "blocks", "channels", ""]
+_SAID = {
+    "heads": "{count} heads of {width} channels",
+    "blocks": "{count} blocks of {width} channels",
+    "channels": "no heads, {count} groups of {width} channels",
+}
 
 
 class Head(NamedTuple):
@@ -14,6 +21,13 @@ class Head(NamedTuple):
 
     layer: int
     index: int  # type: ignore[assignment]  # tuple.index is not missed here
+
+
+class Group(NamedTuple):
+    """A group of a recurrent mixer's channels, at the model's own layer index: one head of it, where it has heads."""
+
+    layer: int
+    index: int  # type: ignore[assignment]
 
 
 def heads_of_share(share: float, heads: int) -> int:
@@ -45,6 +59,12 @@ class RecurrentPart:
     mixer: str  # class name
     parameters: int
     state_bytes: int  # per sequence, whatever its length
+    groups: int = 0  # equal parts of what enters its output projection; 0: they are not known
+    group_kind: GroupKind = ""
+    group_width: int = 0  # channels of one of them
+    no_groups_reason: str = ""
+    taps: int = 0  # tokens that its short convolution sees, the token itself included; 0: it has none
+    carries_state: bool = False  # a recurrent state goes from token to token, the convolution's window apart
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,10 @@ class Layer:
     @property
     def heads(self) -> tuple[Head, ...]:
         return tuple(Head(self.index, i) for i in range(self.attention.query_heads)) if self.attention else ()
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(Group(self.index, i) for i in range(self.recurrent.groups)) if self.recurrent else ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +110,10 @@ class Anatomy:
     @property
     def heads(self) -> tuple[Head, ...]:
         return tuple(head for layer in self.layers for head in layer.heads)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(group for layer in self.layers for group in layer.groups)
 
     @property
     def window(self) -> int | None:
@@ -130,6 +158,11 @@ class Anatomy:
             scores += 2 * part.query_heads * keys * (part.key_dim + part.value_dim)
         return 2 * self.attention_parameters + scores
 
+    def groups_text(self) -> str:
+        """`4 heads of 16 channels, `; nothing where the groups are not known."""
+        kinds = sorted({(part.group_kind, part.groups, part.group_width) for _, part in self.recurrent_parts() if part.groups})
+        return "".join(f"{_SAID[kind].format(count=count, width=width)}, " for kind, count, width in kinds)
+
     def to_dict(self) -> dict[str, Any]:
         """Everything, totals included, ready for JSON."""
         fields = asdict(self)
@@ -137,7 +170,7 @@ class Anatomy:
             plain["kind"] = layer.kind
         totals = ("window", "attention_parameters", "recurrent_parameters", "kv_bytes_per_token", "state_bytes")
         fields |= {name: getattr(self, name) for name in totals}
-        fields["heads"] = len(self.heads)
+        fields["heads"], fields["groups"] = len(self.heads), len(self.groups)
         fields["flops_per_token_at_2048"] = {
             side: self.flops_per_token(side, 2048)
             for side in ("attention", "recurrent")  # type: ignore[arg-type]
@@ -154,7 +187,7 @@ class Anatomy:
             + (", ".join(f"{q} query heads over {kv} kv heads" for q, kv in heads) or "no heads")
             + f", window {self.window or 'none'} (rule: {self.window_rule}), {self.attention_parameters:,} parameters,"
             f" {self.kv_bytes_per_token:,} KV bytes per token",
-            f"  recurrent: {len(self.recurrent_layers)} layers, {self.recurrent_parameters:,} parameters,"
+            f"  recurrent: {len(self.recurrent_layers)} layers, {self.groups_text()}{self.recurrent_parameters:,} parameters,"
             f" {self.state_bytes:,} state bytes per sequence" + (f" ({self.no_mixer_reason})" if self.no_mixer_reason else ""),
             f"  in all {self.parameters:,} parameters, vocabulary {self.vocabulary:,}",
         ]
