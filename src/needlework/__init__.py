@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from needlework.errors import NeedleworkError, TrialError
     from needlework.experiments.result import Result
     from needlework.experiments.run import run
+    from needlework.heads.recurrent import recurrent_side
     from needlework.interventions import (
         NONE,
         AblateAttention,
@@ -75,6 +76,7 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "load": "subject",
     "observe": "observation",
     "parse": "interventions",
+    "recurrent_side": "heads.recurrent",
     "register": "interventions",
     "report": "report",  # a package that can be called
     "run": "experiments.run",
@@ -118,6 +120,7 @@ __all__ = [
     "load",
     "observe",
     "parse",
+    "recurrent_side",
     "register",
     "report",
     "run",

@@ -13,6 +13,7 @@ _SAID = {
     "heads": "{count} heads of {width} channels",
     "blocks": "{count} blocks of {width} channels",
     "channels": "no heads, {count} groups of {width} channels",
+    "": "",
 }
 
 
@@ -65,6 +66,18 @@ class RecurrentPart:
     no_groups_reason: str = ""
     taps: int = 0  # tokens that its short convolution sees, the token itself included; 0: it has none
     carries_state: bool = False  # a recurrent state goes from token to token, the convolution's window apart
+
+    @property
+    def grouped(self) -> str:
+        """`16 heads of 16 channels`; nothing where the groups are not known."""
+        return _SAID[self.group_kind].format(count=self.groups, width=self.group_width)
+
+    @property
+    def made_of(self) -> str:
+        """Its groups and what it remembers with, for people."""
+        groups = self.grouped or f"groups not known: {self.no_groups_reason}"
+        convolution = f"convolution over {self.taps} tokens" if self.taps else ""
+        return "; ".join(part for part in (groups, convolution, "state" if self.carries_state else "") if part)
 
 
 @dataclass(frozen=True)
@@ -158,11 +171,6 @@ class Anatomy:
             scores += 2 * part.query_heads * keys * (part.key_dim + part.value_dim)
         return 2 * self.attention_parameters + scores
 
-    def groups_text(self) -> str:
-        """`4 heads of 16 channels, `; nothing where the groups are not known."""
-        kinds = sorted({(part.group_kind, part.groups, part.group_width) for _, part in self.recurrent_parts() if part.groups})
-        return "".join(f"{_SAID[kind].format(count=count, width=width)}, " for kind, count, width in kinds)
-
     def to_dict(self) -> dict[str, Any]:
         """Everything, totals included, ready for JSON."""
         fields = asdict(self)
@@ -180,6 +188,7 @@ class Anatomy:
     def __str__(self) -> str:
         kinds = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
         heads = sorted({(part.query_heads, part.kv_heads) for _, part in self.attention_parts()})
+        grouped = "".join(sorted({f"{part.grouped}, " for _, part in self.recurrent_parts() if part.groups}))
         lines = [
             f"{self.architecture}: {len(self.layers)} layers {''.join(kinds[x.kind] for x in self.layers)}"
             " (A attention, R recurrent, H both, - neither)",
@@ -187,7 +196,7 @@ class Anatomy:
             + (", ".join(f"{q} query heads over {kv} kv heads" for q, kv in heads) or "no heads")
             + f", window {self.window or 'none'} (rule: {self.window_rule}), {self.attention_parameters:,} parameters,"
             f" {self.kv_bytes_per_token:,} KV bytes per token",
-            f"  recurrent: {len(self.recurrent_layers)} layers, {self.groups_text()}{self.recurrent_parameters:,} parameters,"
+            f"  recurrent: {len(self.recurrent_layers)} layers, {grouped}{self.recurrent_parameters:,} parameters,"
             f" {self.state_bytes:,} state bytes per sequence" + (f" ({self.no_mixer_reason})" if self.no_mixer_reason else ""),
             f"  in all {self.parameters:,} parameters, vocabulary {self.vocabulary:,}",
         ]

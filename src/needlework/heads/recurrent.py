@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,7 @@ from needlework.errors import NeedleworkError
 from needlework.heads.answers import answer_tokens
 from needlework.interventions import NONE, AblateRecurrent, AblateRecurrentGroups, Intervention
 from needlework.requests import Request
-from needlework.stats import Estimate, Floats, accuracy, cluster_sums, interval, resample, retained
+from needlework.stats import Estimate, Floats, cluster_sums, gain, interval, resample, retained, wilson
 from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
@@ -45,8 +45,10 @@ class Ability:
     outcomes: Mapping[str, Outcome]  # by what was done: "none", "2.7" (a group), "conv", "conv@2", "top 0.05", "random 0.05 3"
 
     def said(self, *done: str) -> Estimate:
-        """The share of right answers; of several conditions all together."""
-        return accuracy(self.outcomes[done[0]].said) if len(done) == 1 else self._mean([self.outcomes[x].said for x in done])
+        """The share of right answers; of several conditions all together, no narrower than Wilson's interval of the samples."""
+        columns = [self.outcomes[x].said for x in done]
+        mean, sure = self._mean(columns), wilson(float(np.mean(columns, 0).sum()), len(columns[0]))
+        return sure if len(done) == 1 else replace(mean, low=min(mean.low, sure.low), high=max(mean.high, sure.high))
 
     def retained(self, done: str) -> Estimate:
         """The share of the untouched model's right answers that is left."""
@@ -58,7 +60,7 @@ class Ability:
 
     def gap(self, top: str, random: Sequence[str]) -> Estimate:
         """How many more right answers are left with random groups silenced than with the top ones, paired by sample."""
-        return self._mean([self.outcomes[x].said - self.outcomes[top].said for x in random])
+        return gain(np.mean([self.outcomes[x].said for x in random], 0), self.outcomes[top].said, self.clusters)
 
     def drops(self, groups: Sequence[Group]) -> Floats:
         """[samples, groups]: what each sample loses without each group."""
@@ -241,7 +243,7 @@ def _conditions(
     """All that is done to the model before any ranking is known, and the cuts that it refuses, with reasons."""
     done: dict[str, Intervention] = {"none": NONE}
     done |= {_name(group): AblateRecurrentGroups(groups=(group,)) for group in anatomy.groups}
-    refused = {}
+    refused: dict[str, str] = {}
     for site in SITES:
         try:
             AblateRecurrent(site=site).check(anatomy)
@@ -253,7 +255,7 @@ def _conditions(
     for share, count in sizes.items():
         for draw in range(draws):
             chosen = np.random.default_rng([seed, count, draw]).choice(len(anatomy.groups), count, replace=False)
-            done[f"random {share} {draw}"] = AblateRecurrentGroups(groups=[anatomy.groups[i] for i in chosen])
+            done[f"random {share} {draw}"] = AblateRecurrentGroups(groups=tuple(anatomy.groups[i] for i in chosen))
     return done, refused
 
 

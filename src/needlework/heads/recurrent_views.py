@@ -75,7 +75,7 @@ def picture(side: RecurrentSide, path: Path, title: str = "") -> None:
         side,
         "memory cut in all layers",
     )
-    conditions = [("untouched", ("none",))]
+    conditions: list[tuple[str, tuple[str, ...]]] = [("untouched", ("none",))]
     for share, count in side.sizes.items():
         conditions += [(f"top {count}", (f"top {share}",)), (f"random {count}", tuple(side.random(share)))]
     _bars(right, conditions, side, f"groups silenced, of {len(side.groups)}")

@@ -110,7 +110,7 @@ def _last_tap_only(convolution: nn.Conv1d) -> Iterator[None]:
     weight = convolution.weight
     present = torch.zeros_like(weight)
     present[..., -1] = weight[..., -1]
-    convolution._parameters["weight"] = present  # type: ignore[assignment]
+    convolution._parameters["weight"] = nn.Parameter(present, requires_grad=False)
     try:
         yield
     finally:
