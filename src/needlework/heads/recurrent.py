@@ -168,13 +168,13 @@ def recurrent_side(
     anatomy = subject.anatomy
     _check(anatomy, items, draws, shares)
     sizes = {share: heads_of_share(share, len(anatomy.groups)) for share in sorted(shares)}
+    halves = _halves(items, seed)
     conditions, refused = _conditions(anatomy, sizes, seed, draws)
     samples = {RETRIEVAL: list(items), **{name: list(some) for name, some in (beside or {}).items()}}
     trials = [(name, i, done) for done in conditions for name, some in samples.items() for i in range(len(some))]
     rest = sum(len(some) for some in samples.values()) * len(sizes)
     asking = _Asking(subject, samples, len(trials) + rest, progress)
     found = asking.ask(trials, conditions)
-    halves = _halves(samples[RETRIEVAL], seed)
     tops, tested = _top_conditions(anatomy.groups, sizes, found[RETRIEVAL], halves, samples)
     found_tops = asking.ask(tested, tops)
     abilities = []
