@@ -14,7 +14,8 @@ import torch
 
 import cases
 import needlework as nw
-from needlework.heads.recurrent import Ability, Outcome, RecurrentSide, recurrent_side
+from needlework.heads.recurrent import recurrent_side
+from needlework.heads.recurrent_values import Ability, Outcome, RecurrentSide
 from needlework.heads.recurrent_views import picture
 from needlework.tasks.base import Item
 

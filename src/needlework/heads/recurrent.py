@@ -2,152 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from needlework.anatomy import Anatomy, Group, GroupKind, heads_of_share
+from needlework.anatomy import Anatomy, Group, heads_of_share
 from needlework.errors import NeedleworkError
 from needlework.heads.answers import answer_tokens
+from needlework.heads.recurrent_values import RETRIEVAL, SHARES, SITES, Ability, Outcome, RecurrentSide, name_of, ranked
 from needlework.interventions import NONE, AblateRecurrent, AblateRecurrentGroups, Intervention
 from needlework.requests import Request
-from needlework.stats import Estimate, Floats, cluster_sums, gain, interval, resample, retained, wilson
+from needlework.stats import Floats
 from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
-Site = Literal["conv", "state", "memory"]
-SITES: tuple[Site, ...] = ("conv", "state", "memory")
-SHARES = (0.05, 0.10, 0.25)
 DRAWS = 5
-RETRIEVAL = "retrieval"
-ENOUGH = 0.95  # of retrieval must be left for a side to be called not needed
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The right answers of some samples under one intervention."""
-
-    log_p: Floats  # [samples] natural logarithms of their probabilities
-    said: Floats  # [samples] 1 where every token of it was the model's first choice
-
-
-@dataclass(frozen=True)
-class Ability:
-    """One ability under everything that was done to the model."""
-
-    name: str
-    clusters: tuple[str, ...]  # of each sample
-    outcomes: Mapping[str, Outcome]  # by what was done: "none", "2.7" (a group), "conv", "conv@2", "top 0.05", "random 0.05 3"
-
-    def said(self, *done: str) -> Estimate:
-        """The share of right answers; of several conditions all together, no narrower than Wilson's interval of the samples."""
-        columns = [self.outcomes[x].said for x in done]
-        mean, sure = self._mean(columns), wilson(float(np.mean(columns, 0).sum()), len(columns[0]))
-        return sure if len(done) == 1 else replace(mean, low=min(mean.low, sure.low), high=max(mean.high, sure.high))
-
-    def retained(self, done: str) -> Estimate:
-        """The share of the untouched model's right answers that is left."""
-        return retained(self.outcomes[done].said, self.outcomes["none"].said, self.clusters)
-
-    def drop(self, *done: str) -> Estimate:
-        """Nats of log-likelihood that the right answers lose."""
-        return self._mean([self.outcomes["none"].log_p - self.outcomes[x].log_p for x in done])
-
-    def gap(self, top: str, random: Sequence[str]) -> Estimate:
-        """How many more right answers are left with random groups silenced than with the top ones, paired by sample."""
-        return gain(np.mean([self.outcomes[x].said for x in random], 0), self.outcomes[top].said, self.clusters)
-
-    def drops(self, groups: Sequence[Group]) -> Floats:
-        """[samples, groups]: what each sample loses without each group."""
-        untouched = self.outcomes["none"].log_p
-        return np.stack([untouched - self.outcomes[_name(group)].log_p for group in groups], 1)
-
-    def _mean(self, columns: Sequence[Floats]) -> Estimate:
-        """The mean over samples and columns; clusters of samples are resampled whole."""
-        each = np.mean(np.stack(columns), 0)
-        sums = resample(cluster_sums(self.clusters, [each]))
-        low, high = interval(sums[:, 0] / sums[:, 1])
-        return Estimate(float(each.mean()), low, high, len(each))
-
-
-@dataclass(frozen=True)
-class RecurrentSide:
-    """What a model's retrieval, and other abilities beside it, owe to its recurrent side."""
-
-    groups: tuple[Group, ...]
-    kinds: tuple[GroupKind, ...]
-    layers: tuple[int, ...]
-    abilities: tuple[Ability, ...]  # retrieval first
-    interventions: Mapping[str, str]  # what was done -> its text; of "top" conditions, one for each half of the samples
-    sizes: Mapping[float, int]  # share of the groups -> how many these are
-    draws: int
-    refused: Mapping[str, str]  # site -> why it cannot be cut in this model
-
-    @property
-    def retrieval(self) -> Ability:
-        return self.abilities[0]
-
-    @property
-    def sites(self) -> tuple[Site, ...]:
-        return tuple(site for site in SITES if site not in self.refused)
-
-    @cached_property
-    def ranking(self) -> tuple[Group, ...]:
-        """Groups from the one that retrieval loses most without to the one that it loses least without."""
-        return _ranked(self.groups, self.retrieval.drops(self.groups))
-
-    def random(self, share: float) -> list[str]:
-        return [f"random {share} {draw}" for draw in range(self.draws)]
-
-    @property
-    def segregated(self) -> tuple[str, str]:
-        """(yes, no or open; why): whether retrieval does without the few recurrent groups that matter most to it.
-
-        yes: with the smallest share of top groups silenced, at least 95 % of retrieval is left for certain, and so it is with
-        every kind of memory cut. no: less than that is left for certain, and more is left without as many random groups.
-        """
-        share = min(self.sizes)
-        left, gap = self.retrieval.retained(f"top {share}"), self.retrieval.gap(f"top {share}", self.random(share))
-        said = f"without the top {self.sizes[share]} of {len(self.groups)} groups {left.text()} of retrieval is left"
-        if left.high < ENOUGH and gap.low > 0:
-            return "no", f"{said}; without as many at random {gap.text()} more answers are right"
-        needed = [site for site in self.sites if self.retrieval.retained(site).low < ENOUGH]
-        if left.low >= ENOUGH and not needed:
-            return "yes", f"{said}, and no kind of recurrent memory is needed for it"
-        return "open", said + (f"; but it needs the recurrent memory ({', '.join(needed)})" if needed else "")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: figures of each condition, and what each group's loss costs each sample."""
-        word, why = self.segregated
-        return {
-            "groups": [list(group) for group in self.groups],
-            "kinds": list(self.kinds),
-            "ranking": [list(group) for group in self.ranking],
-            "sizes": {str(share): count for share, count in self.sizes.items()},
-            "refused": dict(self.refused),
-            "interventions": dict(self.interventions),
-            "segregated": {"word": word, "why": why},
-            "abilities": {
-                ability.name: {
-                    "samples": len(ability.clusters),
-                    "conditions": {done: _figures(ability, done) for done in ability.outcomes},
-                    "gaps": {str(share): _plain(ability.gap(f"top {share}", self.random(share))) for share in self.sizes},
-                    "drops": ability.drops(self.groups).round(5).tolist(),
-                }
-                for ability in self.abilities
-            },
-        }
-
-    def text(self) -> str:
-        """For people: `needlework.heads.recurrent_views` has it as a table and as a picture, too."""
-        from needlework.heads.recurrent_views import text
-
-        return text(self)
 
 
 def recurrent_side(
@@ -233,16 +105,12 @@ def _check(anatomy: Anatomy, items: Sequence[Item], draws: int, shares: Sequence
         raise NeedleworkError("give at least two samples, one random draw and shares of the groups between 0 and 1")
 
 
-def _name(group: Group) -> str:
-    return f"{group.layer}.{group.index}"
-
-
 def _conditions(
     anatomy: Anatomy, sizes: Mapping[float, int], seed: int, draws: int
 ) -> tuple[dict[str, Intervention], dict[str, str]]:
     """All that is done to the model before any ranking is known, and the cuts that it refuses, with reasons."""
     done: dict[str, Intervention] = {"none": NONE}
-    done |= {_name(group): AblateRecurrentGroups(groups=(group,)) for group in anatomy.groups}
+    done |= {name_of(group): AblateRecurrentGroups(groups=(group,)) for group in anatomy.groups}
     refused: dict[str, str] = {}
     for site in SITES:
         try:
@@ -272,11 +140,6 @@ def _halves(items: Sequence[Item], seed: int) -> tuple[list[int], list[int]]:
     )
 
 
-def _ranked(groups: Sequence[Group], drops: Floats) -> tuple[Group, ...]:
-    order = np.argsort(-drops.mean(0), kind="stable")
-    return tuple(groups[i] for i in order)
-
-
 def _top_conditions(
     groups: Sequence[Group],
     sizes: Mapping[float, int],
@@ -286,11 +149,11 @@ def _top_conditions(
 ) -> tuple[dict[str, Intervention], list[tuple[str, int, str]]]:
     """Top groups as each half of the retrieval samples ranks them, and as all do; and who is asked under which."""
 
-    def ranked(some: Sequence[int]) -> tuple[Group, ...]:
-        drops = [[found["none"][i][0] - found[_name(group)][i][0] for group in groups] for i in some]
-        return _ranked(groups, np.array(drops))
+    def order_of(some: Sequence[int]) -> tuple[Group, ...]:
+        drops = [[found["none"][i][0] - found[name_of(group)][i][0] for group in groups] for i in some]
+        return ranked(groups, np.array(drops))
 
-    orders = {"first half": ranked(halves[0]), "second half": ranked(halves[1]), "all": ranked([*halves[0], *halves[1]])}
+    orders = {"first half": order_of(halves[0]), "second half": order_of(halves[1]), "all": order_of([*halves[0], *halves[1]])}
     tops: dict[str, Intervention] = {}
     trials = []
     for share, count in sizes.items():
@@ -319,16 +182,3 @@ def _as_outcomes(found: Mapping[str, Answers]) -> dict[str, Outcome]:
         return np.array([answers[i][which] for i in range(len(answers))], dtype=np.float64)
 
     return {done: Outcome(column(answers, 0), column(answers, 1)) for done, answers in found.items()}
-
-
-def _plain(estimate: Estimate) -> dict[str, float]:
-    return {"value": estimate.value, "low": estimate.low, "high": estimate.high, "n": estimate.n}
-
-
-def _figures(ability: Ability, done: str) -> dict[str, Any]:
-    return {"said": _plain(ability.said(done)), "drop": _plain(ability.drop(done))}
-
-
-def each_group(side: RecurrentSide) -> Iterator[tuple[Group, Estimate]]:
-    """Groups with what retrieval loses without them, in the order of the ranking."""
-    return ((group, side.retrieval.drop(_name(group))) for group in side.ranking)

@@ -10,7 +10,7 @@ from rich.console import Group as Lines
 from rich.text import Text
 
 from needlework.errors import NeedleworkError
-from needlework.heads.recurrent import RecurrentSide, each_group
+from needlework.heads.recurrent_values import RecurrentSide, each_group
 from needlework.stats import Estimate, number, percent
 from needlework.terminal import Sheet
 

@@ -9,7 +9,7 @@ and a window is such inputs side by side.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class Call:
         given = {**dict.fromkeys(_CACHES, cache), "attention_mask": None, "use_cache": use_cache}
         named = {key: given[key] if key in given else of_part(value) for key, value in self.kwargs.items()}
         plain = [cache if _is_cache(value) else of_part(value) for value in self.args]
-        with _chunks_of_one(self.module, chosen.device) if alone else _as_it_is():
+        with _chunks_of_one(self.module, chosen.device) if alone else nullcontext():
             out = first(self.module.forward(*plain, **named))
         return out.reshape(len(chosen), part.stop - part.start, *out.shape[2:])
 
@@ -107,7 +107,8 @@ def first(output: Any) -> Tensor:
 @contextmanager
 def _last_tap_only(convolution: nn.Conv1d) -> Iterator[None]:
     """The convolution's weights on all tokens but the present one are zero."""
-    weight = convolution.weight
+    weight = convolution._parameters["weight"]
+    assert weight is not None
     present = torch.zeros_like(weight)
     present[..., -1] = weight[..., -1]
     convolution._parameters["weight"] = nn.Parameter(present, requires_grad=False)
@@ -132,11 +133,6 @@ def _chunks_of_one(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         module.chunk_size = size  # type: ignore[assignment]
-
-
-@contextmanager
-def _as_it_is() -> Iterator[None]:
-    yield
 
 
 def _is_cache(value: Any) -> bool:
