@@ -88,12 +88,18 @@ def _mixed(anatomy: Anatomy) -> nw.Intervention:
     return nw.KeepHeads(k=1, phase="decode") + nw.AblateRecurrent(layers=layers)
 
 
+def _some_groups(anatomy: Anatomy) -> nw.AblateRecurrentGroups:
+    return nw.AblateRecurrentGroups(groups=anatomy.groups[1::3] or [(0, 0)])
+
+
 Make = Callable[[Anatomy], nw.Intervention]
 _MADE: dict[str, Make] = {
     "only some heads": lambda a: nw.OnlyHeads(heads=[(_first(a), 0), (_first(a), 3)]),
     "one head off": lambda a: nw.AblateHeads(heads=[(_first(a), 1)]),
     "keep by ranking": lambda a: nw.KeepHeads(k=1, by=nw.Ranking(order=a.heads[::-1])),
     "both sides": _mixed,
+    "groups off": _some_groups,
+    "groups and state off": lambda a: _some_groups(a) + nw.AblateRecurrent(site="state"),
 }
 _FIXED: dict[str, nw.Intervention] = {
     "none": nw.NONE,
@@ -116,12 +122,19 @@ _FIXED: dict[str, nw.Intervention] = {
     "short context": nw.LimitContext(tokens=4, sinks=1),
     "memory off": nw.AblateRecurrent(),
     "mixers off": nw.AblateRecurrent(site="block"),
+    "convolution off": nw.AblateRecurrent(site="conv"),
+    "state off": nw.AblateRecurrent(site="state"),
     "reset at a token": nw.ResetState(at=9),
     "reset after the needle": nw.ResetState(at="needle"),
     "keys swapped": nw.SwapMemory(half="kv"),
     "state swapped": nw.SwapMemory(half="recurrent"),
 }
-RECURRENT_SIDE = ("memory off", "mixers off", "reset at a token", "reset after the needle", "state swapped", "both sides")
+RECURRENT_SIDE = (
+    *("memory off", "mixers off", "convolution off", "state off", "groups off", "groups and state off"),
+    *("reset at a token", "reset after the needle", "state swapped", "both sides"),
+)
+NO_CONVOLUTION = ("minimax",)
+NO_STATE = ("lfm2", "lfm2_moe")  # a short convolution is all that their mixers remember with
 ATTENTION_SIDE = (*(x for x in (*_FIXED, *_MADE) if x not in ("none", *RECURRENT_SIDE)), "both sides")
 INTERVENTIONS = (*_FIXED, *_MADE)
 
@@ -143,4 +156,8 @@ def refusal(name: str, which: str) -> str:
         return "no recurrent memory" if name in NO_MIXER else ""
     if which in ATTENTION_SIDE and name in NO_HEADS:
         return "no separate attention layers"
+    if which == "convolution off" and name in NO_CONVOLUTION:
+        return "no short convolution of their own"
+    if which in ("state off", "groups and state off") and name in NO_STATE:
+        return "no recurrent state of their own"
     return NO_MIXER.get(name, "") if which in RECURRENT_SIDE else ""

@@ -6,18 +6,20 @@ TYPE_CHECKING = False  # `typing` would take longer to come in than all else her
 
 if TYPE_CHECKING:
     from needlework import tasks
-    from needlework.anatomy import Anatomy, Head
+    from needlework.anatomy import Anatomy, Group, Head
     from needlework.calibration import Means, calibrate
     from needlework.checkup.doctor import doctor
     from needlework.checkup.findings import Checkup
     from needlework.errors import NeedleworkError, TrialError
     from needlework.experiments.result import Result
     from needlework.experiments.run import run
+    from needlework.heads.recurrent import recurrent_side
     from needlework.interventions import (
         NONE,
         AblateAttention,
         AblateHeads,
         AblateRecurrent,
+        AblateRecurrentGroups,
         ChangeOutputs,
         ExposeTokens,
         Intervention,
@@ -44,11 +46,13 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "AblateAttention": "interventions",
     "AblateHeads": "interventions",
     "AblateRecurrent": "interventions",
+    "AblateRecurrentGroups": "interventions",
     "Anatomy": "anatomy",
     "Answer": "requests",
     "Checkup": "checkup.findings",
     "ChangeOutputs": "interventions",
     "ExposeTokens": "interventions",
+    "Group": "anatomy",
     "Head": "anatomy",
     "Intervention": "interventions",
     "KeepHeads": "interventions",
@@ -72,6 +76,7 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "load": "subject",
     "observe": "observation",
     "parse": "interventions",
+    "recurrent_side": "heads.recurrent",
     "register": "interventions",
     "report": "report",  # a package that can be called
     "run": "experiments.run",
@@ -85,11 +90,13 @@ __all__ = [
     "AblateAttention",
     "AblateHeads",
     "AblateRecurrent",
+    "AblateRecurrentGroups",
     "Anatomy",
     "Answer",
     "ChangeOutputs",
     "Checkup",
     "ExposeTokens",
+    "Group",
     "Head",
     "Intervention",
     "KeepHeads",
@@ -113,6 +120,7 @@ __all__ = [
     "load",
     "observe",
     "parse",
+    "recurrent_side",
     "register",
     "report",
     "run",

@@ -7,6 +7,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 LayerKind = Literal["attention", "recurrent", "hybrid", "other"]
+# What a group of a recurrent mixer is: a head, a block of gates that share their inputs, or so many channels side by side.
+GroupKind = Literal["heads", "blocks", "channels", ""]
+_SAID = {
+    "heads": "{count} heads of {width} channels",
+    "blocks": "{count} blocks of {width} channels",
+    "channels": "no heads, {count} groups of {width} channels",
+    "": "",
+}
 
 
 class Head(NamedTuple):
@@ -14,6 +22,13 @@ class Head(NamedTuple):
 
     layer: int
     index: int  # type: ignore[assignment]  # tuple.index is not missed here
+
+
+class Group(NamedTuple):
+    """A group of a recurrent mixer's channels, at the model's own layer index: one head of it, where it has heads."""
+
+    layer: int
+    index: int  # type: ignore[assignment]
 
 
 def heads_of_share(share: float, heads: int) -> int:
@@ -45,6 +60,24 @@ class RecurrentPart:
     mixer: str  # class name
     parameters: int
     state_bytes: int  # per sequence, whatever its length
+    groups: int = 0  # equal parts of what enters its output projection; 0: they are not known
+    group_kind: GroupKind = ""
+    group_width: int = 0  # channels of one of them
+    no_groups_reason: str = ""
+    taps: int = 0  # tokens that its short convolution sees, the token itself included; 0: it has none
+    carries_state: bool = False  # a recurrent state goes from token to token, the convolution's window apart
+
+    @property
+    def grouped(self) -> str:
+        """`16 heads of 16 channels`; nothing where the groups are not known."""
+        return _SAID[self.group_kind].format(count=self.groups, width=self.group_width)
+
+    @property
+    def made_of(self) -> str:
+        """Its groups and what it remembers with, for people."""
+        groups = self.grouped or f"groups not known: {self.no_groups_reason}"
+        convolution = f"convolution over {self.taps} tokens" if self.taps else ""
+        return "; ".join(part for part in (groups, convolution, "state" if self.carries_state else "") if part)
 
 
 @dataclass(frozen=True)
@@ -62,6 +95,10 @@ class Layer:
     @property
     def heads(self) -> tuple[Head, ...]:
         return tuple(Head(self.index, i) for i in range(self.attention.query_heads)) if self.attention else ()
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(Group(self.index, i) for i in range(self.recurrent.groups)) if self.recurrent else ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +123,10 @@ class Anatomy:
     @property
     def heads(self) -> tuple[Head, ...]:
         return tuple(head for layer in self.layers for head in layer.heads)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(group for layer in self.layers for group in layer.groups)
 
     @property
     def window(self) -> int | None:
@@ -137,7 +178,7 @@ class Anatomy:
             plain["kind"] = layer.kind
         totals = ("window", "attention_parameters", "recurrent_parameters", "kv_bytes_per_token", "state_bytes")
         fields |= {name: getattr(self, name) for name in totals}
-        fields["heads"] = len(self.heads)
+        fields["heads"], fields["groups"] = len(self.heads), len(self.groups)
         fields["flops_per_token_at_2048"] = {
             side: self.flops_per_token(side, 2048)
             for side in ("attention", "recurrent")  # type: ignore[arg-type]
@@ -147,6 +188,7 @@ class Anatomy:
     def __str__(self) -> str:
         kinds = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
         heads = sorted({(part.query_heads, part.kv_heads) for _, part in self.attention_parts()})
+        grouped = "".join(sorted({f"{part.grouped}, " for _, part in self.recurrent_parts() if part.groups}))
         lines = [
             f"{self.architecture}: {len(self.layers)} layers {''.join(kinds[x.kind] for x in self.layers)}"
             " (A attention, R recurrent, H both, - neither)",
@@ -154,7 +196,7 @@ class Anatomy:
             + (", ".join(f"{q} query heads over {kv} kv heads" for q, kv in heads) or "no heads")
             + f", window {self.window or 'none'} (rule: {self.window_rule}), {self.attention_parameters:,} parameters,"
             f" {self.kv_bytes_per_token:,} KV bytes per token",
-            f"  recurrent: {len(self.recurrent_layers)} layers, {self.recurrent_parameters:,} parameters,"
+            f"  recurrent: {len(self.recurrent_layers)} layers, {grouped}{self.recurrent_parameters:,} parameters,"
             f" {self.state_bytes:,} state bytes per sequence" + (f" ({self.no_mixer_reason})" if self.no_mixer_reason else ""),
             f"  in all {self.parameters:,} parameters, vocabulary {self.vocabulary:,}",
         ]

@@ -38,7 +38,17 @@ def _count(number: float) -> str:
 
 def table(anatomy: Anatomy, name: str = "") -> Group:
     """One row per layer, then the totals of each side."""
-    columns: tuple[str, ...] = ("layer", "kind", "query/kv heads", "dim", "window", "output", "memory, bytes", "parameters")
+    columns: tuple[str, ...] = (
+        "layer",
+        "kind",
+        "query/kv heads",
+        "dim",
+        "window",
+        "output",
+        "groups",
+        "memory, bytes",
+        "parameters",
+    )
     rows = Sheet(columns, words=("kind", "output"))
     for layer in anatomy.layers:
         a, r = layer.attention, layer.recurrent
@@ -54,6 +64,7 @@ def table(anatomy: Anatomy, name: str = "") -> Group:
             dims,
             (str(a.window) if a.window else "all") if a else "",
             output,
+            (str(r.groups) if r.groups else "unknown") if r else "",
             " + ".join(memory),
             " + ".join(sizes),
         )
@@ -67,7 +78,13 @@ def table(anatomy: Anatomy, name: str = "") -> Group:
             anatomy.attention_parameters,
             f"{_count(anatomy.kv_bytes_per_token)}/token",
         ),
-        ("recurrent", len(anatomy.recurrent_layers), "", anatomy.recurrent_parameters, f"{_count(anatomy.state_bytes)}"),
+        (
+            "recurrent",
+            len(anatomy.recurrent_layers),
+            f"{len(anatomy.groups)} groups",
+            anatomy.recurrent_parameters,
+            f"{_count(anatomy.state_bytes)}",
+        ),
     )
     for side, layers, heads, parameters, size in sides:
         share = f"{100 * parameters / anatomy.parameters:.1f} %"
@@ -75,7 +92,7 @@ def table(anatomy: Anatomy, name: str = "") -> Group:
     totals.add_row("whole model", str(len(anatomy.layers)), "", _count(anatomy.parameters), "100 %", "", "")
     window = f"window rule: {anatomy.window_rule}" if anatomy.window else "no window: attention sees all keys before it"
     reason = f"\nno recurrent side to switch off: {anatomy.no_mixer_reason}" if anatomy.no_mixer_reason else ""
-    mixers = sorted({part.mixer for _, part in anatomy.recurrent_parts()})
+    mixers = sorted({f"{part.mixer} ({part.made_of})" for _, part in anatomy.recurrent_parts()})
     notes = f"* at a context of 2,048 tokens; {window}; mixer: {', '.join(mixers) or 'none'}"
     title = f"{name}: {anatomy.architecture} ({anatomy.model_type})".removeprefix(": ")
     return Group(Text(title), rows, totals, Text(f"\n{notes}{reason}"))

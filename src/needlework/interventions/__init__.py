@@ -10,7 +10,7 @@ from needlework.interventions.attention import (
     OnlyHeads,
 )
 from needlework.interventions.base import NONE, Intervention, Part, register, registered
-from needlework.interventions.memory import AblateRecurrent, ResetState, SwapMemory
+from needlework.interventions.memory import AblateRecurrent, AblateRecurrentGroups, ResetState, SwapMemory
 from needlework.interventions.ranking import Ranking
 from needlework.interventions.scores import head_score, known_scores
 from needlework.interventions.text import as_intervention, parse
@@ -20,6 +20,7 @@ __all__ = [
     "AblateAttention",
     "AblateHeads",
     "AblateRecurrent",
+    "AblateRecurrentGroups",
     "ChangeOutputs",
     "ExposeTokens",
     "Intervention",

@@ -144,6 +144,28 @@ class CutMemory(Act):
 
 
 @dataclass(frozen=True)
+class CutConvolution(Act):
+    """The mixer's short convolution sees each token alone; its recurrent state goes on."""
+
+    count = "convolutions_cut"
+
+
+@dataclass(frozen=True)
+class CutState(Act):
+    """The mixer's recurrent state is empty before every token; its short convolution goes on."""
+
+    count = "carries_cut"
+
+
+@dataclass(frozen=True)
+class SilenceGroups(Act):
+    """These groups of a mixer's channels are zero where its output projection reads them."""
+
+    count = "groups_zeroed"
+    groups: frozenset[int]
+
+
+@dataclass(frozen=True)
 class DropRecurrent(Act):
     """The mixer contributes nothing."""
 

@@ -3,27 +3,85 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from needlework.anatomy import Anatomy
+from needlework.anatomy import Anatomy, Group
 from needlework.errors import NeedleworkError
 from needlework.interventions import acts
 from needlework.interventions.acts import Act, Half, Scene
 from needlework.interventions.base import Part, When, register
+from needlework.interventions.ranking import as_heads
 
 
 @register
 class AblateRecurrent(Part):
-    """Switch the recurrent side off: its memory (each token is read alone), or its whole contribution."""
+    """Switch the recurrent side off: its memory (each token is read alone) or one kind of it, or its whole contribution."""
 
     side = "recurrent"
-    site: Literal["memory", "block"] = "memory"
+    site: Literal["memory", "block", "conv", "state"] = "memory"
+
+    def clashes(self, other: Part) -> bool:
+        """A convolution and a state are cut together, which is all of the memory."""
+        apart = isinstance(other, AblateRecurrent) and {self.site, other.site} == {"conv", "state"}
+        return not apart and super().clashes(other)
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        parts = [(index, part) for index, part in anatomy.recurrent_parts() if index in self.where(anatomy)]
+        lacking = {"conv": [i for i, part in parts if not part.taps], "state": [i for i, part in parts if not part.carries_state]}
+        if without := lacking.get(self.site, []):
+            mixers = sorted({part.mixer for index, part in parts if index in without})
+            what = "short convolution" if self.site == "conv" else "recurrent state"
+            raise NeedleworkError(
+                f"{self}: the mixers of layers {without} ({', '.join(mixers)}) have no {what} of their own to cut; cut their"
+                " memory, or choose other layers"
+            )
+
+    def stands_for(self, scene: Scene) -> Iterable[Act]:
+        kinds: dict[str, type[Act]] = {
+            "memory": acts.CutMemory,
+            "block": acts.DropRecurrent,
+            "conv": acts.CutConvolution,
+            "state": acts.CutState,
+        }
+        for index in self.where(scene.anatomy):
+            yield kinds[self.site](index)
+
+
+def _sorted_groups(value: Any) -> Any:
+    return tuple(sorted({Group(*pair) for pair in as_heads(value, "group")}))
+
+
+@register
+class AblateRecurrentGroups(Part):
+    """Silence groups of recurrent mixers (heads, where a mixer has heads): zero what their output projection reads of them."""
+
+    side = "recurrent"
+    groups: Annotated[tuple[Group, ...], BeforeValidator(_sorted_groups)]
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        return tuple(sorted({group.layer for group in self.groups}))
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        for index, part in anatomy.recurrent_parts():
+            if index in self.where(anatomy) and not part.groups:
+                raise NeedleworkError(f"{self}: the groups of layer {index} are not known: {part.no_groups_reason}")
+        wrong = sorted(set(self.groups) - set(anatomy.groups))
+        if wrong or not self.groups:
+            raise NeedleworkError(
+                f"{self.name}: no such groups {[tuple(group) for group in wrong]} in {anatomy.architecture};"
+                " `needlework inspect` shows how many each layer has"
+            )
+        left_out = sorted(set(self.where(anatomy)) - set(self.layers or self.where(anatomy)))
+        if left_out:
+            raise NeedleworkError(f"{self}: names groups of layers {left_out}, which `layers` leaves out: drop layers")
 
     def stands_for(self, scene: Scene) -> Iterable[Act]:
         for index in self.where(scene.anatomy):
-            yield acts.CutMemory(index) if self.site == "memory" else acts.DropRecurrent(index)
+            yield acts.SilenceGroups(index, frozenset(group.index for group in self.groups if group.layer == index))
 
 
 @register

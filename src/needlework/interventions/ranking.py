@@ -11,16 +11,16 @@ from needlework.anatomy import Head
 from needlework.errors import NeedleworkError, check_plain, shown
 
 
-def as_heads(value: Any) -> list[Head]:
-    """Heads from pairs of whole numbers."""
+def as_heads(value: Any, what: str = "head") -> list[Head]:
+    """Heads (or what else has a layer and a number in it) from pairs of whole numbers."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise NeedleworkError(f"heads are a list of [layer, head] pairs, e.g. [[2, 0], [5, 11]], not {shown(value)}")
+        raise NeedleworkError(f"{what}s are a list of [layer, {what}] pairs, e.g. [[2, 0], [5, 11]], not {shown(value)}")
     heads = []
     for pair in value:
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise NeedleworkError(f"a head is a pair [layer, head], e.g. [2, 0], not {shown(pair)}")
+            raise NeedleworkError(f"a {what} is a pair [layer, {what}], e.g. [2, 0], not {shown(pair)}")
         if not all(isinstance(number, (int, float)) for number in pair):
-            raise NeedleworkError(f"layer and head are whole numbers, e.g. [2, 0], not {shown(pair)}")
+            raise NeedleworkError(f"layer and {what} are whole numbers, e.g. [2, 0], not {shown(pair)}")
         heads.append(Head(*pair))
     return heads
 

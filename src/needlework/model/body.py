@@ -63,7 +63,6 @@ class Body:
         self.observer: Observer | None = None
         self.last_only: int | None = None  # a layer of whose queries only the last one will be read
         self.device = next(model.parameters()).device
-        self._memory: Memory | None = None  # the one that is being fed; hooks clear its rows
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
         self._open = False
         self._trusted = False  # our own attention maths was seen to agree with the model's
@@ -94,35 +93,24 @@ class Body:
             stack.callback(_train, training)
             yield
 
-    def _hooked(self, rows: Rows) -> AbstractContextManager[None]:
+    def _hooked(self, rows: Rows, memory: Memory) -> AbstractContextManager[None]:
         """Hooks on the modules that this batch acts on and on no other: torch is slower through hooked modules."""
         dropped = {layer for layer, edits in rows.attention.items() if edits.dropped is not None}
         if not dropped and not rows.mixers:
             return nullcontext()
         mixers = [mixer for mixer in self.mixers if mixer.layer in rows.mixers]
         blocks = {module: layer for module, layer in self.attention.items() if layer in dropped}
-        return hooked(mixers, blocks, self._clear_rows)
+        return hooked(mixers, blocks, memory, self._empty)
 
     def _leave(self) -> None:
         self._open = False
-        self._memory = None
 
-    def _clear_rows(self, mixer: Mixer, rows: Tensor) -> None:
-        """A mixer's memory is emptied for these rows while the model runs."""
-        for name in mixer.state_names:
-            module, leaf = holder(mixer.module, name)
-            state = getattr(module, leaf)
-            if state is not None:
-                setattr(module, leaf, state * (~rows).to(state.dtype).view(-1, *[1] * (state.dim() - 1)))
-        if self._memory is not None and not mixer.state_names:
-            self._memory.clear([mixer.cache_layer], rows)
+    def _empty(self, mixer: Mixer, rows: int) -> Memory:
+        """A memory that has seen nothing, for one mixer by itself."""
+        return Memory(self.family.make_cache(self.model.config), _on_modules([mixer]), rows)
 
     def new_memory(self, rows: int) -> Memory:
-        stateful = {}
-        for mixer in self.mixers:
-            for name in mixer.state_names:
-                stateful[f"{mixer.layer}.{name}"] = (mixer.cache_layer, *holder(mixer.module, name))
-        return Memory(self.family.make_cache(self.model.config), stateful, rows)
+        return Memory(self.family.make_cache(self.model.config), _on_modules(self.mixers), rows)
 
     def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
         """Edits of a batch from each row's acts."""
@@ -137,7 +125,7 @@ class Body:
                     compiled.attention[layer] = edits
         for mixer in self.mixers:
             if mixer.layer in touched:
-                mixer_edits = compile_mixer(by_layer[mixer.layer], self.device)
+                mixer_edits = compile_mixer(by_layer[mixer.layer], mixer.groups, self.device)
                 if not mixer_edits.idle:
                     compiled.mixers[mixer.layer] = mixer_edits
         for i, row in enumerate(rows):
@@ -215,8 +203,7 @@ class Body:
         )
         if forward.own_maths:
             self.check_own_maths()
-        self._memory = memory
-        with memory.mounted(), current(forward), self._hooked(rows):
+        with memory.mounted(), current(forward), self._hooked(rows, memory):
             out = run_model(self.model, ids, positions, memory, logits_to_keep=0 if all_logits else 1)
         memory.length += ids.shape[1]
         logits: Tensor = out.logits if all_logits else out.logits[:, -1:]
@@ -260,6 +247,15 @@ class Body:
                 f"{tokens} tokens are more than the {most} that {self.anatomy.architecture} allows;"
                 " shorten the prompt or the answer"
             )
+
+
+def _on_modules(mixers: Sequence[Mixer]) -> dict[str, tuple[int, nn.Module, str]]:
+    """Where mixers keep states that are not in the cache."""
+    return {
+        f"{mixer.layer}.{name}": (mixer.cache_layer, *holder(mixer.module, name))
+        for mixer in mixers
+        for name in mixer.state_names
+    }
 
 
 def _train(modules: Sequence[nn.Module]) -> None:

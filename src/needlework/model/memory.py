@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from needlework.model.keys import Prefix, SharedKV
 
 _KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> dimension of the batch
 _RECURRENT = ("conv_states", "recurrent_states")
+RecurrentKind = Literal["conv", "state"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,13 @@ class Slot:
     def tensor(self) -> Tensor:
         return self.holder[self.key]  # type: ignore[no-any-return]
 
+    @property
+    def kind(self) -> RecurrentKind | None:
+        """Of the recurrent half: the window of a short convolution, or a state."""
+        if self.half != "recurrent":
+            return None
+        return "conv" if any(word.startswith("conv") for word in self.name.split(".")[-2:]) else "state"
+
     def put(self, tensor: Tensor) -> None:
         self.holder[self.key] = tensor
 
@@ -50,20 +58,24 @@ class Memory:
         self.rows = rows
         self._on_modules = on_modules  # path -> (layer, module, attribute)
         self._held: dict[str, Tensor | None] = dict.fromkeys(on_modules)
+        self._on = False  # module-held state is where the model looks for it
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
-        """Put module-held state where the model looks for it; take it off again, also after an exception."""
+        """Put module-held state where the model looks for it; put back what was there, also after an exception."""
         # Straight into the module's dict: at every token, torch's own setattr costs more than the rest of this.
+        before = [vars(module).get(name) for _, module, name in self._on_modules.values()]
         for path, (_, module, name) in self._on_modules.items():
             vars(module)[name] = self._held[path]
+        self._on = True
         try:
             yield
             for path, (_, module, name) in self._on_modules.items():
                 self._held[path] = vars(module)[name]
         finally:
-            for _, module, name in self._on_modules.values():
-                vars(module)[name] = None
+            self._on = False
+            for value, (_, module, name) in zip(before, self._on_modules.values(), strict=True):
+                vars(module)[name] = value
 
     def slots(self, half: Half | None = None) -> list[Slot]:
         """Every tensor in use, of one half or of both."""
@@ -82,9 +94,10 @@ class Memory:
                     yield from (Slot("recurrent", index, f"{name}.{i}", states, i) for i in used)
         linear = getattr(self.cache, "linear_cache", [])  # MiniMax
         yield from (Slot("recurrent", i, "linear_cache", linear, i) for i, x in enumerate(linear) if isinstance(x, Tensor))
-        for path, (layer, _, _) in self._on_modules.items():
-            if self._held[path] is not None:
-                yield Slot("recurrent", layer, path, self._held, path)
+        for path, (layer, module, name) in self._on_modules.items():
+            holder, key = (vars(module), name) if self._on else (self._held, path)
+            if holder[key] is not None:
+                yield Slot("recurrent", layer, path, holder, key)
 
     def _rebuilt(self, rows: int, tensor: Callable[[Slot], Tensor]) -> Memory:
         """A memory of the same structure whose tensors are computed from this one's."""
@@ -162,12 +175,36 @@ class Memory:
             new.cache.layers[index].join([memory.cache.layers[index] for memory in memories])
         return new
 
-    def clear(self, layers: Sequence[int], rows: Tensor) -> None:
-        """Empty the recurrent half of these cache layers for the rows marked True."""
+    def clear(self, layers: Sequence[int], rows: Tensor, kind: RecurrentKind | None = None) -> None:
+        """Empty the recurrent half of these cache layers, or one kind of it, for the rows marked True."""
         for slot in self.slots("recurrent"):
-            if slot.layer in layers:
+            if slot.layer in layers and kind in (None, slot.kind):
                 keep = (~rows).to(slot.tensor.device, slot.tensor.dtype)
                 slot.put(slot.tensor * keep.view(-1, *[1] * (slot.tensor.dim() - 1)))
+
+    def states_of(self, layer: int, kind: RecurrentKind) -> list[Slot]:
+        """What one layer has of one kind."""
+        return [slot for slot in self.slots("recurrent") if slot.layer == layer and slot.kind == kind]
+
+    def of_layer(self, layer: int, rows: Tensor) -> Memory:
+        """The memory of one mixer by itself: copies of its states of these rows, as they are now."""
+        places = {path: place for path, place in self._on_modules.items() if place[0] == layer}
+        new = Memory(copy.copy(self.cache), places, len(rows))
+        if places:
+            new._held = {path: vars(module)[name] if self._on else self._held[path] for path, (_, module, name) in places.items()}
+        else:
+            new.cache.layers = list(self.cache.layers)
+            new.cache.layers[layer] = _shell_layer(self.cache.layers[layer])
+        for slot in new.slots("recurrent"):
+            if slot.layer == layer:
+                slot.put(slot.tensor.index_select(0, rows.to(slot.tensor.device)))
+        return new
+
+    def take_states(self, layer: int, rows: Tensor, other: Memory) -> None:
+        """These rows of one layer's recurrent state are those of another memory, which has them and no more."""
+        new = {slot.name: slot.tensor for slot in other.states_of(layer, "state")}
+        for slot in self.states_of(layer, "state"):
+            slot.put(slot.tensor.index_copy(0, rows.to(slot.tensor.device), new[slot.name].to(slot.tensor.dtype)))
 
     def nbytes(self, half: Half | None = None) -> int:
         """Bytes held; keys that several rows share count once."""

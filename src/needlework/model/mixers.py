@@ -1,14 +1,14 @@
 """Hooks for what the attention function cannot reach: recurrent mixers, and whole attention modules.
 
-A mixer's memory is cut by showing it each token alone, as the only token of a sequence of its own. That needs no knowledge
-of the mixer: convolution, state-space and delta-rule memories are all cut the same way, and the token's own path stays.
+A mixer runs as ever on the whole batch; what it says to rows that ask for less memory is replaced (`model/cuts.py`), and
+groups are silenced where its output projection reads them, in that call and in those that replace it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from needlework.interventions import acts
 from needlework.interventions.acts import Act
 from needlework.model.attention import Forward, get_current
+from needlework.model.cuts import Call, each_token_alone, first, without_convolution, without_state
+from needlework.model.memory import Memory
 
-_CACHES = frozenset({"cache_params", "past_key_values", "past_key_value", "cache"})
-_TOKENS_AT_ONCE = 256  # over all rows; a mixer pads each lone token to a whole chunk: this bounds the memory of that
+_CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> count in the receipt
 
 
 @dataclass
@@ -27,23 +28,46 @@ class MixerEdits:
     """What happens to one recurrent mixer in this phase, row by row; None where no row asks for it."""
 
     cut: Tensor | None = None  # [rows]
+    convolution: Tensor | None = None  # [rows]
+    state: Tensor | None = None  # [rows]
     dropped: Tensor | None = None  # [rows]
+    silenced: Tensor | None = None  # [rows, groups]
 
     @property
     def idle(self) -> bool:
-        return self.cut is None and self.dropped is None
+        return all(getattr(self, field.name) is None for field in fields(self))
 
     def select(self, rows: Tensor) -> MixerEdits:
-        marked = [None if x is None else x[rows] for x in (self.cut, self.dropped)]
+        marked = [None if x is None else x[rows] for x in (getattr(self, field.name) for field in fields(self))]
         return MixerEdits(*(x if x is not None and bool(x.any()) else None for x in marked))
 
+    def replaced(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Rows [rows] that see each token alone, that lose their convolution only, and their state only; each row in one."""
+        alone, convolution, state = self.cut, self.convolution, self.state
+        if convolution is not None and state is not None:  # a row without both has no memory at all
+            both = convolution & state
+            alone = both if alone is None else alone | both
+            convolution, state = convolution & ~both, state & ~both
+        return tuple(x if x is not None and bool(x.any()) else None for x in (alone, convolution, state))  # type: ignore[return-value]
 
-def compile_mixer(rows: Sequence[Sequence[Act]], device: torch.device) -> MixerEdits:
+
+def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.device) -> MixerEdits:
     def rows_with(kind: type[Act]) -> Tensor | None:
         marked = [any(isinstance(act, kind) for act in row) for row in rows]
         return torch.tensor(marked, device=device) if any(marked) else None
 
-    return MixerEdits(rows_with(acts.CutMemory), rows_with(acts.DropRecurrent))
+    silenced = torch.zeros(len(rows), groups, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        for act in row:
+            if isinstance(act, acts.SilenceGroups):
+                silenced[i, list(act.groups)] = True
+    return MixerEdits(
+        rows_with(acts.CutMemory),
+        rows_with(acts.CutConvolution),
+        rows_with(acts.CutState),
+        rows_with(acts.DropRecurrent),
+        silenced.to(device) if bool(silenced.any()) else None,
+    )
 
 
 @dataclass(frozen=True)
@@ -54,37 +78,134 @@ class Mixer:
     module: nn.Module
     cache_layer: int
     state_names: tuple[str, ...] = ()  # attributes that hold its state, where it is not in the cache
+    groups: int = 0
+    output: nn.Module | None = None  # the linear map that its groups enter
+    convolution: nn.Conv1d | None = None
 
 
 @contextmanager
-def hooked(mixers: Sequence[Mixer], attention: dict[nn.Module, int], clear: Callable[[Mixer, Tensor], None]) -> Iterator[None]:
+def hooked(
+    mixers: Sequence[Mixer], attention: dict[nn.Module, int], memory: Memory, empty: Callable[[Mixer, int], Memory]
+) -> Iterator[None]:
     """Let the current forward's edits act on mixers and attention blocks; every hook is gone on exit."""
     with ExitStack() as stack:
         for mixer in mixers:
-            handle = mixer.module.register_forward_hook(_mixer_hook(mixer, clear), with_kwargs=True)
-            stack.callback(handle.remove)
+            acting = _Acting(mixer, memory, empty)
+            stack.callback(mixer.module.register_forward_pre_hook(acting.enter).remove)
+            stack.callback(mixer.module.register_forward_hook(acting.leave, with_kwargs=True).remove)
+            if mixer.output is not None:
+                stack.callback(mixer.output.register_forward_pre_hook(acting.speak).remove)
         for module, layer in attention.items():
             stack.callback(module.register_forward_hook(_block_hook(layer)).remove)
         yield
 
 
-def _mixer_hook(mixer: Mixer, clear: Callable[[Mixer, Tensor], None]) -> Callable[..., Any]:
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+class _Acting:
+    """The edits of one mixer in one forward of the model."""
+
+    def __init__(self, mixer: Mixer, memory: Memory, empty: Callable[[Mixer, int], Memory]) -> None:
+        self.mixer, self.memory, self.empty = mixer, memory, empty
+        self.before: dict[str, Memory] = {}  # states of rows as they were before the mixer ran
+        self.chosen: Tensor | None = None  # rows of the batch that the running call is about; None: all of them
+        self.heard = True  # what the running call says is used
+
+    def _edits(self) -> tuple[Forward | None, MixerEdits | None]:
         forward = get_current()
-        edits = forward.mixers.get(mixer.layer) if forward is not None else None
+        return forward, forward.mixers.get(self.mixer.layer) if forward is not None else None
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        _, edits = self._edits()
+        if edits is not None:
+            _, convolution, state = edits.replaced()
+            for name, rows in (("convolution", convolution), ("state", state)):
+                if rows is not None and self.mixer.convolution is not None:
+                    self.before[name] = self.memory.of_layer(self.mixer.cache_layer, rows.nonzero()[:, 0])
+
+    def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        forward, edits = self._edits()
         if forward is None or edits is None:
             return None
-        tokens = forward.positions.shape[1]
-        if edits.cut is not None:
-            output = _with_rows(output, edits.cut, _each_token_alone(mixer, args, kwargs, forward, edits.cut))
-            clear(mixer, edits.cut)
-            forward.tally.add(mixer.layer, forward.phase, "states_cut", forward.slots, edits.cut.long() * tokens)
+        rows, tokens = forward.positions.shape
+        call = Call(module, args, kwargs, rows, tokens)
+        for marked, replace in zip(edits.replaced(), (self._alone, self._no_convolution, self._no_state), strict=True):
+            if marked is not None:
+                output = _with_rows(output, marked, replace(call, marked))
+        for name, count in _CUTS.items():
+            if (marked := getattr(edits, name)) is not None:
+                forward.tally.add(self.mixer.layer, forward.phase, count, forward.slots, marked.long() * tokens)
         if edits.dropped is not None:
             output = _without_rows(output, edits.dropped)
-            forward.tally.add(mixer.layer, forward.phase, "blocks_dropped", forward.slots, edits.dropped.long() * tokens)
+            amount = edits.dropped.long() * tokens
+            forward.tally.add(self.mixer.layer, forward.phase, "blocks_dropped", forward.slots, amount)
         return output
 
-    return hook
+    def speak(self, projection: nn.Module, args: tuple[Any, ...]) -> Any:
+        """What the output projection reads, without the silenced groups: [rows of this call, tokens, channels]."""
+        forward, edits = self._edits()
+        if forward is None or edits is None or edits.silenced is None or not self.heard:
+            return None
+        said, marked, slots = args[0], edits.silenced, forward.slots
+        counted = marked
+        if self.chosen is None:
+            for replaced in edits.replaced():  # their groups are counted in the call that replaces this one
+                counted = counted if replaced is None else counted & ~replaced[:, None]
+        else:
+            rows = self.chosen.repeat_interleave(said.shape[0] // len(self.chosen))
+            marked, slots = marked[rows], slots[rows]
+            counted = marked
+        forward.tally.add(self.mixer.layer, forward.phase, "groups_zeroed", slots, counted.sum(1) * said.shape[1])
+        channels = marked.repeat_interleave(said.shape[-1] // marked.shape[1], 1)
+        return (said.masked_fill(channels[:, None], 0.0), *args[1:])
+
+    def _alone(self, call: Call, marked: Tensor) -> Tensor:
+        chosen = marked.nonzero()[:, 0]
+        with self._about(chosen), self._module_states_kept():
+            said = each_token_alone(call, chosen)
+        self.memory.clear([self.mixer.cache_layer], marked)
+        return said
+
+    def _no_convolution(self, call: Call, marked: Tensor) -> Tensor:
+        chosen, before, layer = marked.nonzero()[:, 0], self.before.pop("convolution"), self.mixer.cache_layer
+        assert self.mixer.convolution is not None  # the intervention was checked
+        with self._about(chosen):
+            said = without_convolution(call, chosen, before, self.mixer.convolution)
+        self.memory.take_states(layer, chosen, before)
+        self.memory.clear([layer], marked, "conv")
+        return said
+
+    def _no_state(self, call: Call, marked: Tensor) -> Tensor:
+        if self.mixer.convolution is None:
+            return self._alone(call, marked)
+        chosen, before, layer = marked.nonzero()[:, 0], self.before.pop("state"), self.mixer.cache_layer
+        with self._about(chosen):
+            said = without_state(call, chosen, before, layer, lambda rows: self.empty(self.mixer, rows), self._unheard)
+        self.memory.clear([layer], marked, "state")
+        return said
+
+    @contextmanager
+    def _about(self, chosen: Tensor) -> Iterator[None]:
+        self.chosen = chosen
+        try:
+            yield
+        finally:
+            self.chosen = None
+
+    @contextmanager
+    def _unheard(self) -> Iterator[None]:
+        self.heard = False
+        try:
+            yield
+        finally:
+            self.heard = True
+
+    @contextmanager
+    def _module_states_kept(self) -> Iterator[None]:
+        """A mixer that keeps its state on itself forgets it when it is called without a cache."""
+        places = [holder(self.mixer.module, name) for name in self.mixer.state_names]
+        kept = [getattr(*place) for place in places]
+        yield
+        for place, value in zip(places, kept, strict=True):
+            setattr(*place, value)
 
 
 def _block_hook(layer: int) -> Callable[..., Any]:
@@ -100,76 +221,18 @@ def _block_hook(layer: int) -> Callable[..., Any]:
     return hook
 
 
-def _first(output: Any) -> Tensor:
-    first: Tensor = output[0] if isinstance(output, tuple) else output
-    return first
-
-
 def _with_rows(output: Any, rows: Tensor, other: Tensor) -> Any:
     """The module's output with the marked rows replaced by `other`, which holds these rows and no more."""
-    hidden = _first(output).clone()
+    hidden = first(output).clone()
     hidden[rows] = other
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def _without_rows(output: Any, rows: Tensor) -> Any:
     """The module's output with the marked rows zeroed."""
-    hidden = _first(output)
+    hidden = first(output)
     new = hidden.masked_fill(rows.view(-1, *[1] * (hidden.dim() - 1)), 0.0)
     return (new, *output[1:]) if isinstance(output, tuple) else new
-
-
-def _each_token_alone(mixer: Mixer, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward, cut: Tensor) -> Tensor:
-    """What the mixer says to each token of the marked rows when it is shown that token and nothing else."""
-    rows, tokens = forward.positions.shape
-    chosen = cut.nonzero()[:, 0]
-    kept = [getattr(*holder(mixer.module, name)) for name in mixer.state_names]
-
-    def lone(value: Any, part: slice) -> Any:
-        """[rows, tokens, ...] -> [chosen rows * some tokens, 1, ...]; anything that is not per token stays as it is."""
-        if isinstance(value, (tuple, list)):
-            return type(value)(lone(item, part) for item in value)
-        if not isinstance(value, Tensor) or value.dim() < 2 or value.shape[1] != tokens or value.shape[0] not in (1, rows):
-            return value
-        of_part = value.expand(rows, *value.shape[1:])[chosen, part]
-        return of_part.reshape(of_part.shape[0] * of_part.shape[1], 1, *of_part.shape[2:])
-
-    pieces = []
-    at_once = max(1, _TOKENS_AT_ONCE // len(chosen))
-    for start in range(0, tokens, at_once):
-        part = slice(start, min(start + at_once, tokens))
-        named = {
-            key: None if key in _CACHES or key == "attention_mask" else False if key == "use_cache" else lone(value, part)
-            for key, value in kwargs.items()
-        }
-        plain = [None if _is_cache(value) else lone(value, part) for value in args]
-        with _chunks_of_one(mixer.module, cut.device):
-            out = _first(mixer.module.forward(*plain, **named))
-        pieces.append(out.reshape(len(chosen), part.stop - part.start, *out.shape[2:]))
-    for name, value in zip(mixer.state_names, kept, strict=True):
-        setattr(*holder(mixer.module, name), value)
-    return torch.cat(pieces, 1)
-
-
-@contextmanager
-def _chunks_of_one(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Mamba-2 mixers pad every sequence to whole chunks: on a CPU, a lone token need not cost as much as a chunk.
-
-    Libraries for other devices have smallest chunks of their own, so there nothing is changed.
-    """
-    size = getattr(module, "chunk_size", None)
-    if not isinstance(size, int) or device.type != "cpu":
-        yield
-        return
-    try:
-        module.chunk_size = 1  # type: ignore[assignment]
-        yield
-    finally:
-        module.chunk_size = size  # type: ignore[assignment]
-
-
-def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") or hasattr(value, "update_conv_state")
 
 
 def holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:

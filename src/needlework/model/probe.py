@@ -19,7 +19,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
+from needlework.model.cuts import first
 from needlework.model.families import Family
+from needlework.model.groups import NO_GROUPS, groups_of, short_convolution
 from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, holder
 
@@ -50,6 +52,8 @@ class _Log:
     stack: list[nn.Module] = field(default_factory=list)
     mixers: dict[nn.Module, int] = field(default_factory=dict)  # -> layer in the cache
     returned_keys: list[Tensor] = field(default_factory=list)
+    projections: dict[nn.Module, nn.Linear] = field(default_factory=dict)  # module -> the linear map whose output it returns
+    projected: tuple[nn.Linear, Tensor] | None = None  # the last one that read [rows, tokens, channels], and what it said
 
 
 _LOG: ContextVar[_Log | None] = ContextVar("needlework_probe_log", default=None)
@@ -106,6 +110,10 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
 
     def left(module: nn.Module, args: Any, output: Any) -> None:
         log.stack.pop()
+        if isinstance(module, nn.Linear) and args and args[0].dim() == 3:
+            log.projected = (module, output)
+        elif log.projected is not None and first(output) is log.projected[1]:
+            log.projections[module] = log.projected[0]
 
     hooks = [
         module_hooks.register_module_forward_pre_hook(entered),
@@ -160,7 +168,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
         cache_layers = log.mixers
         if family.mixer_class:
             cache_layers = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
-        mixers = tuple(Mixer(_number(paths[m]), m, cache_layer, family.state_names) for m, cache_layer in cache_layers.items())
+        mixers = tuple(_mixer(m, _number(paths[m]), layer, family, log, memory) for m, layer in cache_layers.items())
     layers = _layers(paths, calls, index_of, mixers, memory)
     anatomy = Anatomy(
         model_type=config.model_type,
@@ -193,6 +201,15 @@ def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None,
 @functools.cache
 def _parameter_names(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
+
+
+def _mixer(module: nn.Module, layer: int, cache_layer: int, family: Family, log: _Log, memory: Memory) -> Mixer:
+    """A mixer; its groups where its last step is one linear map, its convolution where the cache has one window for it."""
+    output = log.projections.get(module)
+    groups = groups_of(module, output.in_features)[1] if output is not None else 0
+    windows = memory.states_of(cache_layer, "conv")
+    convolution = short_convolution(module) if len(windows) == 1 else None
+    return Mixer(layer, module, cache_layer, family.state_names, groups, output, convolution)
 
 
 def _stateful(family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[int, nn.Module, str]]:
@@ -241,12 +258,27 @@ def _layers(
             kv_bytes,
         )
     for mixer in mixers:
-        slots = [slot.tensor for slot in memory.slots("recurrent") if slot.layer == mixer.cache_layer]
-        state = sum(x.numel() * x.element_size() for x in slots)
-        name = type(mixer.module).__name__
-        recurrent[mixer.layer] = RecurrentPart(paths[mixer.module], name, _parameters(mixer.module), state)
+        recurrent[mixer.layer] = _recurrent_part(mixer, paths[mixer.module], memory)
     count = max([_stack_size(paths), *(1 + i for i in (*attention, *recurrent))])
     return tuple(Layer(i, attention.get(i), recurrent.get(i)) for i in range(count))
+
+
+def _recurrent_part(mixer: Mixer, path: str, memory: Memory) -> RecurrentPart:
+    module, output = mixer.module, mixer.output
+    slots = [slot for slot in memory.slots("recurrent") if slot.layer == mixer.cache_layer]
+    width = output.in_features if isinstance(output, nn.Linear) else 0
+    return RecurrentPart(
+        path=path,
+        mixer=type(module).__name__,
+        parameters=_parameters(module),
+        state_bytes=sum(slot.tensor.numel() * slot.tensor.element_size() for slot in slots),
+        groups=mixer.groups,
+        group_kind=groups_of(module, width)[0] if mixer.groups else "",
+        group_width=width // mixer.groups if mixer.groups else 0,
+        no_groups_reason="" if mixer.groups else NO_GROUPS,
+        taps=mixer.convolution.kernel_size[0] if mixer.convolution is not None else 0,
+        carries_state=any(slot.kind == "state" for slot in slots),
+    )
 
 
 def _parameters(module: nn.Module) -> int:

@@ -1,0 +1,60 @@
+"""What retrieval and facts owe to the recurrent side of a toy-language model: the figures and pictures of docs/recurrent.md.
+
+python docs/recurrent.py tiny-jamba --needles 30 --distractors 3 --facts 48 --out docs/recurrent
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import needlework as nw
+from needlework.heads.recurrent_views import picture, table
+from needlework.options import show
+from needlework.tasks.base import Item, make_task
+from needlework.terminal import Bar
+
+DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
+SUBJECTS = 6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    for name, default in (("needles", 30), ("distractors", 3), ("length", 128), ("facts", 48), ("seed", 101), ("draws", 5)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--out", type=Path, help="directory for NAME.json and NAME.png")
+    asked = parser.parse_args()
+    subject = nw.load(asked.model)
+
+    def items(**task: object) -> list[Item]:
+        anatomy = subject.anatomy
+        return list(make_task(task).items(subject.tokenizer, asked.seed, anatomy.window, anatomy.max_tokens))
+
+    needles = {
+        "kind": "niah",
+        "lengths": [asked.length],
+        "samples": asked.needles // len(DEPTHS),
+        "distractors": asked.distractors,
+    }
+    facts = items(kind="cloze", per_subject=asked.facts // SUBJECTS)
+    with Bar(100, "%") as bar:
+        bar.show(asked.model)
+        side = nw.recurrent_side(
+            subject,
+            items(**needles),
+            beside={"facts": facts},
+            seed=asked.seed,
+            draws=asked.draws,
+            progress=lambda share: bar.advance(max(0, int(100 * share) - bar.count)),
+        )
+    show(table(side))
+    if asked.out:
+        asked.out.mkdir(parents=True, exist_ok=True)
+        picture(side, asked.out / f"{asked.model}.png", asked.model)
+        (asked.out / f"{asked.model}.json").write_text(json.dumps(side.to_dict()) + "\n")
+
+
+if __name__ == "__main__":
+    main()
