@@ -12,8 +12,8 @@ from torch import Tensor
 
 from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError
-from needlework.heads.attention import Spotter, entropy, watching
 from needlework.heads.judging import keeping, mean
+from needlework.heads.looking import Spotter, entropy, watching
 from needlework.heads.samples import Progress, Sample, clusters, correct
 from needlework.interventions.acts import Phase
 from needlework.interventions.attention import KeepHeads

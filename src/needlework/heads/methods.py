@@ -97,8 +97,11 @@ def table() -> dict[str, Method]:
 
 def chosen(names: Iterable[str]) -> list[Method]:
     """The methods of these names, each once; what is no method is an error with the nearest one."""
-    known = table()
-    for name in names:
-        if name not in known:
-            raise NeedleworkError(f"heads are not ranked by {name!r}; {did_you_mean(name, known)}")
-    return [known[name] for name in dict.fromkeys(names)]
+    wanted = list(dict.fromkeys(names))
+    for module in MODULES:
+        if not set(wanted) <= METHODS.keys():  # those that look at attention come first, and bring no torch
+            import_module(f"{__package__}.{module}")
+    for name in wanted:
+        if name not in METHODS:
+            raise NeedleworkError(f"heads are not ranked by {name!r}; {did_you_mean(name, METHODS)}")
+    return [METHODS[name] for name in wanted]
