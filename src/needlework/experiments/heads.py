@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from needlework.errors import NeedleworkError
 from needlework.experiments.shipped import get
+from needlework.heads import foreign
 from needlework.heads.judging import SmallestSet
 from needlework.heads.methods import Method, chosen, table
 from needlework.heads.rank import Steps, origin, rank_by
 from needlework.heads.samples import NAMES, draw, named_tasks, retrieval_tasks, untouched
-from needlework.heads.survey import Settings, survey
+from needlework.heads.survey import Settings, Survey, survey
 from needlework.interventions.ranking import Ranking
 from needlework.tasks.base import Task
 
@@ -55,6 +56,25 @@ def methods_of(by: str | Sequence[str] | None, subject: Subject) -> list[Method]
         return chosen(names)
     small = len(subject.anatomy.heads) <= CEILING_HEADS
     return [m for m in table().values() if m.kind in ("attention", "contribution") or (small and m.name == CEILING)]
+
+
+def heads_of(
+    subject: Subject,
+    by: str | Sequence[str] | None = None,
+    task: Tasks = "niah",
+    *,
+    files: Sequence[Path] = (),
+    name: str = "",
+    progress: bool = False,
+    **settings: Any,
+) -> Survey:
+    """Everything that `needlework heads` finds out. `files` hold rankings to be judged beside those that are made now."""
+    measured = Settings(**settings)
+    given = {f"{file.stem}": foreign.read(file, subject.anatomy) for file in files}
+    methods = [] if files and not by else methods_of(by, subject)
+    if clash := given.keys() & {method.name for method in methods} or len(given) < len(files):
+        raise NeedleworkError(f"two rankings have one name ({clash or [file.stem for file in files]}); rename a file")
+    return survey(subject, tasks_of(task, subject), methods, measured, given=given, name=name, shown=progress)
 
 
 def rank(

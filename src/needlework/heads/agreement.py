@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -62,10 +62,3 @@ def _ranks(values: np.ndarray) -> np.ndarray:
 def matrix(rankings: Mapping[str, Ranking], k: int | None = None) -> dict[str, dict[str, Agreement]]:
     """Every ranking with every other."""
     return {a: {b: agreement(rankings[a], rankings[b], k) for b in rankings} for a in rankings}
-
-
-def table_rows(agreements: Mapping[str, Mapping[str, Agreement]]) -> list[Sequence[str]]:
-    """Of each pair once: names, rank correlation, overlap."""
-    names = list(agreements)
-    pairs = [(a, b) for i, a in enumerate(names) for b in names[i + 1 :]]
-    return [(a, b, f"{(found := agreements[a][b]).spearman:.2f}", f"{100 * found.overlap:.0f}") for a, b in pairs]

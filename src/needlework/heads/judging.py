@@ -14,7 +14,7 @@ from needlework.interventions.acts import draw
 from needlework.interventions.attention import AblateAttention, OnlyHeads
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.ranking import Ranking
-from needlework.stats import Estimate, accuracy, cluster_sums, interval, resample, retained
+from needlework.stats import Estimate, accuracy, cluster_sums, interval, resample, retained, wilson
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
@@ -65,9 +65,12 @@ class Curve:
 
 
 def mean(values: np.ndarray, of: Sequence[str]) -> Estimate:
-    """A mean over samples, whole clusters resampled."""
+    """A mean over samples, whole clusters resampled. Where all samples are alike, Wilson's interval: none of them is certain."""
     totals = resample(cluster_sums(of, [values]))
     low, high = interval(totals[:, 0] / totals[:, 1])
+    if low == high:
+        at_edge = wilson(float(values.sum()), len(values))
+        low, high = at_edge.low, at_edge.high
     return Estimate(float(values.mean()), low, high, len(values))
 
 
