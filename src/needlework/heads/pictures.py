@@ -93,6 +93,7 @@ def _curves(survey: Survey) -> Any:
     ticks = [k for k in ordered[0].ks if k in (0, 1, 2, 4, 9, 21, 48, 108) or k == heads]
     ax.set_xticks(ticks, [str(k) for k in ticks])
     ax.minorticks_off()
+    ax.set_xlim(-0.15, 1.05 * heads)
     ax.set_ylim(-0.03, 1.05)
     ax.set_yticks([0, 0.5, 1], ["0", "50", "100"])
     ax.set_xlabel(f"heads kept of {heads}, all others silent at every position")
@@ -113,7 +114,7 @@ def _dynamic(survey: Survey) -> Any:
     """What each way to choose heads keeps, with its interval."""
     assert survey.dynamic is not None
     ways = survey.dynamic.ways
-    canvas = _canvas(5.4, 0.26 * len(ways) + 0.9)
+    canvas = _canvas(6.8, 0.26 * len(ways) + 0.9)
     ax = canvas.subplots()
     for row, way in enumerate(ways):
         kind = way.name.partition(":")[0]
@@ -126,6 +127,6 @@ def _dynamic(survey: Survey) -> Any:
     ax.set_xlim(-0.03, 1.03)
     ax.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
     ax.grid(axis="x", linewidth=0.3, color="#d0d0d0")
-    ax.set_xlabel(f"retrieval, exact match [%], 95 % intervals, n = {ways[0].retrieval.n}")
-    ax.set_title(f"{survey.model.name}: {survey.dynamic.share:.0%} of the heads of each layer")
+    ax.set_xlabel(f"retrieval [%], 95 % intervals, n = {ways[0].retrieval.n}")
+    canvas.suptitle(f"{survey.model.name}: {survey.dynamic.share:.0%} of the heads of each layer, static or dynamic", fontsize=9)
     return canvas
