@@ -8,6 +8,7 @@ once for all heads, and only what a head says while the answer is given counts.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -48,15 +49,28 @@ class Outcome(NamedTuple):
     right: np.ndarray  # [trials] it is still what the model would say; not known (all False) for the decode phase alone
 
 
-def ask(subject: Subject, trials: Sequence[Trial], when: When, progress: Progress, start: float = 0.0, end: float = 1.0) -> Outcome:
-    """All trials in one run of the engine, so that whatever they have in common is computed once."""
+def no_progress(share: float) -> None:
+    """For what is a small part of the work."""
+
+
+def ask(
+    subject: Subject,
+    trials: Sequence[Trial],
+    when: When = "both",
+    progress: Progress = no_progress,
+    span: tuple[float, float] = (0.0, 1.0),
+) -> Outcome:
+    """All trials in one run of the engine, so that whatever they have in common is computed once.
+
+    `span` is the part of the whole work that this is, for the progress.
+    """
     log_p, right = np.full(len(trials), np.nan), np.zeros(len(trials), bool)
     for done, (i, answer) in enumerate(subject.engine.run([_request(trial, when) for trial in trials])):
         if answer.error:
             raise NeedleworkError(f"{trials[i].question.item.id} under {trials[i].intervention}: {answer.error}")
         log_p[i] = answer.totals[0] if when == "both" else sum(answer.logprobs)
         right[i] = when == "both" and answer.greedy[0]
-        progress(start + (end - start) * (done + 1) / len(trials))
+        progress(span[0] + (span[1] - span[0]) * (done + 1) / len(trials))
     return Outcome(log_p, right)
 
 
@@ -88,9 +102,7 @@ def evidence(asked: Sequence[Question], items: Sequence[Item]) -> dict[str, Any]
 
 
 @method("leave_one_out", "causal", "what the right answer loses (log P) when this head alone is silenced everywhere")
-def leave_one_out(
-    subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress, when: When = "both"
-) -> Scores:
+def leave_one_out(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress, when: When = "both") -> Scores:
     asked = questions(subject, items)
     acts = [NONE, *(AblateHeads(heads=(head,), phase=when) for head in subject.anatomy.heads)]
     log_p = _each_head(subject, asked, acts, when, progress)
@@ -150,14 +162,17 @@ class _Changed(Part):
         return [ChangeOutputs(layer, self.function) for layer in self.where(scene.anatomy)]
 
 
-@method("patching", "causal", "how much of the right answer (log P) this head restores in the twin prompt, which has another needle")
+@method(
+    "patching",
+    "causal",
+    "share of the right answer's log P that this head restores in the twin prompt, where another needle stands",
+)
 def patching(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
     """The head's outputs at every position come from the prompt, all else from its twin: 0 restores nothing, 1 all of it."""
     asked = [question for question in questions(subject, items) if question.item.twins]
     if not asked:
         raise NeedleworkError("patching needs samples with a twin, a prompt with another needle: set twins: true in the task")
-    quiet: Progress = lambda share: None  # noqa: E731
-    in_twin = ask(subject, [Trial(_twin(question), NONE) for question in asked], "both", quiet).log_p
+    in_twin = ask(subject, [Trial(_twin(question), NONE) for question in asked]).log_p
     gaps = np.array([question.log_p for question in asked]) - in_twin
     kept = [i for i, gap in enumerate(gaps) if gap >= _LEAST_GAP]
     if not kept:
@@ -167,10 +182,10 @@ def patching(subject: Subject, items: Sequence[Item], *, seed: int, progress: Pr
     for start in range(0, len(kept), at_once):
         some = kept[start : start + at_once]
         tapes = {i: Tape() for i in some}
-        ask(subject, [Trial(asked[i], _Changed(function=tapes[i].record)) for i in some], "both", quiet)
+        ask(subject, [Trial(asked[i], _Changed(function=tapes[i].record)) for i in some])
         trials = [Trial(_twin(asked[i]), _Changed(function=tapes[i].playing(h), layers=(h.layer,))) for i in some for h in heads]
         share = (start / len(kept), (start + len(some)) / len(kept))
-        patched = ask(subject, trials, "both", progress, *share).log_p.reshape(len(some), len(heads))
+        patched = ask(subject, trials, progress=progress, span=share).log_p.reshape(len(some), len(heads))
         each.append((patched - in_twin[some, None]) / gaps[some, None])
     used = [asked[i] for i in kept]
     return Scores.of_samples(np.concatenate(each), **evidence(used, items), gap=float(gaps[kept].mean()))
@@ -178,7 +193,5 @@ def patching(subject: Subject, items: Sequence[Item], *, seed: int, progress: Pr
 
 def _twin(question: Question) -> Question:
     """The same answer asked of the twin prompt, in which another needle stands."""
-    from dataclasses import replace
-
     item = question.item
     return replace(question, item=replace(item, prompt=next(iter(item.twins.values()))))

@@ -5,7 +5,7 @@ answer, a key j adds phi(t, j) = a(t, j) * u_y . W_O v_j to the logit of y on th
 value, W_O the head's part of the output projection (without its bias, which is no head's) and u_y the row of the unembedding,
 raw: neither the final norm nor later layers are taken into account, as in the authors' own code. The score of a sample is the sum
 over the needle's keys less the sum over all other keys that the query sees, scaled to as many keys as the needle has, averaged
-over the answer's tokens. Where a model multiplies heads by a gate between attention and projection, v_j is gated as that query is.
+over the answer's tokens. Where a model multiplies heads by a gate between attention and projection, v_j is gated as the query is.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Writing:
             yield
 
 
-@method("locos", "contribution", "what the head writes towards the answer because it looks at the needle (LOCOS, arXiv 2607.01002)")
+@method("locos", "contribution", "what the head writes towards the answer because it looks at the needle (LOCOS, 2607.01002)")
 def locos(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
     asked = [question for question in questions(subject, items) if question.item.spans.get("needle")]
     if not asked:
@@ -130,7 +130,11 @@ def locos(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progr
     return Scores.of_samples(sums / writing.steps[:, None], **evidence(asked, items))
 
 
-@method("gradient", "contribution", "gradient of the right answer's log P by a gate on the head: gradient x activation at all positions")
+@method(
+    "gradient",
+    "contribution",
+    "slope of the right answer's log P by a gate on the head: gradient x activation",
+)
 def gradient(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
     """A first-order guess of `leave_one_out`, of all heads by one backward pass: d log P / d gate where every gate is 1."""
     asked = questions(subject, items)

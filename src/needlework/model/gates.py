@@ -69,7 +69,7 @@ def _logits(body: Body, ids: Tensor, gates: Tensor) -> Tensor:
     widths = [part.query_heads for _, part in body.anatomy.attention_parts()]
     layers = (layer for layer, _ in body.anatomy.attention_parts())
     edits: dict[int, LayerEdits] = {
-        layer: _Gated(gates=part) for layer, part in zip(layers, gates.split(widths, dim=1), strict=True)
+        layer: _Gated(gates=part) for layer, part in zip(layers, torch.split(gates, widths, dim=1), strict=True)
     }
     tally = Tally(ids.shape[0])
     forward = Forward("prefill", positions, slots, tally, body.attention, edits, fast=body.kernels == "fast")
