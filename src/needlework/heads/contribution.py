@@ -39,14 +39,16 @@ class Writing:
     each_sample = False
 
     def __init__(self, subject: Subject, samples: int) -> None:
-        self._layers = {layer.index: (len(layer.heads), layer) for layer in subject.anatomy.attention_layers}
         self._unembedding: Tensor = subject.model.get_output_embeddings().weight.detach()
         self._body = subject.body
-        self.sums = {index: np.zeros((samples, heads)) for index, (heads, _) in self._layers.items()}
+        shapes = {layer.index: (samples, len(layer.heads)) for layer in subject.anatomy.attention_layers}
+        self.contrast = {layer: np.zeros(shape) for layer, shape in shapes.items()}  # summed over steps
+        self.written = {layer: np.zeros(shape) for layer, shape in shapes.items()}  # from all keys
         self.steps = np.zeros(samples)
         self._samples: list[int] = []  # by slot
         self._needle = torch.empty(0, 0)
-        self._said: list[tuple[int, Tensor, Tensor]] = []  # this step: layer, contrast [rows, heads, dim], all of it
+        # This step, call by call: layer; from the needle and from all keys [rows, heads, dim]; the needle's keys over the others
+        self._said: list[tuple[int, Tensor, Tensor, Tensor]] = []
         self._towards: list[tuple[nn.Linear, Tensor]] = []  # projection of each of them, and what it was given [rows, heads, dim]
 
     def begin(self, requests: Sequence[Request], device: torch.device) -> None:
@@ -66,10 +68,9 @@ class Writing:
         seen = (k >= 0) & (k <= block.q_positions) if block.visible is None else block.visible[:, 0, 0].expand_as(k)
         needle = needle & seen
         ours, others = needle.sum(1), (seen & ~needle).sum(1)  # [rows] keys
-        share = ours / others.clamp_min(1)
-        weights = torch.where(needle, 1.0, -share[:, None])[:, None, None]  # [rows, 1, 1, keys]
         dtype = self._unembedding.dtype
-        self._said.append((layer, block.mix((p * weights).to(dtype))[:, 0], block.mix(p.to(dtype))[:, 0]))
+        from_needle, from_all = (block.mix(x.to(dtype))[:, 0] for x in (p * needle[:, None, None], p))
+        self._said.append((layer, from_needle, from_all, ours / others.clamp_min(1)))
 
     def project(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """The linear map that is entered first after attention, as wide as its heads: the output projection."""
@@ -77,20 +78,21 @@ class Writing:
         if forward is None or forward.phase != "decode" or len(self._towards) == len(self._said) or not args:
             return
         assert isinstance(module, nn.Linear)
-        _, contrast, _ = self._said[-1]
-        if args[0].numel() == contrast.numel():
-            self._towards.append((module, args[0].reshape(contrast.shape)))
+        whole = self._said[-1][2]
+        if args[0].numel() == whole.numel():
+            self._towards.append((module, args[0].reshape(whole.shape)))
 
     def chose(self, slots: Tensor, tokens: Tensor) -> None:
         if len(self._towards) != len(self._said):
             raise NeedleworkError("locos: no linear map takes what the heads of some layer say, so what they write is not known")
         places = [self._samples[slot] for slot in slots.tolist()]
         direction = self._unembedding[tokens].float()  # [rows, hidden]
-        for (layer, contrast, whole), (projection, given) in zip(self._said, self._towards, strict=True):
+        for (layer, of_needle, whole, share), (projection, given) in zip(self._said, self._towards, strict=True):
             gate = torch.where(whole == 0, 1.0, given / whole).float()  # 1 where there is none
-            towards = (direction @ projection.weight.float()).view(contrast.shape)  # [rows, heads, dim]
-            written = (towards * gate * contrast.float()).sum(-1)
-            np.add.at(self.sums[layer], places, written.double().cpu().numpy())
+            towards = (direction @ projection.weight.float()).view(whole.shape) * gate  # [rows, heads, dim]
+            ours, all_ = ((towards * x.float()).sum(-1).double() for x in (of_needle, whole))  # [rows, heads]
+            np.add.at(self.contrast[layer], places, (ours - share[:, None] * (all_ - ours)).cpu().numpy())
+            np.add.at(self.written[layer], places, all_.cpu().numpy())
         np.add.at(self.steps, places, 1)
         self._said.clear()
         self._towards.clear()
@@ -126,7 +128,7 @@ def locos(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progr
             if answer.error:
                 raise NeedleworkError(f"{asked[i].item.id}: {answer.error}")
             progress((done + 1) / len(requests))
-    sums = np.concatenate([writing.sums[layer.index] for layer in subject.anatomy.attention_layers], 1)
+    sums = np.concatenate([writing.contrast[layer.index] for layer in subject.anatomy.attention_layers], 1)
     return Scores.of_samples(sums / writing.steps[:, None], **evidence(asked, items))
 
 
