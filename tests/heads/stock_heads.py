@@ -71,7 +71,11 @@ class Stock:
 
     def __init__(self, name: str) -> None:
         self.model, self.anatomy = build(name), cases.subject(name).anatomy
-        self.modules = {layer.index: self.model.get_submodule(part.path) for layer in self.anatomy.attention_layers if (part := layer.attention)}
+        self.modules = {
+            layer.index: self.model.get_submodule(part.path)
+            for layer in self.anatomy.attention_layers
+            if (part := layer.attention)
+        }
 
     def projection(self, layer: int) -> nn.Linear:
         part = self.anatomy.attention(layer)
@@ -142,7 +146,9 @@ def score(method: str, name: str, items: Sequence[Item] | None = None, **options
     from needlework.heads.methods import METHODS
 
     seen: list[float] = []
-    scores = METHODS[method].score(cases.subject(name), items or samples(name), seed=options.pop("seed", 0), progress=seen.append, **options)
+    scores = METHODS[method].score(
+        cases.subject(name), items or samples(name), seed=options.pop("seed", 0), progress=seen.append, **options
+    )
     assert seen == sorted(seen) and seen[-1] == 1.0, "progress goes up, and ends at 1"
     return scores
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from stock_heads import Call, Spy, Stock, samples, score, stock
 from torch import Tensor
 
 import cases
@@ -15,9 +16,13 @@ from needlework.heads.contribution import Writing
 from needlework.model.gates import answer_log_p, differentiable
 from needlework.requests import Request
 from needlework.tasks.base import Item
-from stock_heads import Call, Spy, Stock, samples, score, stock
 
-FAMILIES = ["jamba", "recurrent_gemma", "llama", "qwen3_next"]  # grouped heads, a window and an output bias, plain, an output gate
+FAMILIES = [
+    "jamba",
+    "recurrent_gemma",
+    "llama",
+    "qwen3_next",
+]  # grouped heads, a window and an output bias, plain, an output gate
 STEP = 1e-3  # small: a mixture of experts may jump
 
 
