@@ -90,17 +90,12 @@ def test_patching_is_the_naive_loop(name: str) -> None:
         assert np.abs(expected).max() > 0.01
 
 
-def test_a_head_that_is_patched_everywhere_restores_everything() -> None:
-    """A model of one layer that says nothing but through one head's layer: all its heads' shares are those of the whole."""
-    scores = score("patching", "llama")
-    assert scores.evidence["gap"] > 0.1 and scores.each.shape == (len(scores.evidence["used"]), 16)
-
-
 def test_only_samples_that_are_answered_right_are_looked_at() -> None:
     good, other = samples("jamba")
     wrong = replace(other, options=(tuple((token + 1) % 100 for token in other.options[0]),))
     scores = score("leave_one_out", "jamba", [wrong, good])
-    assert scores.evidence["given"] == 2 and scores.evidence["used"] == [1] and len(scores.each) == 1
+    assert {"given": 2, "used": [1]}.items() <= scores.evidence.items()
+    assert len(scores.each) == 1
     assert scores.each[0] == pytest.approx(score("leave_one_out", "jamba", [good]).each[0], abs=1e-5)
     with pytest.raises(nw.NeedleworkError, match="answers none of the 1 samples right"):
         leave_one_out(cases.subject("jamba"), [wrong], seed=0, progress=lambda share: None)

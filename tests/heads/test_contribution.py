@@ -22,7 +22,7 @@ FAMILIES = [
     "recurrent_gemma",
     "llama",
     "qwen3_next",
-]  # grouped heads, a window and an output bias, plain, an output gate
+]  # grouped heads; window and output bias; plain; output gate
 STEP = 1e-3  # small: a mixture of experts may jump
 
 
@@ -84,7 +84,7 @@ def test_a_needle_beyond_the_window_has_no_part() -> None:
 
 @cases.each(cases.WITH_HEADS)
 def test_what_all_heads_write_is_what_the_projection_gives(name: str) -> None:
-    """In every architecture, whatever stands between attention and projection: the sum over heads, towards each token that is said."""
+    """In every architecture, whatever stands between attention and projection: summed over heads, towards each token said."""
     subject, item = cases.subject(name), samples(name, 1)[0]
     given: dict[int, list[Tensor]] = {layer.index: [] for layer in subject.anatomy.attention_layers}
     writing = Writing(subject, 1)

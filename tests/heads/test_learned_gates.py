@@ -13,6 +13,7 @@ import cases
 import needlework as nw
 from needlework.anatomy import Head
 from needlework.heads.gates import learned
+from needlework.heads.methods import Scores
 from needlework.model.gates import answer_log_p, differentiable
 from needlework.tasks.base import Item, make_task
 
@@ -33,14 +34,14 @@ def planted() -> tuple[nw.Subject, tuple[Item, ...]]:
     return subject, tuple(task.items(subject.tokenizer, 0, None, None))
 
 
-def _learned(**options: float) -> nw.heads.methods.Scores:  # type: ignore[name-defined]
+def _learned(**options: float) -> Scores:
     subject, items = planted()
     return learned(subject, items, seed=0, progress=lambda share: None, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 def test_planted_heads_stay_open_and_no_others() -> None:
-    subject, items = planted()
+    subject = planted()[0]
     scores = _learned(steps=100, penalty=1.0)
     best = {subject.anatomy.heads[i] for i in np.argsort(-scores.values)[: len(PLANTED)]}
     assert best == set(PLANTED)
@@ -67,5 +68,6 @@ def test_one_seed_gives_one_result_and_a_price_closes_gates() -> None:
     assert np.array_equal(a.values, b.values)
     dear = score("learned", "jamba", steps=8, penalty=100.0)
     free = score("learned", "jamba", steps=8, penalty=0.0)
-    assert dear.values.mean() < free.values.mean() and np.all((dear.values >= 0) & (free.values <= 1))
+    assert dear.values.mean() < free.values.mean()
+    assert np.all((dear.values >= 0) & (free.values <= 1))
     assert max(dear.evidence["gates"]) < 1  # all pay

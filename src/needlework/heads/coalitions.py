@@ -69,7 +69,8 @@ def fair_shares(
         for walk, coalitions in zip(alive, asked, strict=True):
             whole = ends[2 * walk.game + 1]
             walk.take([float(known[c]) if c in known else whole for c in coalitions])
-        alive = [w for w in alive if w.joined < players and abs(ends[2 * w.game + 1] - w.worth) > tolerance]
+        open_ = tolerance == 0  # then none ends early, not even one that has by chance come to the worth of all
+        alive = [w for w in alive if w.joined < players and (open_ or abs(ends[2 * w.game + 1] - w.worth) > tolerance)]
         progress(1 - sum(players - walk.joined for walk in alive) / (players * len(walks)))
     sums, counts = np.zeros((games, players)), np.zeros(games)
     for walk in walks:
