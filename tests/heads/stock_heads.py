@@ -1,4 +1,4 @@
-"""The slow way to look at heads: stock transformers, one forward for each sample and head, plain hooks. Nothing of needlework's model code.
+"""The slow way to look at heads: stock transformers, one forward for each sample and head, plain hooks, no code of ours.
 
 `Stock` runs a tiny model with an attention function of a few lines, which writes down what it did and lets a test change what a
 head says before the model's own gate and projection.
@@ -19,7 +19,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask
 
 import cases
-import needlework as nw
 from needlework.tasks.base import Item
 from tiny import build
 
@@ -71,11 +70,7 @@ class Stock:
 
     def __init__(self, name: str) -> None:
         self.model, self.anatomy = build(name), cases.subject(name).anatomy
-        self.modules = {
-            layer.index: self.model.get_submodule(part.path)
-            for layer in self.anatomy.attention_layers
-            if (part := layer.attention)
-        }
+        self.modules = {layer: self.model.get_submodule(part.path) for layer, part in self.anatomy.attention_parts()}
 
     def projection(self, layer: int) -> nn.Linear:
         part = self.anatomy.attention(layer)
@@ -146,12 +141,8 @@ def score(method: str, name: str, items: Sequence[Item] | None = None, **options
     from needlework.heads.methods import METHODS
 
     seen: list[float] = []
-    scores = METHODS[method].score(
-        cases.subject(name), items or samples(name), seed=options.pop("seed", 0), progress=seen.append, **options
-    )
-    assert seen == sorted(seen) and seen[-1] == 1.0, "progress goes up, and ends at 1"
+    seed = options.pop("seed", 0)
+    scores = METHODS[method].score(cases.subject(name), items or samples(name), seed=seed, progress=seen.append, **options)
+    assert seen == sorted(seen), "progress goes up"
+    assert seen[-1] == 1.0, "and ends at 1"
     return scores
-
-
-def subject(name: str) -> nw.Subject:
-    return cases.subject(name)

@@ -165,7 +165,7 @@ class _Changed(Part):
 @method(
     "patching",
     "causal",
-    "share of the right answer's log P that this head restores in the twin prompt, where another needle stands",
+    "share of the right answer's log P that this head restores in a twin prompt with another needle",
 )
 def patching(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
     """The head's outputs at every position come from the prompt, all else from its twin: 0 restores nothing, 1 all of it."""

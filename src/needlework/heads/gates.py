@@ -22,9 +22,7 @@ if TYPE_CHECKING:
     from needlework.subject import Subject
 
 
-@method(
-    "learned", "learned", "how long a gate on the head stays open in training that makes open gates cost (L1; after DuoAttention)"
-)
+@method("learned", "learned", "how long a gate on the head stays open in training that taxes gates (L1; after DuoAttention)")
 def learned(
     subject: Subject,
     items: Sequence[Item],
