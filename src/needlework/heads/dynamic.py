@@ -12,7 +12,8 @@ from torch import Tensor
 
 from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError
-from needlework.heads.judging import keeping, mean
+from needlework.heads.causal import keeping
+from needlework.heads.judging import mean
 from needlework.heads.looking import Spotter, entropy, watching
 from needlework.heads.samples import Progress, Sample, clusters, correct
 from needlework.interventions.acts import Phase

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from needlework.anatomy import Anatomy, Head
+from needlework.heads.causal import keeping
 from needlework.heads.samples import Progress, Sample, clusters, correct
 from needlework.interventions.acts import draw
-from needlework.interventions.attention import AblateAttention, OnlyHeads
-from needlework.interventions.base import NONE, Intervention
+from needlework.interventions.base import NONE
 from needlework.interventions.ranking import Ranking
 from needlework.stats import Estimate, accuracy, cluster_sums, interval, resample, retained, wilson
 
@@ -72,13 +72,6 @@ def mean(values: np.ndarray, of: Sequence[str]) -> Estimate:
         at_edge = wilson(float(values.sum()), len(values))
         low, high = at_edge.low, at_edge.high
     return Estimate(float(values.mean()), low, high, len(values))
-
-
-def keeping(heads: Sequence[Head], anatomy: Anatomy) -> Intervention:
-    """These heads speak and no others, in both phases; none and all are allowed."""
-    if len(heads) == len(anatomy.heads):
-        return NONE
-    return OnlyHeads(heads=tuple(heads)) if heads else AblateAttention()
 
 
 def numbers(heads: int) -> tuple[int, ...]:

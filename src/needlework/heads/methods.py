@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 Kind = Literal["attention", "contribution", "causal", "learned"]  # what a method looks at; later ones cost more
 MODULES = (  # of this package that register methods; imported when the table is asked for
     "attention",
+    "contribution",
+    "causal",
+    "coalitions",
+    "gates",
 )
 
 

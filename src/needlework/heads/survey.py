@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 # What is measured on which samples: no number is judged on what it was chosen by.
 RANKED, AGAIN, CHOSEN, JUDGED = 0, 1, 2, 3  # added to the seed
+CHEAP = ("attention", "contribution")  # kinds of methods that are tried again on other samples: a look at each is enough
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ def survey(
     ranked = _Samples(subject, tasks, settings)
     for ranking in given.values():
         ranking.check(subject.anatomy, subject.body.weights)
-    repeats = 1 + settings.retest
-    with Steps(1 + repeats * len(methods) + 2 * settings.judge + settings.dynamic, shown) as steps:
+    again = [method for method in methods if settings.retest and method.kind in CHEAP]
+    with Steps(1 + len(methods) + len(again) + 2 * settings.judge + settings.dynamic, shown) as steps:
         with steps.step("asking the untouched model") as progress:
             samples = ranked.at(RANKED)
             right = untouched(subject, samples, progress)
@@ -128,10 +129,10 @@ def survey(
             found.rankings[method.name] = one.ranking
             found.retests[method.name] = Retest(_halves(one), None)
         found.rankings |= given
-        for method in methods if settings.retest else ():
+        for method in again:
             with steps.step(f"again by {method.name}") as progress:
-                again = rank_by(subject, method, ranked.at(AGAIN), settings.seed + AGAIN, progress, of)
-            both = agreement(found.rankings[method.name], again.ranking)
+                second = rank_by(subject, method, ranked.at(AGAIN), settings.seed + AGAIN, progress, of)
+            both = agreement(found.rankings[method.name], second.ranking)
             found.retests[method.name] = Retest(found.retests[method.name].halves, both)
         if settings.judge:
             with steps.step("judging rankings") as progress:
