@@ -129,17 +129,18 @@ def heads(
 
     Rankings are judged on samples that they have not seen. docs/heads.md says what each method and number means.
     """
-    from needlework.experiments.heads import heads_of
+    from needlework.experiments.heads import check_methods, heads_of
     from needlework.heads import tables
+    from needlework.heads.survey import Settings
 
     if methods:
         listed = tables.methods()
         return show(listed.sheet(), [dict(zip(listed.columns, row, strict=True)) for row in listed.rows], as_json)
     tables.check_out(out, export)
+    check_methods(by)
+    settings = Settings(samples, held_out, seed, keep, share, judge, dynamic, retest)
     subject = nw.load(model, **loading)
-    measured = {"samples": samples, "held_out": held_out, "seed": seed, "keep": keep, "share": share}
-    chosen = {"judge": judge, "dynamic": dynamic, "retest": retest}
-    found = heads_of(subject, by, task, files=import_, name=Path(model).name, progress=not as_json, **measured, **chosen)
+    found = heads_of(subject, by, task, settings, files=import_, name=Path(model).name, progress=not as_json)
     written = tables.save(found, out, export) if out else []
     if as_json:
         return typer.echo(json.dumps(found.to_dict(), indent=1))

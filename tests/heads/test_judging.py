@@ -129,7 +129,7 @@ def test_a_model_that_cannot_do_the_task_is_not_ranked() -> None:
         (lambda s: nw.rank(s, task="nihaa"), "no file and no shipped plan is called 'nihaa'"),
         (
             lambda s: nw.rank(s, task=nw.tasks.make_task({"kind": "niah_choice"})),
-            "no task here generates what stands in its prompt",
+            "no task here generates",
         ),
         (lambda s: nw.smallest_set(s, keep=0), "keep=0 is the share"),
         (lambda s: nw.smallest_set(s, keep=1.5), "keep=1.5 is the share"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from needlework.errors import NeedleworkError
 from needlework.experiments.shipped import get
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from needlework.subject import Subject
 
 Tasks = str | Path | Task | Sequence[Task]
+ALL = "all"  # methods
 CEILING, CEILING_HEADS = "greedy", 64  # a search over sets: what a ranking could be at best; of larger models only if asked for
 
 
@@ -47,10 +48,15 @@ def _retrieving(tasks: list[Task]) -> list[Task]:
     return kept
 
 
+def check_methods(by: Sequence[str]) -> None:
+    """Refuse what is no method, before a model is loaded for it."""
+    chosen(name for name in by if name != ALL)
+
+
 def methods_of(by: str | Sequence[str] | None, subject: Subject) -> list[Method]:
     """Methods by name; `all`; by default those that cost little, and greedy search as a ceiling for a small model."""
     names = [by] if isinstance(by, str) else list(by or ())
-    if "all" in names:
+    if ALL in names:
         return list(table().values())
     if names:
         return chosen(names)
@@ -62,19 +68,18 @@ def heads_of(
     subject: Subject,
     by: str | Sequence[str] | None = None,
     task: Tasks = "niah",
+    settings: Settings | None = None,
     *,
     files: Sequence[Path] = (),
     name: str = "",
     progress: bool = False,
-    **settings: Any,
 ) -> Survey:
     """Everything that `needlework heads` finds out. `files` hold rankings to be judged beside those that are made now."""
-    measured = Settings(**settings)
     given = {f"{file.stem}": foreign.read(file, subject.anatomy) for file in files}
     methods = [] if files and not by else methods_of(by, subject)
     if clash := given.keys() & {method.name for method in methods} or len(given) < len(files):
         raise NeedleworkError(f"two rankings have one name ({clash or [file.stem for file in files]}); rename a file")
-    return survey(subject, tasks_of(task, subject), methods, measured, given=given, name=name, shown=progress)
+    return survey(subject, tasks_of(task, subject), methods, settings or Settings(), given=given, name=name, shown=progress)
 
 
 def rank(

@@ -63,8 +63,7 @@ def draw(subject: Subject, tasks: Sequence[Task], samples: int, seed: int) -> li
 
     Needles that the model's window leaves out are left out here: no head could have seen them.
     """
-    if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MOST_SAMPLES:
-        raise NeedleworkError(f"samples={samples!r} must be a whole number, at least 1 and at most {MOST_SAMPLES:,}")
+    check_count(samples)
     if not subject.anatomy.heads:
         raise NeedleworkError(f"{subject.anatomy.architecture} has no attention heads, so there is nothing to rank")
     if not tasks:
@@ -76,6 +75,11 @@ def draw(subject: Subject, tasks: Sequence[Task], samples: int, seed: int) -> li
     if not drawn:
         raise NeedleworkError("no needle of these tasks lies in the model's window; choose shorter lengths")
     return drawn
+
+
+def check_count(samples: int) -> None:
+    if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MOST_SAMPLES:
+        raise NeedleworkError(f"samples={samples!r} must be a whole number, at least 1 and at most {MOST_SAMPLES:,}")
 
 
 def _of_task(subject: Subject, task: Task, wanted: int, seed: int) -> Iterator[Sample]:

@@ -13,7 +13,7 @@ from needlework.heads.dynamic import Comparison, compare
 from needlework.heads.judging import RANDOM, Curve, SmallestSet, curves, smallest_set
 from needlework.heads.methods import Method
 from needlework.heads.rank import Ranked, Steps, origin, rank_by
-from needlework.heads.samples import Sample, draw, untouched
+from needlework.heads.samples import Sample, check_count, draw, untouched
 from needlework.interventions.ranking import Origin, Ranking
 from needlework.stats import Estimate, accuracy
 from needlework.tasks.base import Task
@@ -40,6 +40,8 @@ class Settings:
     retest: bool = True
 
     def __post_init__(self) -> None:
+        for count in (self.samples, self.held_out):
+            check_count(count)
         if not 0 < self.keep <= 1:
             raise NeedleworkError(f"keep={self.keep} is the share of retrieval that is left; it lies above 0 and is at most 1")
         if not 0 < self.share <= 1:
@@ -167,7 +169,8 @@ def _halves(ranked: Ranked) -> Agreement | None:
 
 def _smallest(subject: Subject, found: Survey, ranked: _Samples, keep: float, steps: Steps) -> SmallestSet:
     with steps.step("looking for the smallest set") as progress:
-        best = found.best
+        judged = [found.curves[name] for name in found.rankings]
+        best = min(judged, key=lambda curve: (curve.smallest(keep), -curve.area.value)).name
         return smallest_set(
             subject, found.rankings[best], found.curves[best], ranked.at(CHOSEN), ranked.at(JUDGED), keep, progress
         )
