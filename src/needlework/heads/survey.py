@@ -14,7 +14,7 @@ from needlework.heads.judging import RANDOM, Curve, SmallestSet, curves, smalles
 from needlework.heads.methods import Method
 from needlework.heads.rank import Ranked, Steps, origin, rank_by
 from needlework.heads.samples import Sample, check_count, draw, untouched
-from needlework.interventions.ranking import Origin, Ranking
+from needlework.interventions.ranking import Origin, Ranking, jsonable
 from needlework.stats import Estimate, accuracy
 from needlework.tasks.base import Task
 
@@ -82,7 +82,7 @@ class Survey:
 
     def to_dict(self) -> dict[str, Any]:
         floor = self.curves.get(RANDOM)
-        return {
+        found = {
             "format": "needlework heads",
             "version": 1,
             "model": self.model.model_dump(),
@@ -100,6 +100,8 @@ class Survey:
             "smallest_set": self.smallest.to_dict() if self.smallest else None,
             "static_or_dynamic": self.dynamic.to_dict() if self.dynamic else None,
         }
+        plain: dict[str, Any] = jsonable(found)
+        return plain
 
 
 def survey(
