@@ -50,11 +50,13 @@ PUBLIC = [
     "load",
     "observe",
     "parse",
+    "rank",
     "recurrent_side",
     "register",
     "report",
     "run",
     "sample_key",
+    "smallest_set",
     "tasks",
     "wrap",
 ]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from needlework.checkup.doctor import doctor
     from needlework.checkup.findings import Checkup
     from needlework.errors import NeedleworkError, TrialError
+    from needlework.experiments.heads import rank, smallest_set
     from needlework.experiments.result import Result
     from needlework.experiments.run import run
     from needlework.heads.recurrent import recurrent_side
@@ -76,11 +77,13 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "load": "subject",
     "observe": "observation",
     "parse": "interventions",
+    "rank": "experiments.heads",
     "recurrent_side": "heads.recurrent",
     "register": "interventions",
     "report": "report",  # a package that can be called
     "run": "experiments.run",
     "sample_key": "requests",
+    "smallest_set": "experiments.heads",
     "tasks": "tasks",
     "wrap": "subject",
 }
@@ -120,11 +123,13 @@ __all__ = [
     "load",
     "observe",
     "parse",
+    "rank",
     "recurrent_side",
     "register",
     "report",
     "run",
     "sample_key",
+    "smallest_set",
     "tasks",
     "wrap",
 ]

@@ -15,12 +15,14 @@ from typing import Any
 
 from needlework import plugins
 from needlework.errors import NeedleworkError, shown
-from needlework.experiments.crew import Crew, Timed, examined, timed
+from needlework.experiments.crew import Crew, Timed, examined, ranked, timed
 from needlework.experiments.foreman import Call, Fault, Foreman, Lost, Worker
 from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo, ModelSource, Seen, locate, look
 from needlework.experiments.plan import Model
+from needlework.interventions import Ranking
 from needlework.model.files import weights_hash
 from needlework.requests import Request
+from needlework.tasks.base import Item
 
 LOCAL = "local"  # a cluster of this machine, made for the run and gone with it
 _PROGRAM_BYTES = 2**30  # what a worker takes beside weights, prompts and answers
@@ -151,6 +153,9 @@ class _Actor:
 
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]:
         return self.model.watch(requests, span)
+
+    def rank(self, by: str, items: Sequence[Item], seed: int) -> Ranking:
+        return ranked(self.model, by, items, seed)
 
     def checkup(self, quick: bool) -> Any:
         return examined(self.model, quick)

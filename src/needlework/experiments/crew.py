@@ -8,8 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from needlework.errors import NeedleworkError
 from needlework.experiments.models import LoadedModel, ModelInfo, ModelSource, Seen
+from needlework.interventions import Ranking
 from needlework.requests import Answer, Request
+from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
     from needlework.checkup.findings import Checkup
@@ -46,6 +49,7 @@ class Crew(Protocol):
     def ask(self, take: Take) -> Generator[Reply, None, None]: ...
     def share(self, unit: Unit | None = None) -> float: ...
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]: ...
+    def rank(self, by: str, items: Sequence[Item], seed: int) -> Ranking: ...
     def checkup(self, quick: bool) -> Checkup | None: ...
     def versions(self) -> dict[str, str]: ...
 
@@ -69,6 +73,14 @@ def examined(model: LoadedModel, quick: bool) -> Checkup | None:
     return model.checkup(quick) if hasattr(model, "checkup") else None
 
 
+def ranked(model: LoadedModel, by: str, items: Sequence[Item], seed: int) -> Ranking:
+    """Heads by a method that asks the model itself."""
+    if not hasattr(model, "rank"):
+        raise NeedleworkError(f"heads cannot be ranked by {by!r} here: the source of this model does not rank heads")
+    ranking: Ranking = model.rank(by, items, seed)
+    return ranking
+
+
 class Alone:
     """One loaded model in this process: a unit after the other, and each answer as it comes."""
 
@@ -89,6 +101,9 @@ class Alone:
 
     def share(self, unit: Unit | None = None) -> float:
         return self._share()
+
+    def rank(self, by: str, items: Sequence[Item], seed: int) -> Ranking:
+        return ranked(self.model, by, items, seed)
 
     def checkup(self, quick: bool) -> Checkup | None:
         return examined(self.model, quick)

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 from needlework.errors import NeedleworkError
 from needlework.experiments.crew import Reply, Take, Unit
 from needlework.experiments.models import Seen
+from needlework.interventions import Ranking
 from needlework.requests import Request
+from needlework.tasks.base import Item
 from needlework.terminal import say
 
 MOST_DEATHS = 3  # of workers over one job, or one after the other while they load: after that, chance is not to blame
@@ -87,6 +89,10 @@ class Foreman:
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]:
         heads: Sequence[Seen] = self._alone(_Job("watch", (requests, span)))
         return heads
+
+    def rank(self, by: str, items: Sequence[Item], seed: int) -> Ranking:
+        ranking: Ranking = self._alone(_Job("rank", (by, items, seed)))
+        return ranking
 
     def ask(self, take: Take) -> Generator[Reply, None, None]:
         def job() -> _Job | None:

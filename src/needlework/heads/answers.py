@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,21 +45,19 @@ def answer_tokens(subject: Subject, item: Item) -> tuple[int, ...]:
     return token_ids(tokenizer, item.target)
 
 
-def right_answers(subject: Subject, items: Sequence[Item]) -> Iterator[Question]:
+def questions(subject: Subject, items: Sequence[Item]) -> list[Question]:
     """The samples whose right answer the model would say word by word if nobody interfered, in their order."""
     answers = [answer_tokens(subject, item) for item in items]
     asked = [Request(item.prompt, options=(answer,)) for item, answer in zip(items, answers, strict=True)]
     got: dict[int, Answer] = dict(subject.engine.run(asked))
-    for i, item in enumerate(items):
-        if got[i].error:
-            raise NeedleworkError(f"{item.id}: the model cannot be asked: {got[i].error}")
-        if got[i].greedy[0]:
-            yield Question(i, item, answers[i], got[i].totals[0])
+    broken = next((i for i in got if got[i].error), None)
+    if broken is not None:
+        raise NeedleworkError(f"{items[broken].id}: the model cannot be asked: {got[broken].error}")
+    return some([Question(i, item, answers[i], got[i].totals[0]) for i, item in enumerate(items) if got[i].greedy[0]], items)
 
 
-def questions(subject: Subject, items: Sequence[Item]) -> list[Question]:
-    """`right_answers` as a list; none at all is an error, since nothing can be told from it."""
-    right = list(right_answers(subject, items))
+def some(right: list[Question], items: Sequence[Item]) -> list[Question]:
+    """These, if there are any: from none at all nothing can be told."""
     if not right:
         raise NeedleworkError(
             f"the model answers none of the {len(items)} samples right, so no head can be credited with it; choose an easier"
