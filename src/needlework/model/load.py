@@ -20,6 +20,7 @@ from needlework.model.files import check_sizes, fetch, first_line, read_tokenize
 from needlework.model.presets import PRESETS
 from needlework.model.probe import probe
 from needlework.model.session import turn
+from needlework.model.surgery import cut_class, cuts_of
 
 Window = Literal["transformers", "deepmind"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -142,6 +143,12 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
 
 
 def _model_class(config: Any) -> Any:
+    """The class of a configuration's models, without the heads that were taken out of them."""
+    cuts = cuts_of(config)
+    return cut_class(_stock_class(config), cuts) if cuts else _stock_class(config)
+
+
+def _stock_class(config: Any) -> Any:
     """AutoModelForCausalLM's choice, or the class that the configuration names itself."""
     import transformers
     from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -164,10 +171,11 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     known = type(config) in AutoModelForCausalLM._model_mapping or options["trust_remote_code"]
+    known = known and not cuts_of(config)
     loader = AutoModelForCausalLM if known else _model_class(config)
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     files = [folder / gguf] if gguf else weight_files(folder)
-    if known and not gguf and not options["trust_remote_code"]:
+    if not gguf and not options["trust_remote_code"]:
         _refuse_larger_than_files(folder, config, files)
     with session.no_bar_for(sum(file.stat().st_size for file in files)), session.load_report() as report:
         try:
