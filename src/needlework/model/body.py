@@ -59,6 +59,7 @@ class Body:
         self.attention: dict[nn.Module, int] = findings.attention
         self.mixers: tuple[Mixer, ...] = findings.mixers
         self.shareable = findings.shareable
+        self.streams = findings.streams
         self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
         self.observer: Observer | None = None
         self.device = next(model.parameters()).device
@@ -121,7 +122,8 @@ class Body:
         for mixer in self.mixers:
             for name in mixer.state_names:
                 stateful[f"{mixer.layer}.{name}"] = (mixer.cache_layer, *holder(mixer.module, name))
-        return Memory(self.family.make_cache(self.model.config), stateful, rows)
+        cache = self.family.make_cache(self.model.config)
+        return Memory(self.streams.install(cache) if self.streams else cache, stateful, rows)
 
     def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
         """Edits of a batch from each row's acts."""

@@ -171,11 +171,10 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     known = type(config) in AutoModelForCausalLM._model_mapping or options["trust_remote_code"]
-    known = known and not cuts_of(config)
-    loader = AutoModelForCausalLM if known else _model_class(config)
+    loader = AutoModelForCausalLM if known and not cuts_of(config) else _model_class(config)
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     files = [folder / gguf] if gguf else weight_files(folder)
-    if not gguf and not options["trust_remote_code"]:
+    if known and not gguf and not options["trust_remote_code"]:
         _refuse_larger_than_files(folder, config, files)
     with session.no_bar_for(sum(file.stat().st_size for file in files)), session.load_report() as report:
         try:

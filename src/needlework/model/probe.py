@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
+from needlework.errors import NeedleworkError
 from needlework.model.families import Family
 from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, holder
+from needlework.model.streaming import Streams, streams_of
 
 PROBE = "needlework_probe"
 PROBE_TOKENS = 6
@@ -75,6 +77,7 @@ class Findings:
     attention: dict[nn.Module, int]  # attention module -> layer
     mixers: tuple[Mixer, ...]
     shareable: bool  # forked rows can read the prompt's keys in place
+    streams: Streams | None = None  # heads that keep the first and the newest tokens only
 
 
 @contextmanager
@@ -161,7 +164,8 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
         if family.mixer_class:
             cache_layers = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
         mixers = tuple(Mixer(_number(paths[m]), m, cache_layer, family.state_names) for m, cache_layer in cache_layers.items())
-    layers = _layers(paths, calls, index_of, mixers, memory)
+    streams = streams_of(model.config)
+    layers = _streaming(_layers(paths, calls, index_of, mixers, memory), streams)
     anatomy = Anatomy(
         model_type=config.model_type,
         architecture=type(model).__name__,
@@ -174,7 +178,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
     )
     attention = {call.module: index_of[paths[call.module]] for call in calls}
     shareable = bool(calls) and all(call.keys_untouched for call in calls) and not family.dense_masks
-    return Findings(anatomy, attention, mixers, shareable)
+    return Findings(anatomy, attention, mixers, shareable, streams)
 
 
 def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None, **kwargs: Any) -> Any:
@@ -247,6 +251,18 @@ def _layers(
         recurrent[mixer.layer] = RecurrentPart(paths[mixer.module], name, _parameters(mixer.module), state)
     count = max([_stack_size(paths), *(1 + i for i in (*attention, *recurrent))])
     return tuple(Layer(i, attention.get(i), recurrent.get(i)) for i in range(count))
+
+
+def _streaming(layers: tuple[Layer, ...], streams: Streams | None) -> tuple[Layer, ...]:
+    """With what a token adds to the cache: streaming heads hold as many as they hold, however many come."""
+    new = list(layers)
+    for index, heads in streams.kv_heads.items() if streams else ():
+        part = layers[index].attention if index < len(layers) else None
+        if part is None or max(heads, default=0) >= part.kv_heads:
+            raise NeedleworkError(f"config.json: kv heads {heads} of layer {index} are to stream, and the model has no such heads")
+        each = part.kv_bytes_per_token // part.kv_heads
+        new[index] = replace(new[index], attention=replace(part, kv_bytes_per_token=each * (part.kv_heads - len(heads))))
+    return tuple(new)
 
 
 def _parameters(module: nn.Module) -> int:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from needlework.anatomy import AttentionPart
 from needlework.errors import NeedleworkError, shown
+from needlework.model.streaming import ENTRY
 
 ZERO = -1  # in the place of a head: one of zeros, which fills its group
 _QUERY_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj", "r_proj")  # one block of rows for each query head
@@ -191,9 +192,6 @@ def _count(cache: Any, index: int, tokens: int) -> None:
 
 
 # --- what a configuration says of it ------------------------------------------------------------------------------------
-
-ENTRY = "needlework"  # key of config.json
-
 
 def entry_of(cuts: Iterable[Cut]) -> list[dict[str, Any]]:
     """For config.json: how many heads each attention module has, and had."""
