@@ -56,6 +56,7 @@ class Engine:
         prepared = [prepare(request, self.body.anatomy, apart) for request in requests]
         for item in prepared:
             self.body.check_length(item.tokens_read)
+            self.body.check_rankings(item.request.intervention)
         self.budget.check(prepared)
         with self.body.session():  # before anything of this engine is set: another thread's run may not be over
             self.reader = Reader(self.body)

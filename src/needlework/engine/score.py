@@ -107,6 +107,7 @@ def logits(
     steps = ids.shape[1] - count + 1
     asked = [Request(row[:count], intervention, steps, spans=spans, boundary=boundary) for row in rows]
     items = [prepare(request, body.anatomy) for request in asked]
+    body.check_rankings(intervention)
     if items[0].swaps:
         raise NeedleworkError("logits() does not swap memory; use generate(..., twins=[...])")
     tally, slots = Tally(len(rows)), torch.arange(len(rows), device=body.device)

@@ -75,6 +75,11 @@ class KeepHeads(Part):
             missing = {h for i in sizes for h in anatomy.layers[i].heads} - set(self.by.order)
             if missing:
                 raise NeedleworkError(f"{self.name}: the ranking does not cover heads {sorted(missing)[:5]} of this model")
+            if unknown := sorted(set(self.by.order) - set(anatomy.heads)):
+                raise NeedleworkError(
+                    f"{self.name}: the ranking has heads {[tuple(head) for head in unknown[:5]]}, which {anatomy.architecture}"
+                    " has not; `needlework inspect` shows its heads"
+                )
 
     def stands_for(self, scene: Scene) -> Iterable[Act]:
         sizes = {index: scene.anatomy.attention(index).query_heads for index in self.where(scene.anatomy)}
@@ -104,6 +109,11 @@ class KeepHeads(Part):
             rank = {head: i for i, head in enumerate(self.by.order)}
             return sorted(heads, key=rank.__getitem__)
         return sorted(heads, key=lambda h: acts.draw(self.seed, scene.sample, h.layer, h.index))
+
+
+def rankings(intervention: Intervention) -> list[Ranking]:
+    """The orders of heads that an intervention goes by."""
+    return [part.by for part in intervention.parts if isinstance(part, KeepHeads) and isinstance(part.by, Ranking)]
 
 
 def recorded(intervention: Intervention) -> list[Recorded]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,9 +17,12 @@ from torch import Tensor, nn
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
+from needlework.interventions.attention import rankings
+from needlework.interventions.base import Intervention
 from needlework.model.attention import NAME, Forward, Observer, current
 from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family
+from needlework.model.files import weights_hash
 from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, holder, hooked
 from needlework.model.patches import fast_kernels
@@ -63,10 +69,22 @@ class Body:
         self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
         self.observer: Observer | None = None
         self.device = next(model.parameters()).device
+        self.source: Path | None = None  # the directory or file that it was loaded from
         self._memory: Memory | None = None  # the one that is being fed; hooks clear its rows
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
         self._open = False
         self._trusted = False  # our own attention maths was seen to agree with the model's
+
+    @cached_property
+    def weights(self) -> str:
+        """Which weights these are: a hash of the files that they came from, as stores have it, else of the tensors."""
+        return weights_hash(self.source) if self.source else _tensors_hash(self.model)
+
+    def check_rankings(self, intervention: Intervention) -> None:
+        """Refuse an order of heads that was measured on another model."""
+        for ranking in rankings(intervention):
+            if ranking.model.weights:
+                ranking.check(self.anatomy, self.weights)
 
     @property
     def continues(self) -> bool:
@@ -259,3 +277,12 @@ def _train(modules: Sequence[nn.Module]) -> None:
     """These modules, and no others, are in training mode again."""
     for module in modules:
         module.training = True
+
+
+def _tensors_hash(model: nn.Module) -> str:
+    """Which weights these are, of a model that comes from no file."""
+    total = hashlib.sha256()
+    for name, tensor in sorted(model.state_dict().items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()[:32]

@@ -54,6 +54,7 @@ def load_body(
         model = model.to(place)
     with whole_model(origin.name, "a short run of the model fails"):
         body = make_body(model, window, kernels)
+    body.source = folder / origin.gguf if origin.gguf else folder
     return body, read_tokenizer(folder, origin.gguf, **code)
 
 
