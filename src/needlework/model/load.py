@@ -85,9 +85,13 @@ def blueprint(source: str | Path, window: Window = "transformers") -> Body:
     _set_window(config, window)
     config.get_text_config(decoder=True)._experts_implementation = "batched_mm"  # the others need values, not just shapes
     with whole_model(source, "its configuration makes no model"):
-        with torch.device("meta"):
-            model = _model_class(config)(config).to(dtype)
-        return make_body(model, window, "stock")
+        return make_body(without_weights(config).to(dtype), window, "stock")
+
+
+def without_weights(config: Any) -> Any:
+    """The model that a configuration describes, on the meta device."""
+    with torch.device("meta"):
+        return _model_class(config)(config)
 
 
 def _check_kernels(kernels: str) -> None:
@@ -205,8 +209,7 @@ def _refuse_larger_than_files(folder: Path, config: Any, files: Sequence[Path]) 
         for file in files:
             with safe_open(file, framework="pt") as tensors:
                 stored += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-        with torch.device("meta"):
-            wanted = sum(parameter.numel() for parameter in _model_class(config)(config).parameters())
+        wanted = sum(parameter.numel() for parameter in without_weights(config).parameters())
     if wanted > _MOST_PER_VALUE * stored:
         raise NeedleworkError(
             f"{folder}: config.json describes a model of {wanted:,} parameters, and its files hold {stored:,} values: they do not"

@@ -68,7 +68,7 @@ class StreamingKV:
     plain: type
 
     @classmethod
-    def sharing(cls, shared: type) -> type:
+    def sharing(cls, shared: type) -> Any:
         """The class of a layer whose full heads are kept once for many rows."""
         return _streaming_class(cls.plain, shared)
 
@@ -83,8 +83,8 @@ class StreamingKV:
             self.cumulative_length += key_states.shape[2]
         self.seen += key_states.shape[2]
         recent = self._remember(key_states.index_select(1, streaming), value_states.index_select(1, streaming))
-        carrier = key_states.view_as(key_states)
-        carrier.split_heads = Split(tuple(rest), self.stream_heads, full, *recent, self.window, self.sinks)  # type: ignore[attr-defined]
+        carrier: Any = key_states.view_as(key_states)
+        carrier.split_heads = Split(tuple(rest), self.stream_heads, full, *recent, window=self.window, sinks=self.sinks)
         return carrier, value_states
 
     def _remember(self: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ def _pieces(module: nn.Module, cut: Cut) -> list[tuple[str, nn.Module]]:
             kind = "query" if path in _QUERY_ROWS else "kv"
             heads, length = cut.of[kind == "kv"], parameter.shape[0]
         elif path in _OUTPUT:
-            kind, heads, length = "output", cut.of[0], piece.weight.shape[-1]  # type: ignore[union-attr, index]
+            kind, heads, length = "output", cut.of[0], next(piece.parameters()).shape[-1]
         elif path in _NORMS and parameter.numel() in cut.dims or path.split(".")[0] in _NO_HEADS or not cut.query:
             continue
         else:
@@ -136,7 +135,7 @@ def _select(piece: Any, dim: int, heads: Sequence[int], of: int) -> None:
 
 
 def _blocks(tensor: Tensor, dim: int, heads: Sequence[int], of: int) -> Tensor:
-    blocks = tensor.detach().unflatten(dim, (of, tensor.shape[dim] // of)).movedim(dim, 0)
+    blocks = torch.unflatten(tensor.detach(), dim, (of, tensor.shape[dim] // of)).movedim(dim, 0)
     with_zeros = torch.cat([blocks, torch.zeros_like(blocks[:1])])
     index = torch.tensor([of if head == ZERO else head for head in heads], device=tensor.device)
     return with_zeros.index_select(0, index).movedim(0, dim).flatten(dim, dim + 1).contiguous()
@@ -231,7 +230,3 @@ def cut_class(model_class: Any, cuts: Sequence[Cut]) -> Any:
 
     return type(model_class.__name__, (model_class,), {"__init__": __init__, "__module__": model_class.__module__})
 
-
-def whole_layers(cuts: Iterable[Cut]) -> bool:
-    """Whether every layer has the same numbers of query and kv heads."""
-    return all(a == b for a, b in itertools.pairwise(cut.counts for cut in cuts))
