@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         register,
     )
     from needlework.observation import observe
+    from needlework.pruning.prune import prune
     from needlework.report import report
     from needlework.requests import Answer, Request, sample_key
     from needlework.store import Store
@@ -72,6 +73,7 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "load": "subject",
     "observe": "observation",
     "parse": "interventions",
+    "prune": "pruning.prune",
     "register": "interventions",
     "report": "report",  # a package that can be called
     "run": "experiments.run",
@@ -113,6 +115,7 @@ __all__ = [
     "load",
     "observe",
     "parse",
+    "prune",
     "register",
     "report",
     "run",

@@ -259,7 +259,7 @@ def _streaming(layers: tuple[Layer, ...], streams: Streams | None) -> tuple[Laye
     for index, heads in streams.kv_heads.items() if streams else ():
         part = layers[index].attention if index < len(layers) else None
         if part is None or max(heads, default=0) >= part.kv_heads:
-            raise NeedleworkError(f"config.json: kv heads {heads} of layer {index} are to stream, and the model has no such heads")
+            raise NeedleworkError(f"config.json: kv heads {heads} of layer {index} are to stream, and there are no such ones")
         each = part.kv_bytes_per_token // part.kv_heads
         new[index] = replace(new[index], attention=replace(part, kv_bytes_per_token=each * (part.kv_heads - len(heads))))
     return tuple(new)

@@ -44,7 +44,7 @@ class Streams:
             if window < 1 or sinks < 0 or any(min(heads) < 0 or len(set(heads)) < len(heads) for heads in layers.values()):
                 raise ValueError
         except (TypeError, ValueError, KeyError, AttributeError):
-            raise NeedleworkError(f"config.json: streaming heads {shown(entry)} are none; copy or prune the model again") from None
+            raise NeedleworkError(f"config.json: streaming heads {shown(entry)} are none; prune the model again") from None
         return cls(window, sinks, layers)
 
     def install(self, cache: Any) -> Any:
@@ -82,9 +82,9 @@ class StreamingKV:
         elif hasattr(self, "cumulative_length"):
             self.cumulative_length += key_states.shape[2]
         self.seen += key_states.shape[2]
-        recent = self._remember(key_states.index_select(1, streaming), value_states.index_select(1, streaming))
+        key, value, positions = self._remember(key_states.index_select(1, streaming), value_states.index_select(1, streaming))
         carrier: Any = key_states.view_as(key_states)
-        carrier.split_heads = Split(tuple(rest), self.stream_heads, full, *recent, window=self.window, sinks=self.sinks)
+        carrier.split_heads = Split(tuple(rest), self.stream_heads, full, key, value, positions, self.window, self.sinks)
         return carrier, value_states
 
     def _remember(self: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,7 +110,8 @@ class StreamingKV:
 
     def _sinks(self: Any, key: Tensor, value: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The first tokens: those of the buffer, and those that are among the new ones."""
-        old = (self.recent_keys[:, :, : self.sinks], self.recent_values[:, :, : self.sinks], self.recent_positions[:, : self.sinks])
+        kept = slice(0, self.sinks)
+        old = (self.recent_keys[:, :, kept], self.recent_values[:, :, kept], self.recent_positions[:, kept])
         if not bool((start < self.sinks).any()):
             return old
         numbers = torch.arange(self.sinks, device=key.device)

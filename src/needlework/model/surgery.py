@@ -90,7 +90,7 @@ def _pieces(module: nn.Module, cut: Cut) -> list[tuple[str, nn.Module]]:
             heads, length = cut.of[kind == "kv"], parameter.shape[0]
         elif path in _OUTPUT:
             kind, heads, length = "output", cut.of[0], next(piece.parameters()).shape[-1]
-        elif path in _NORMS and parameter.numel() in cut.dims or path.split(".")[0] in _NO_HEADS or not cut.query:
+        elif (path in _NORMS and parameter.numel() in cut.dims) or path.split(".")[0] in _NO_HEADS or not cut.query:
             continue
         else:
             why = "is over all heads together" if path in _NORMS else "is none that needlework knows the heads of"
@@ -102,7 +102,9 @@ def _pieces(module: nn.Module, cut: Cut) -> list[tuple[str, nn.Module]]:
             )
         found[path] = (kind, piece)
     if not any(kind == "output" for kind, _ in found.values()):
-        raise NeedleworkError(f"{cut.path}: {type(module).__name__} has no output map that needlework knows ({', '.join(_OUTPUT)})")
+        raise NeedleworkError(
+            f"{cut.path}: {type(module).__name__} has no output map that needlework knows ({', '.join(_OUTPUT)})"
+        )
     return list(found.values())
 
 
@@ -192,6 +194,7 @@ def _count(cache: Any, index: int, tokens: int) -> None:
 
 # --- what a configuration says of it ------------------------------------------------------------------------------------
 
+
 def entry_of(cuts: Iterable[Cut]) -> list[dict[str, Any]]:
     """For config.json: how many heads each attention module has, and had."""
     return [{"path": x.path, "heads": list(x.counts), "of": list(x.of), "dims": list(x.dims)} for x in cuts]
@@ -229,4 +232,3 @@ def cut_class(model_class: Any, cuts: Sequence[Cut]) -> Any:
             raise NeedleworkError(f"config.json: {ENTRY} names a layer that is not there ({error})") from None
 
     return type(model_class.__name__, (model_class,), {"__init__": __init__, "__module__": model_class.__module__})
-

@@ -15,6 +15,22 @@ def text(record: dict[str, Any], name: str) -> str:
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
+def summary(record: dict[str, Any]) -> str:
+    """The card in a few lines."""
+    heads, costs, weights = record["heads"], record["costs"], record["weight_bytes"]
+    lines = [f"{heads['kept']} of {heads['before']} heads kept; loads with {record['loads_with']}"]
+    lines += [
+        f"{_WORDS[x['ability']]}: {_estimate(x['before'], x)} before, {_estimate(x['after'], x)} after" for x in record["figures"]
+    ]
+    lines.append(f"weights: {weights['before']:,} bytes before, {weights['after']:,} after")
+    if costs:
+        a, b = costs["before"], costs["after"]
+        lines.append(f"cache: {a['kv_bytes_per_token']:,.0f} bytes per token before, {b['kv_bytes_per_token']:,.0f} after")
+        for key, name in (("prefill_seconds", f"prefill of {costs['tokens']:,} tokens"), ("decode_ms_per_token", "decode")):
+            lines.append(f"{name}: {b[key] / a[key]:.2f} of the time before")
+    return "\n".join(lines)
+
+
 def _head(record: dict[str, Any], name: str) -> str:
     heads = record["heads"]
     if record["others"] == "none":
@@ -35,13 +51,13 @@ def _loading(record: dict[str, Any]) -> str:
         )
     elif record["others"] == "none":
         how = (
-            "Layers have different numbers of heads, or numbers that the configuration of this family has no words for: it loads\n"
-            "with `needlework.load` (and every needlework command). `AutoModelForCausalLM` refuses it, because shapes do not fit."
+            "Layers have different numbers of heads, or numbers that this family's configuration has no words for: it loads with\n"
+            "`needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it, because shapes do not fit."
         )
     else:
         how = (
-            "Heads stream with `needlework.load` (and every needlework command). `AutoModelForCausalLM` loads the same weights as\n"
-            "the whole model: all heads see all keys there."
+            "Heads stream with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` loads the same weights\n"
+            "as the whole model: all heads see all keys there."
         )
     return f"## Loading\n\n{how}"
 
@@ -52,7 +68,7 @@ def _cut(record: dict[str, Any]) -> str:
         for layer, x in record["layers"].items()
     )
     zero = record["heads"]["zero"]
-    filled = f"\n\n{zero} heads of zeros fill groups, so that all kv heads of a layer have equally many query heads." if zero else ""
+    filled = f"\n\n{zero} heads of zeros fill groups: all kv heads of a layer have equally many query heads." if zero else ""
     return f"""## What was cut, and why
 
 The heads that stay are the best of: {record["said_by"]}.
@@ -88,8 +104,8 @@ The same samples asked of both models; 95 % intervals (Wilson; of what is left, 
 
 
 def _estimate(value: dict[str, Any], row: dict[str, Any]) -> str:
-    numbers = [float("nan") if value[key] is None else value[key] for key in ("value", "low", "high")]
-    return Estimate(*numbers, value["n"]).text("" if row["ability"] == "perplexity" else "%")
+    middle, low, high = (float("nan") if value[key] is None else value[key] for key in ("value", "low", "high"))
+    return Estimate(middle, low, high, value["n"]).text("" if row["ability"] == "perplexity" else "%")
 
 
 def _costs(record: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from needlework.errors import NeedleworkError, shown
 from needlework.interventions.base import NONE
+from needlework.model.session import no_bar_for
 from needlework.pruning.cutting import Others, Pruned, held_against
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ def save(pruned: Pruned, folder: Path, dtype: torch.dtype) -> None:
     """Weights in the type of the checkpoint that they come from, configuration and tokenizer."""
     model = pruned.subject.model
     tensors = {name: x.to(dtype) if x.is_floating_point() else x for name, x in model.state_dict().items()}
-    model.save_pretrained(folder, state_dict=tensors)
+    with no_bar_for(sum(x.numel() * dtype.itemsize for x in tensors.values())):
+        model.save_pretrained(folder, state_dict=tensors)
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     config["dtype"] = str(dtype).removeprefix("torch.")
+    if pruned.subject.anatomy.window_rule == "deepmind":  # one key more while it is loaded so; a file has transformers' number
+        config["attention_window_size"] -= 1
     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if pruned.subject.tokenizer is not None:
         pruned.subject.tokenizer.save_pretrained(folder)
@@ -54,8 +58,8 @@ def read_back(pruned: Pruned, folder: Path, others: Others) -> Subject:
     from needlework.subject import load
 
     memory = pruned.subject
-    dtype = str(memory.model.dtype)
-    read = load(folder, device=str(memory.body.device), dtype=dtype, window=memory.anatomy.window_rule, kernels=memory.body.kernels)  # type: ignore[arg-type]
+    how: dict[str, Any] = {"window": memory.anatomy.window_rule, "kernels": memory.body.kernels}
+    read = load(folder, device=str(memory.body.device), dtype=memory.model.dtype, **how)
     difference = held_against(read, memory, NONE, others)
     if not difference <= 1e-5:
         raise NeedleworkError(f"what was written to {folder} differs from the model in memory by {difference:.1e} of a logit")

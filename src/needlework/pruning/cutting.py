@@ -45,6 +45,9 @@ class Others:
         return "none" if self.window is None else f"window={self.window},sinks={self.sinks}"
 
 
+NONE_STAYS = Others()
+
+
 @dataclass(frozen=True)
 class Pruned:
     """A smaller model, and what the whole one must be told to compute the same."""
@@ -61,7 +64,7 @@ class Pruned:
         return sum(head < 0 for cut in self.cuts for head in cut.query)
 
 
-def prune_subject(subject: Subject, kept: Collection[Head], others: Others = Others()) -> Pruned:
+def prune_subject(subject: Subject, kept: Collection[Head], others: Others = NONE_STAYS) -> Pruned:
     """A copy of a model in which only these heads retrieve; the model itself stays as it is. It is tried before it is given."""
     _refuse_quantised(subject)
     make = _without if others.window is None else _streaming
@@ -70,7 +73,7 @@ def prune_subject(subject: Subject, kept: Collection[Head], others: Others = Oth
     if not difference <= _tolerance(subject):
         raise NeedleworkError(
             f"the smaller model differs from the whole one under {shown(str(pruned.equals))} by {difference:.1e} of its largest"
-            f" logit: {subject.anatomy.architecture} does something with its heads that needlework does not know. Nothing was kept"
+            f" logit: {subject.anatomy.architecture} does something with its heads that needlework does not know. Nothing was made"
         )
     return pruned
 
