@@ -51,13 +51,13 @@ def _loading(record: dict[str, Any]) -> str:
         )
     elif record["others"] == "none":
         how = (
-            "Layers have different numbers of heads, or numbers that this family's configuration has no words for: it loads with\n"
-            "`needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it, because shapes do not fit."
+            "Layers have different numbers of heads, or numbers that this family's configuration has no words for: it loads\n"
+            "with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it, because shapes do not fit."
         )
     else:
         how = (
-            "Heads stream with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` loads the same weights\n"
-            "as the whole model: all heads see all keys there."
+            "Heads stream with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` loads the same\n"
+            "weights as the whole model: all heads see all keys there."
         )
     return f"## Loading\n\n{how}"
 

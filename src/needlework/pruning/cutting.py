@@ -73,7 +73,7 @@ def prune_subject(subject: Subject, kept: Collection[Head], others: Others = NON
     if not difference <= _tolerance(subject):
         raise NeedleworkError(
             f"the smaller model differs from the whole one under {shown(str(pruned.equals))} by {difference:.1e} of its largest"
-            f" logit: {subject.anatomy.architecture} does something with its heads that needlework does not know. Nothing was made"
+            f" logit: {subject.anatomy.architecture} does something with heads that needlework does not know. Nothing was made"
         )
     return pruned
 
