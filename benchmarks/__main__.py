@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ORDER = ("kernels", "foundation", "engine", "zoo", "ability")
+ORDER = ("kernels", "foundation", "engine", "zoo", "ability", "pruning")
 
 
 def main() -> int:

@@ -110,7 +110,12 @@ def test_the_anatomy_shows_what_is_left() -> None:
     assert smaller.zero_heads == 1
     assert smaller.subject.anatomy.kv_bytes_per_token == whole.anatomy.kv_bytes_per_token * 3 // 4
     empty, _ = pruned(whole, "first layer empty")
-    assert [layer.kind for layer in empty.subject.anatomy.layers] == [*["recurrent"] * 2, "other", *["recurrent"] * 2, "attention"]
+    assert [layer.kind for layer in empty.subject.anatomy.layers] == [
+        *["recurrent"] * 2,
+        "other",
+        *["recurrent"] * 2,
+        "attention",
+    ]
     memory = empty.subject.body.new_memory(1)
     with empty.subject.body.session():
         body = empty.subject.body

@@ -122,7 +122,7 @@ def _costs(record: dict[str, Any]) -> str:
     table = "\n".join(f"| {name} | {x:,.{d}f} | {y:,.{d}f} | {y / x if x else 1:.2f} |" for name, x, y, d in rows)
     return f"""## Memory and time
 
-Times are medians, both models measured in turns on the machine that pruned.
+Times are the fastest of several, both models measured in turns on the machine that pruned.
 
 | | before | after | ratio |
 |---|---|---|---|

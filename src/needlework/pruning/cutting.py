@@ -150,22 +150,27 @@ def _say_it_in_stock_words(model: Any, cuts: tuple[Cut, ...], sliding: dict[str,
         numbers.setdefault(word, set()).add(cut.counts)
     if any(len(counts) > 1 or (0, 0) in counts for counts in numbers.values()):
         return False
-    for word, counts in numbers.items():
-        ((query, kv),) = counts
-        setattr(text, f"{word}num_attention_heads", query)
+    words = {}
+    for word, ((query, kv),) in numbers.items():
+        words[f"{word}num_attention_heads"] = query
         if hasattr(text, f"{word}num_key_value_heads"):
-            setattr(text, f"{word}num_key_value_heads", kv)
+            words[f"{word}num_key_value_heads"] = kv
     if getattr(text, "head_dim", None) is None:
-        text.head_dim = cuts[0].dims[0]
+        words["head_dim"] = cuts[0].dims[0]
+    _set(text, words)
     try:
         shapes = {name: x.shape for name, x in without_weights(config).state_dict().items()}
     except Exception:  # whatever the family makes of such numbers: it has no words for this model
         return False
     if shapes != {name: x.shape for name, x in model.state_dict().items()}:
         return False
-    for own, said in ((model.config, config), (model.config.get_text_config(decoder=True), text)):
-        vars(own).update(vars(said))
+    _set(model.config.get_text_config(decoder=True), words)
     return True
+
+
+def _set(config: Any, words: dict[str, int]) -> None:
+    for word, number in words.items():
+        setattr(config, word, number)
 
 
 def held_against(smaller: Subject, whole: Subject, equals: Intervention, others: Others) -> float:

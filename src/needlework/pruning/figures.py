@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
+import json
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -77,8 +77,6 @@ def retrieval(subject: Subject, samples: int) -> Task:
 
 def longest(subject: Subject) -> int:
     """Tokens of the longest document of a zoo model's training."""
-    import json
-
     try:
         assert subject.body.source is not None
         return int(json.loads((subject.body.source / RECORD).read_text(encoding="utf-8"))["longest_document_tokens"])
@@ -139,7 +137,7 @@ def costs(before: Subject, after: Subject, tokens: int = LONG, progress: bool = 
                 found[name] = {"kv_bytes": kv_bytes}
                 bar.advance()
     for name, subject in subjects.items():
-        prefill, decode = (statistics.median(one) for one in zip(*times[name], strict=True))
+        prefill, decode = (min(one) for one in zip(*times[name], strict=True))  # noise only ever adds time
         found[name] |= {
             "parameters": subject.anatomy.parameters,
             "kv_bytes_per_token": found[name]["kv_bytes"] / tokens,
