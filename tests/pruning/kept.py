@@ -22,13 +22,12 @@ STREAMING = tuple(name for name in ARCHITECTURES if name not in NO_HEADS and nam
 
 
 def some_heads(anatomy: Anatomy, which: str) -> tuple[Head, ...]:
-    """Of each layer: unequal groups and counts, none of the first or last layer, or the same numbers everywhere."""
+    """Of each layer: unequal groups and counts, none of the first layer, or the same numbers everywhere."""
     layers = [layer.index for layer in anatomy.attention_layers]
     kept = {
         "uneven": {layer: (0, 1, 3) if i % 2 == 0 else (2,) for i, layer in enumerate(layers)},
-        "first layer empty": {layer: (1,) for layer in layers[1:]},
-        "last layer empty": {layer: (0, 2) for layer in layers[:-1]},
-        "equal": {layer: (1, 3) for layer in layers},
+        "first layer empty": dict.fromkeys(layers[1:], (1,)),
+        "equal": dict.fromkeys(layers, (1, 3)),
     }[which]
     return tuple(Head(layer, index) for layer, indices in kept.items() for index in indices)
 

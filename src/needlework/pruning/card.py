@@ -52,7 +52,7 @@ def _loading(record: dict[str, Any]) -> str:
     elif record["others"] == "none":
         how = (
             "Layers have different numbers of heads, or numbers that this family's configuration has no words for: it loads\n"
-            "with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it, because shapes do not fit."
+            "with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it: shapes do not fit."
         )
     else:
         how = (
