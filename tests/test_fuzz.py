@@ -21,6 +21,7 @@ from needlework import zoo
 from needlework.experiments import shipped
 from needlework.experiments.models import look
 from needlework.experiments.plan import Model, load
+from needlework.heads import foreign
 from needlework.interventions.text import check_ranges, expand
 from needlework.model.load import blueprint
 from needlework.tasks import haystack, make_task
@@ -228,7 +229,7 @@ def texts(rng: random.Random, count: int) -> Iterator[str]:
 @pytest.mark.slow
 def test_ten_thousand_inputs_to_the_parsers(tmp_path: Path) -> None:
     rng = random.Random(SEED)
-    taken = {"texts": 0, "rankings": 0, "plans": 0, "haystacks": 0, "prompts": 0}
+    taken = {"texts": 0, "rankings": 0, "ranking files": 0, "plans": 0, "haystacks": 0, "prompts": 0}
     for text in texts(rng, INPUTS * 6 // 10):
         read = rng.choice((nw.parse, check_ranges, lambda text: expand(text, {"H": 4})))
         taken["texts"] += tried(read, text)
@@ -237,6 +238,7 @@ def test_ten_thousand_inputs_to_the_parsers(tmp_path: Path) -> None:
         taken["rankings"] += tried(nw.Ranking.parse, words)
         order: Any = rng.choices([(1, 2), [2, 0], (3,), "ab", 5, None, (1.5, 2), (10**30, 0), [[1], 2], {}], k=rng.randint(0, 3))
         tried(lambda order: nw.Ranking(order=order), order)
+    ranking_files(rng, tmp_path, taken)
     plans = [path.read_bytes() for path in shipped.files()]
     for _ in range(INPUTS // 10):
         (tmp_path / "plan.yaml").write_bytes(mutated(rng, rng.choice(plans)[: rng.randint(100, 700)]))
@@ -252,6 +254,25 @@ def test_ten_thousand_inputs_to_the_parsers(tmp_path: Path) -> None:
         (tmp_path / "own.jsonl").write_bytes(mutated(rng, f"{line}\n{line}\n".encode()))
         taken["prompts"] += tried(lambda file: make_task({"kind": "prompts", "file": str(file)}).check(), tmp_path / "own.jsonl")
     assert all(taken.values()), f"some of each kind are right: {taken}"
+
+
+def ranking_files(rng: random.Random, folder: Path, taken: dict[str, int]) -> None:
+    """Our own files, Wu's and DuoAttention's, each with something wrong in it."""
+    anatomy = blueprint(zoo.path("tiny-jamba")).anatomy
+    scores = {head: i / 7 for i, head in enumerate(anatomy.heads)}
+    mine = nw.Ranking.by_scores(scores, method="m", samples=3, evidence={"a": [1, {"b": None}]})
+    mine.save(folder / "ours.json")
+    for kind, name in (("wu", "wu.json"), ("duo", "gates.tsv")):
+        foreign.write(mine, folder / name, kind, anatomy)
+    right = [(folder / name).read_bytes() for name in ("ours.json", "wu.json", "gates.tsv")]
+    for i in range(INPUTS // 10):
+        file = folder / ("some.tsv" if i % 3 == 2 else "some.json")
+        if rng.random() < 0.3 and i % 3 < 2:
+            file.write_text(json.dumps(configured(rng, json.loads(right[i % 3]))))
+        else:
+            file.write_bytes(mutated(rng, right[i % 3]))
+        taken["ranking files"] += tried(lambda file: foreign.read(file, anatomy), file)
+        tried(nw.Ranking.load, file)
 
 
 def test_a_line_of_fifty_megabytes_is_no_trouble(tmp_path: Path) -> None:

@@ -48,10 +48,12 @@ PUBLIC = [
     "load",
     "observe",
     "parse",
+    "rank",
     "register",
     "report",
     "run",
     "sample_key",
+    "smallest_set",
     "tasks",
     "wrap",
 ]

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from needlework.checkup.doctor import doctor
     from needlework.checkup.findings import Checkup
     from needlework.errors import NeedleworkError, TrialError
+    from needlework.experiments.heads import rank, smallest_set
     from needlework.experiments.result import Result
     from needlework.experiments.run import run
     from needlework.interventions import (
@@ -74,10 +75,12 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "observe": "observation",
     "parse": "interventions",
     "prune": "pruning.prune",
+    "rank": "experiments.heads",
     "register": "interventions",
     "report": "report",  # a package that can be called
     "run": "experiments.run",
     "sample_key": "requests",
+    "smallest_set": "experiments.heads",
     "tasks": "tasks",
     "wrap": "subject",
 }
@@ -116,10 +119,12 @@ __all__ = [
     "observe",
     "parse",
     "prune",
+    "rank",
     "register",
     "report",
     "run",
     "sample_key",
+    "smallest_set",
     "tasks",
     "wrap",
 ]

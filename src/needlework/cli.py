@@ -101,6 +101,56 @@ def zoo(as_json: Json = False) -> None:
     show(zoo_table(entries), {name: entry.record for name, entry in entries.items()}, as_json)
 
 
+@command("needlework heads tiny-griffin --out heads-of-griffin")
+def heads(
+    model: Model,
+    loading: LoadingOptions,
+    by: Annotated[
+        list[str], typer.Option(help="A method, or all; may be repeated. Default: those that look once, and greedy.")
+    ] = [],  # noqa: B006
+    task: Annotated[str, typer.Option(help="niah, recall, or a plan whose retrieval tasks are taken.")] = "niah",
+    samples: Annotated[int, typer.Option(help="Samples that heads are ranked on.")] = 60,
+    held_out: Annotated[int, typer.Option(help="Other samples that rankings are judged on, twice as many in all.")] = 120,
+    seed: Annotated[int, typer.Option(min=0, help="Of the samples; the three after it are used, too.")] = 0,
+    keep: Annotated[float, typer.Option(help="Share of retrieval that the smallest set of heads is to keep.")] = 0.99,
+    share: Annotated[float, typer.Option(help="Share of each layer's heads, for static against dynamic choice.")] = 0.15,
+    judge: Annotated[bool, typer.Option("--judge/--no-judge", help="Judge rankings on held-out samples.")] = True,
+    dynamic: Annotated[bool, typer.Option("--dynamic/--no-dynamic", help="Set static against dynamic choice.")] = True,
+    retest: Annotated[bool, typer.Option("--retest/--no-retest", help="Rank on other samples, too, and compare.")] = True,
+    import_: Annotated[
+        list[Path], typer.Option("--import", help="A ranking to judge: ours, Wu's .json or DuoAttention's .tsv.")
+    ] = [],  # noqa: B006
+    export: Annotated[list[str], typer.Option(help="Write rankings for other programs, too: wu or duo.")] = [],  # noqa: B006
+    methods: Annotated[bool, typer.Option("--methods", help="List the methods and do nothing else.")] = False,
+    out: Annotated[Path | None, typer.Option(help="New directory for rankings, numbers, pictures and a page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
+
+    Rankings are judged on samples that they have not seen. docs/heads.md says what each method and number means.
+    """
+    from needlework.experiments.heads import check_methods, heads_of
+    from needlework.heads import tables
+    from needlework.heads.survey import Settings
+
+    if methods:
+        listed = tables.methods()
+        return show(listed.sheet(), [dict(zip(listed.columns, row, strict=True)) for row in listed.rows], as_json)
+    tables.check_out(out, export)
+    check_methods(by)
+    settings = Settings(samples, held_out, seed, keep, share, judge, dynamic, retest)
+    subject = nw.load(model, **loading)
+    found = heads_of(subject, by, task, settings, files=import_, name=Path(model).name, progress=not as_json)
+    written = tables.save(found, out, export) if out else []
+    if as_json:
+        return typer.echo(json.dumps(found.to_dict(), indent=1))
+    for grid in tables.grids(found):
+        show(grid.sheet())
+    if found.smallest:
+        say(f"smallest set: {found.smallest.text()}", stderr=False)
+    return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None
+
+
 @command("needlework train tiny-griffin --out my-griffin")
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe of the zoo, or a YAML file of your own.")],

@@ -109,7 +109,8 @@ def test_a_run_that_goes_on_records_nothing_again(tmp_path: Path) -> None:
     [
         ("recorded('mass')", "recorded('mess')", "no ranking 'mess' in this plan; did you mean 'mass'"),
         ("seeds: [7]", "seeds: [0, 7]", "recorded on seed 0, which is judged here"),
-        ("seeds: [7]", "seeds: [7]\n    by: luck", "not ranked by 'luck'; known: copy_score, entropy, needle_mass"),
+        ("seeds: [7]", "seeds: [7]\n    by: luck", "not ranked by 'luck'; known: "),
+        ("seeds: [7]", "seeds: [7]\n    by: copy_scores", "not ranked by 'copy_scores'; did you mean 'copy_score'?"),
         ("  mass:\n    tasks: [{kind: fake", "  mass:\n    tasks: [{kind: fake_choice", "generates nothing"),
         ("    seeds: [7]\n", "", "'seeds' is missing in rankings.mass"),
         ("    seeds: [7]\n", "    seeds: [7]\n    sample: 2\n", "unknown key 'sample'"),
@@ -140,3 +141,63 @@ def nw_prepare(request: Request, anatomy: nw.Anatomy) -> object:
     from needlework.requests import prepare
 
     return prepare(request, anatomy)
+
+
+FILED = PLAN.replace("    tasks: [{kind: fake, samples: 3}]\n    seeds: [7]\n", "    file: mine.json\n")
+
+
+def filed(tmp_path: Path, **about: object) -> Ranking:
+    ranking = Ranking(order=[(0, 2), (0, 0), (0, 3), (0, 1)], **about)
+    ranking.save(tmp_path / "mine.json")
+    return ranking
+
+
+def test_a_ranking_from_a_file_is_used_and_nothing_is_recorded(tmp_path: Path) -> None:
+    order = filed(tmp_path, seed=9).text()
+    actor, store = asked(tmp_path, FILED)
+    assert actor.acts == {"none", f"keep_heads(k=1, by={order})", f"keep_heads(k=2, by={order})"}
+    assert actor.watched == []
+    assert all("recorded('mass', '" in row.intervention for row in store.rows() if row.intervention != "none")
+
+
+def test_another_order_in_the_file_is_another_trial(tmp_path: Path) -> None:
+    filed(tmp_path)
+    before = texts(written(tmp_path, FILED))
+    filed(tmp_path, method="other", samples=5)
+    assert texts(written(tmp_path, FILED)) == before  # the order alone decides
+    Ranking(order=[(0, 0), (0, 1), (0, 2), (0, 3)]).save(tmp_path / "mine.json")
+    assert texts(written(tmp_path, FILED))[1:] != before[1:]
+
+
+@pytest.mark.parametrize(
+    "before,after,about,says",
+    [
+        ("mine.json", "yours.json", {}, "cannot be read"),
+        ("mine.json", "plan.yaml", {}, "is no JSON"),
+        ("file: mine.json", "file: mine.json\n    seeds: [7]", {}, "comes from a file, so leave 'seeds' out"),
+        ("", "", {"seed": 0}, "recorded on seed 0, which is judged here"),
+        ("", "", {"model": {"weights": "abc"}}, "is of other weights"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(tmp_path: Path, before: str, after: str, about: dict[str, object], says: str) -> None:
+    filed(tmp_path, **about)
+    source = fakes.FakeModels()
+    with pytest.raises(NeedleworkError, match=r"plan\.yaml:") as raised:
+        fakes.run_fakes(written(tmp_path, FILED.replace(before, after)), tmp_path / "out", source)
+    assert says in str(raised.value)
+    assert source.loaded == []
+
+
+def test_a_ranking_that_sums_cannot_give_is_asked_of_the_model(tmp_path: Path) -> None:
+    class Ranks(Actor):
+        def rank(self, by: str, items: list[object], seed: int) -> Ranking:
+            assert (by, len(items), seed) == ("question_mass", 3, 7)
+            assert all(item.ending for item in items)  # type: ignore[attr-defined]
+            return Ranking(order=[(0, 3), (0, 2), (0, 1), (0, 0)])
+
+    actor = Ranks()
+    plan = written(tmp_path, PLAN.replace("seeds: [7]", "seeds: [7]\n    by: question_mass"))
+    fakes.run_fakes(plan, tmp_path / "out", fakes.FakeModels(actor))
+    (made,) = Store(tmp_path / "out").meta("rankings")["alpha"].values()
+    assert (made["by"], made["order"]) == ("question_mass", "0.3 0.2 0.1 0.0")
+    assert "keep_heads(k=1, by=ranking('0.3 0.2 0.1 0.0'))" in actor.acts

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, shown
 from needlework.experiments.plan import Model
+from needlework.heads.methods import Seen, chosen
+from needlework.interventions import Ranking
 from needlework.model.files import fetch, read_tokenizer, tokenizer_hash, weights_hash
 from needlework.requests import Answer, Request, stop_tokens
+from needlework.tasks.base import Item
 from needlework.tasks.prompts import token_ids
 
 if TYPE_CHECKING:
@@ -113,29 +116,11 @@ def _eos(folder: Path) -> frozenset[int]:
     return frozenset()
 
 
-class Seen(Protocol):
-    """What one head looked at."""
-
-    @property
-    def layer(self) -> int: ...
-    @property
-    def head(self) -> int: ...
-    @property
-    def needle_mass(self) -> float: ...
-    @property
-    def entropy(self) -> float: ...
-    @property
-    def copy_score(self) -> float: ...
-    @property
-    def sink_mass(self) -> float: ...
-    @property
-    def sink_mass_of_best(self) -> float: ...
-
-
 class LoadedModel(Protocol):
     """It answers requests as they finish, and lets its attention be watched.
 
     A method `share`, if it has one, says how much of what it was last asked is done, from 0 to 1: progress between answers.
+    A method `rank` is asked for rankings that cannot be had from what `watch` sums up.
     """
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]: ...
@@ -187,6 +172,12 @@ class LoadedSubject:
         with observe(self.subject, span=span) as watch:
             self.subject.answer(requests)
         return watch.table()
+
+    def rank(self, by: str, items: Sequence[Item], seed: int) -> Ranking:
+        (method,) = chosen([by])
+        scores = method.score(self.subject, items, seed=seed, progress=lambda share: None).values
+        heads = self.subject.anatomy.heads
+        return Ranking.by_scores({head: float(score) for head, score in zip(heads, scores, strict=True)})
 
     def checkup(self, quick: bool) -> Checkup:
         from needlework.checkup.doctor import doctor

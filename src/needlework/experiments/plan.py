@@ -15,7 +15,6 @@ from pydantic import ValidationError
 
 from needlework.errors import NeedleworkError, did_you_mean, shown
 from needlework.experiments.lines import Place, PlanError, YamlFile, read
-from needlework.experiments.rankings import METHODS
 from needlework.experiments.schema import (
     NAME,
     NAME_RULE,
@@ -29,6 +28,8 @@ from needlework.experiments.schema import (
     keys_at,
     model_option,
 )
+from needlework.heads.methods import chosen
+from needlework.interventions import Ranking
 from needlework.interventions.acts import Phase
 from needlework.interventions.text import check_ranges
 from needlework.rescoring import scoring
@@ -92,13 +93,14 @@ class Experiment(Located):
 
 @dataclass(frozen=True)
 class RankingSource(Located):
-    """An order of heads that is recorded on samples of its own."""
+    """An order of heads that is recorded on samples of its own, or that was read from a file."""
 
     name: str
     by: str
     tasks: tuple[NamedTask, ...]
     seeds: tuple[int, ...]
     limit: int | None
+    ranking: Ranking | None = None
 
 
 @dataclass(frozen=True)
@@ -180,12 +182,33 @@ class _Builder:
         place: Place = ("rankings", name)
         if not NAME.fullmatch(name):
             raise self.file.error(place, f"{name!r} is no name; {NAME_RULE}")
-        if spec.by not in METHODS:
-            raise self.file.error((*place, "by"), f"heads are not ranked by {spec.by!r}; {did_you_mean(spec.by, METHODS)}")
+        if spec.file is not None:
+            return self._ranking_file(place, name, spec, spec.file)
+        for key in ("tasks", "seeds"):
+            if getattr(spec, key) is None:
+                raise self.file.error(place, f"the key {key!r} is missing in rankings.{name}")
+        assert spec.tasks is not None
+        assert spec.seeds is not None
+        try:
+            chosen([spec.by])
+        except NeedleworkError as error:
+            raise self.file.error((*place, "by"), str(error)) from None
         tasks = self._tasks((*place, "tasks"), spec.tasks)
         if wrong := [task for task in tasks if task.task.mode != "generate"]:
             raise wrong[0].error(f"task {wrong[0].name!r} generates nothing, so there are no answers to watch")
         return RankingSource(self._at(place), name, spec.by, tasks, tuple(dict.fromkeys(spec.seeds)), spec.limit)
+
+    def _ranking_file(self, place: Place, name: str, spec: RankingFile, path: str) -> RankingSource:
+        """A ranking that is known already: nothing is recorded for it."""
+        if more := sorted(spec.model_fields_set - {"about", "file"}):
+            raise self.file.error((*place, more[0]), f"rankings.{name} comes from a file, so leave {more[0]!r} out")
+        beside = self.file.path.parent / path
+        try:
+            ranking = Ranking.load(beside if os.path.exists(beside) else path)
+        except NeedleworkError as error:
+            raise self.file.error((*place, "file"), str(error)) from None
+        seeds = () if ranking.seed is None else (ranking.seed,)
+        return RankingSource(self._at(place), name, ranking.method, (), seeds, None, ranking)
 
     def _experiment(self, name: str, spec: ExperimentFile) -> Experiment:
         place: Place = ("experiments", name)

@@ -1,4 +1,4 @@
-"""Rankings that a plan names: what heads can be ranked by, and the order that a recording gives. Free of torch."""
+"""Rankings that a plan names: what a store keeps of one, and the order that a recording gives. Free of torch."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ from needlework.anatomy import Head
 from needlework.interventions import Ranking
 
 if TYPE_CHECKING:
-    from needlework.experiments.models import Seen
-
-# What a head did while the untouched model answered -> how good it is. More ways to rank have their place here.
-METHODS: dict[str, Callable[[Seen], float]] = {
-    "needle_mass": lambda head: head.needle_mass,  # attention on the needle
-    "copy_score": lambda head: head.copy_score,  # looks at the very token that is being copied
-    "entropy": lambda head: -head.entropy,
-}
+    from needlework.heads.methods import Seen
 
 
-def record(by: str, heads: Sequence[Seen], samples: int) -> dict[str, Any]:
+def by_seen(of_seen: Callable[[Seen], float], heads: Sequence[Seen]) -> Ranking:
+    """The order that a method gives which knows enough from sums over all answers."""
+    return Ranking.by_scores({Head(head.layer, head.head): of_seen(head) for head in heads})
+
+
+def record(by: str, order: Ranking, heads: Sequence[Seen], samples: int) -> dict[str, Any]:
     """What a store keeps of a ranking: the order, and beside it how much each head looked at the first token."""
-    best_first = sorted(heads, key=lambda head: (-METHODS[by](head), head.layer, head.head))
-    order = Ranking(order=tuple(Head(head.layer, head.head) for head in best_first))
     sinks: dict[str, list[float]] = {}
     by_entropy: dict[str, list[float]] = {}
     for head in sorted(heads, key=lambda head: (head.layer, head.head)):

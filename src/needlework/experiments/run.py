@@ -17,10 +17,11 @@ from needlework.experiments.models import DiskModels, LoadedModel, ModelSource
 from needlework.experiments.plan import Plan
 from needlework.experiments.progress import Tracker, summary
 from needlework.experiments.provenance import Doctor, examine, mark, sign
-from needlework.experiments.rankings import record
+from needlework.experiments.rankings import by_seen, record
 from needlework.experiments.result import Result
 from needlework.experiments.shipped import get
 from needlework.experiments.trials import Recording, Trial, Work, chunks, expand
+from needlework.heads.methods import chosen
 from needlework.interventions import Ranking
 from needlework.interventions.ranking import Recorded
 from needlework.requests import Answer, Prepared, prepare
@@ -240,9 +241,18 @@ class _ModelRun:
         kept = self.store.meta("rankings") or {}
         known = kept.setdefault(self.model, {})
         for ranked in self.work.rankings.values():
+            if ranked.ranking is not None:
+                self.rankings[ranked.source] = ranked.ranking
+                continue
             if ranked.source.content not in known:
                 requests = [request for trial in ranked.trials for request in trial.requests()]
-                made = record(ranked.by, model.watch(requests, RECORDED_SPAN), len(requests))
+                seen = model.watch(requests, RECORDED_SPAN)
+                (method,) = chosen([ranked.by])
+                if method.of_seen is not None:
+                    order = by_seen(method.of_seen, seen)
+                else:
+                    order = model.rank(ranked.by, ranked.items, ranked.trials[0].seed)  # type: ignore[attr-defined]
+                made = record(ranked.by, order, seen, len(requests))
                 known[ranked.source.content] = {"name": ranked.source.name, **made}
                 self.store.set_meta("rankings", kept)
             self.rankings[ranked.source] = Ranking.parse(known[ranked.source.content]["order"])

@@ -120,12 +120,15 @@ class ExperimentFile(Settings):
 
 
 class RankingFile(Strict):
-    """An order of heads that a run records before it needs it: `keep_heads(k=2, by=recorded('NAME'))`."""
+    """An order of heads that a run records before it needs it, or that a file holds: `keep_heads(k=2, by=recorded('NAME'))`."""
 
     about: str = ""
-    by: str = "needle_mass"  # what heads are ranked by, the most first; see experiments/rankings.py
-    tasks: Tasks  # whose answers are watched, with nothing done to the model
-    seeds: Seeds  # none that an experiment which uses it is judged on
+    file: Annotated[str, Field(min_length=1, strict=True)] | None = (
+        None  # that `needlework heads` wrote; nothing is recorded then
+    )
+    by: str = "needle_mass"  # what heads are ranked by, the most first; see heads/methods.py
+    tasks: Tasks | None = None  # whose answers are watched, with nothing done to the model
+    seeds: Seeds | None = None  # none that an experiment which uses it is judged on
     limit: Count | None = None
 
 

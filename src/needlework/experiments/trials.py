@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
 from typing import Any
@@ -96,6 +96,12 @@ class Ranked:
     source: Recorded
     by: str
     trials: tuple[Trial, ...]
+    ranking: Ranking | None = None  # it was read from a file
+
+    @property
+    def items(self) -> list[Item]:
+        """The samples, each of which says how its answer ends."""
+        return [replace(trial.item, ending=(trial.max_new_tokens, trial.stop)) for trial in self.trials]
 
 
 @dataclass
@@ -248,6 +254,10 @@ class _Expander:
 
     def _watched(self, source: RankingSource) -> Ranked:
         """All samples of a ranking. Its content is that of their prompts, how they are answered, and what heads are ranked by."""
+        if source.ranking is not None:
+            source.ranking.check(self.model.anatomy, self.model.weights)
+            content = digest([f"order {source.ranking.text()}"])[:12]
+            return Ranked(Recorded(name=source.name, content=content), source.by, (), source.ranking)
         trials: dict[str, Trial] = {}
         for named in source.tasks:
             most, stop = self._ending(named)

@@ -147,6 +147,11 @@ class Block:
     visible: Tensor | None  # [rows or 1, 1, queries, keys]
     q_positions: Tensor  # [rows, queries]
     k_positions: Tensor  # [rows, keys]; equals the index of the token in its own sequence
+    source: Keys  # all keys and values of the layer; `keys` counts in them
+
+    def mix(self, weights: Tensor) -> Tensor:
+        """What heads would say with these weights [rows, heads, queries, keys] on the values: [rows, queries, heads, dim]."""
+        return self.source.mix(weights, self.keys.start, self.keys.stop).transpose(1, 2)
 
 
 # [walk 5] docs/architecture.md
@@ -234,8 +239,8 @@ def _blockwise(
             visible = _visible(forward, mask, rows, part, keys.count, query.device)
         first, last = _key_range(visible, keys)
         seen = None if visible is None else visible[..., first:last]
-        block = Block(part, slice(first, last), seen, forward.positions[:, part], positions[:, first:last])
-        out[:, part] = _one_block(forward, layer, block, query[:, :, part], keys, kwargs)
+        block = Block(part, slice(first, last), seen, forward.positions[:, part], positions[:, first:last], keys)
+        out[:, part] = _one_block(forward, layer, block, query[:, :, part], kwargs)
     return out
 
 
@@ -248,8 +253,8 @@ def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys) -> i
     return min(queries, max(FEWEST_QUERIES, budget // (4 * rows * heads * seen)))
 
 
-def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, keys: Keys, kwargs: dict[str, Any]) -> Tensor:
-    edits, scaling = forward.edits.get(layer), kwargs.get("scaling")
+def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    edits, keys, scaling = forward.edits.get(layer), block.source, kwargs.get("scaling")
     if edits is not None and edits.limit is not None:
         block.visible = edits.limit_keys(forward, layer, block)
     scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
@@ -270,8 +275,7 @@ def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, keys: 
     head_scores = edits.scores_of_probabilities(block, p, log_p) if edits is not None else {}
 
     def mix(weights: Tensor) -> Tensor:
-        """[rows, queries, heads, dim]"""
-        return keys.mix(weights.to(query.dtype), block.keys.start, block.keys.stop).transpose(1, 2)
+        return block.mix(weights.to(query.dtype))
 
     if edits is not None and edits.expose is not None:
         if edits.keep is not None and edits.keep.scores("outputs"):  # heads are scored before columns are rewritten

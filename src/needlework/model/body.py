@@ -92,10 +92,11 @@ class Body:
         return self.family.continues_prefill(self.kernels == "fast")
 
     @contextmanager
-    def session(self) -> Iterator[None]:
+    def session(self, gradients: bool = False) -> Iterator[None]:
         """Put our attention function and kernels in place; leave no trace on the model, also after an exception.
 
-        One session at a time: other threads wait, and one inside another is refused.
+        One session at a time: other threads wait, and one inside another is refused. With `gradients`, what is computed can be
+        differentiated (see `model/gates.py`).
         """
         with turn(), ExitStack() as stack:
             self._open = True
@@ -106,7 +107,7 @@ class Body:
                 stack.enter_context(fast_kernels(self.model))
             if self.device.type != "cuda":
                 stack.enter_context(slow_kernel_hints())
-            stack.enter_context(torch.inference_mode())
+            stack.enter_context(torch.enable_grad() if gradients else torch.inference_mode())
             training = [module for module in self.model.modules() if module.training]
             self.model.eval()
             stack.callback(_train, training)

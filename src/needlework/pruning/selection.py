@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 
 from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError, shown
-from needlework.interventions.ranking import Origin, Ranking, as_heads
-from needlework.observation import observe
-from needlework.pruning.figures import Asked, retrieval
-from needlework.terminal import Bar
+from needlework.heads.methods import chosen
+from needlework.heads.rank import Steps, origin, rank_by
+from needlework.heads.samples import draw, named_tasks
+from needlework.interventions.ranking import Ranking, as_heads
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
 Keep = int | float | str | Path | Ranking | Sequence[tuple[int, int]]
+METHOD = "needle_mass"  # the cheapest: one pass
 RANKING_SAMPLES, RANKING_SEED = 100, 1  # figures are measured on seed 0
 _NUMBER = r"\d+(?:\.\d+)?"
 _HOW = "give a number of heads (10), a share of them (0.33), or a ranking, with or without a number: heads.json, heads.json:10"
@@ -57,10 +58,10 @@ def choose(subject: Subject, keep: Keep, progress: bool = False) -> Choice:
     assert ranking is not None
     if count is None and len(ranking.order) == len(every):
         raise NeedleworkError(f"the ranking has all {len(every)} heads: say how many of them stay, e.g. heads.json:10")
-    chosen = ranking.order if count is None else ranking.order[: _count(count, len(every))]
-    if count is not None and len(chosen) < _count(count, len(every)):
-        raise NeedleworkError(f"{_count(count, len(every))} heads are to stay, and the ranking has {len(chosen)}")
-    return Choice(tuple(chosen), ranking)
+    number = len(ranking.order) if count is None else _count(count, len(every))
+    if number > len(ranking.order):
+        raise NeedleworkError(f"{number} heads are to stay, and the ranking has {len(ranking.order)}")
+    return Choice(ranking.top(number), ranking)
 
 
 def _read(keep: Keep) -> tuple[Ranking | None, int | float | None]:
@@ -116,12 +117,7 @@ def _check(ranking: Ranking, anatomy: Anatomy, weights: str) -> None:
 
 def by_needle_mass(subject: Subject, progress: bool = False) -> Ranking:
     """Heads by their attention on the needle while it is told: one pass over the answers of the untouched model."""
-    task = retrieval(subject, RANKING_SAMPLES)
-    asked = Asked(subject, task, seed=RANKING_SEED)
-    with Bar(len(asked.items), "samples", shown=progress) as bar, observe(subject) as watch:
-        asked.answers(bar, "ranking heads")
-    scores = {Head(row.layer, row.head): row.needle_mass for row in watch.table()}
-    source = subject.body.source
-    of = Origin(name=source.name if source else "", architecture=subject.anatomy.architecture, weights=subject.body.weights)
-    about = {"method": "needle_mass", "task": task.kind, "samples": len(asked.items), "seed": RANKING_SEED}
-    return Ranking.by_scores(scores, model=of, **about)
+    samples = draw(subject, named_tasks("niah", subject), RANKING_SAMPLES, RANKING_SEED)
+    (method,) = chosen([METHOD])
+    with Steps(1, progress) as steps, steps.step("ranking heads") as tell:
+        return rank_by(subject, method, samples, RANKING_SEED, tell, origin(subject)).ranking

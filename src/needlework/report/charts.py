@@ -48,12 +48,12 @@ def save(figures: Sequence[Figure], folder: Path, overview: Overview) -> None:
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in another script: a box stands for it
         if overview.blocks:
-            _write(finding(overview, Canvas), folder / "finding")
+            write(finding(overview, Canvas), folder / "finding")
         for figure in figures:
-            _write(_draw(figure, Canvas), folder / figure.id)
+            write(_draw(figure, Canvas), folder / figure.id)
 
 
-def _write(canvas: Any, path: Path) -> None:
+def write(canvas: Any, path: Path) -> None:
     canvas.draw_without_rendering()
     canvas.set_layout_engine("none")  # laid out once, not again for each file
     for ending, options in (("png", {"dpi": 150}), ("svg", {"metadata": {"Date": None}})):

@@ -94,7 +94,9 @@ def _place(text: str, heads: int) -> tuple[str, int] | None:
     if text == "none":
         return ("none", heads)
     parts = parse(text).parts
-    if len(parts) != 1 or not isinstance(part := parts[0], KeepHeads) or part.by not in WAYS:
+    if len(parts) != 1 or not isinstance(part := parts[0], KeepHeads):
+        return None
+    if not isinstance(part.by, str) or part.by not in WAYS:
         return None
     plain = KeepHeads(k=part.k, fraction=part.fraction, by=part.by, seed=part.seed, sinks=0)
     return (part.by, part.count(heads)) if part == plain else None

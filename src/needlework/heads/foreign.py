@@ -1,0 +1,106 @@
+"""Rankings in other people's files: Wu et al.'s head scores, and DuoAttention's matrix of gates; in and out."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from needlework.anatomy import Anatomy, Head
+from needlework.errors import NeedleworkError, shown
+from needlework.files import read_text, whole
+from needlework.interventions.ranking import FORMAT, MOST_BYTES, Origin, Ranking, read_json
+
+Kind = Literal["wu", "duo"]
+FILES: dict[str, str] = {"wu": "{name}.wu.json", "duo": "{name}.full_attention_heads.tsv"}
+_WU = 'a JSON object such as {"16-19": [0.93, 0.95]}, layer and head before lists of scores'
+_DUO = "numbers between tabs, a line for each attention layer and a column for each key-value head"
+
+
+def read(path: Path | str, anatomy: Anatomy) -> Ranking:
+    """A ranking of this model's heads from a file: one of ours, Wu's JSON, or DuoAttention's .tsv."""
+    if Path(path).suffix == ".tsv":
+        return _read_duo(path, anatomy)
+    content = read_json(path)
+    if isinstance(content, dict) and "format" in content:
+        ranking = Ranking.from_dict(content, str(path))
+    else:
+        ranking = _read_wu(path, content)
+    ranking.check(anatomy)
+    return ranking
+
+
+def _read_wu(path: Path | str, content: Any) -> Ranking:
+    """The mean of each head's list is its score, as Wu et al. rank."""
+    if not isinstance(content, dict) or not content:
+        raise NeedleworkError(f"{path}: is neither a {FORMAT} nor {_WU}")
+    scores: dict[Head, float] = {}
+    for name, given in content.items():
+        parts = name.split("-")
+        values = given if isinstance(given, list) else [given]
+        if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
+            raise NeedleworkError(f"{path}: {shown(name)} is no head; {_WU}")
+        if not values or not all(_is_number(value) for value in values):
+            raise NeedleworkError(f"{path}: head {name} has no scores, or one that is no number ({shown(given)}); {_WU}")
+        head = Head(int(parts[0]), int(parts[1]))
+        if head in scores:
+            raise NeedleworkError(f"{path}: head {name} occurs twice")
+        scores[head] = math.fsum(values) / len(values)
+    samples = max(len(given) if isinstance(given, list) else 1 for given in content.values())
+    return Ranking.by_scores(scores, method=f"wu:{Path(path).stem}", samples=samples)
+
+
+def _read_duo(path: Path | str, anatomy: Anatomy) -> Ranking:
+    """Every query head gets the gate of its key-value head. Rows are attention layers, in order."""
+    text = read_text(path, f"give {_DUO}", most=MOST_BYTES)
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip() and not line.startswith("#")]
+    parts = list(anatomy.attention_parts())
+    if len(lines) != len(parts):
+        raise NeedleworkError(
+            f"{path}: has {len(lines)} lines, and {anatomy.architecture} has {len(parts)} attention layers"
+            f" ({[index for index, _ in parts]}); {_DUO}"
+        )
+    scores: dict[Head, float] = {}
+    for (number, line), (layer, part) in zip(lines, parts, strict=True):
+        words = line.split()
+        if len(words) != part.kv_heads:
+            raise NeedleworkError(f"{path}:{number}: {len(words)} numbers, and layer {layer} has {part.kv_heads} key-value heads")
+        try:
+            gates = [float(word) for word in words]
+        except ValueError:
+            raise NeedleworkError(f"{path}:{number}: {shown(line)} holds what is no number; {_DUO}") from None
+        if not all(map(math.isfinite, gates)):
+            raise NeedleworkError(f"{path}:{number}: {shown(line)} holds a number that is not finite")
+        scores |= {Head(layer, q): gates[q * part.kv_heads // part.query_heads] for q in range(part.query_heads)}
+    return Ranking.by_scores(scores, method=f"duo:{Path(path).stem}", model=Origin(architecture=anatomy.architecture))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> None:
+    """A ranking as others' programs read it. DuoAttention knows key-value heads: each gets the score of its best query head,
+    scaled so that the model's worst is 0 and its best is 1, as gates are."""
+    if kind not in FILES:
+        raise NeedleworkError(f"there is no format {kind!r} to export to; choose from {', '.join(FILES)}")
+    ranking.check(anatomy)
+    scores = ranking.scores or {head: float(-i) for i, head in enumerate(ranking.order)}
+    with whole(Path(path)) as file:
+        if kind == "wu":
+            json.dump({f"{head.layer}-{head.index}": [scores[head]] for head in sorted(scores)}, file)
+        else:
+            for row in _gates(scores, anatomy):
+                file.write("\t".join(f"{gate:.9g}" for gate in row) + "\n")
+
+
+def _gates(scores: Mapping[Head, float], anatomy: Anatomy) -> list[list[float]]:
+    low, high = min(scores.values()), max(scores.values())
+    rows = []
+    for layer, part in anatomy.attention_parts():
+        size = part.query_heads // part.kv_heads
+        best = [max(scores[Head(layer, kv * size + i)] for i in range(size)) for kv in range(part.kv_heads)]
+        rows.append([(value - low) / (high - low) if high > low else 1.0 for value in best])
+    return rows

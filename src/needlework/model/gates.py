@@ -1,0 +1,78 @@
+"""A gate on every head that can be differentiated: 1 leaves the head as it is, 0 silences it.
+
+Prompt and answer are read in one forward without a memory, by the attention function and the kernels that everything else uses.
+Shorter rows are padded at their end, where no earlier token looks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from needlework.model.attention import Forward, current
+from needlework.model.body import Body
+from needlework.model.edits import LayerEdits
+from needlework.model.probe import run_model
+from needlework.receipts import Tally
+
+
+@dataclass
+class _Gated(LayerEdits):
+    """Every output of a head is multiplied by its gate."""
+
+    gates: Tensor | None = None  # [rows or 1, heads]
+
+    def edit_outputs(
+        self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        assert self.gates is not None
+        forward.tally.add(layer, forward.phase, "heads_changed", forward.slots, out.shape[1])
+        return out * self.gates[:, None, :, None].to(out.dtype)
+
+
+@contextmanager
+def differentiable(body: Body) -> Iterator[None]:
+    """A session in which gates get gradients; weights get none."""
+    with body.session(gradients=True), ExitStack() as stack:
+        for parameter in body.model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.requires_grad_, True)
+                parameter.requires_grad_(False)
+        yield
+
+
+def answer_log_p(body: Body, texts: Sequence[tuple[Sequence[int], Sequence[int]]], gates: Tensor) -> Tensor:
+    """Log-likelihood of each answer after its prompt, [rows], with gates [rows or 1, heads] on the heads of `anatomy.heads`.
+
+    `texts` are pairs of prompt and answer in tokens. Needs an open `differentiable` session.
+    """
+    rows = [(*prompt, *answer[:-1]) for prompt, answer in texts]
+    longest = max(map(len, rows))
+    body.check_length(longest)
+    ids = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=body.device)
+    logits = _logits(body, ids, gates).log_softmax(-1)
+    sums = []
+    for i, (prompt, answer) in enumerate(texts):
+        says = logits[i, len(prompt) - 1 : len(prompt) - 1 + len(answer)]
+        sums.append(says.gather(1, torch.tensor(answer, device=body.device)[:, None]).sum())
+    return torch.stack(sums)
+
+
+def _logits(body: Body, ids: Tensor, gates: Tensor) -> Tensor:
+    """[rows, tokens, vocabulary] in fp32."""
+    positions = torch.arange(ids.shape[1], device=body.device).expand(ids.shape[0], -1)
+    slots = torch.arange(ids.shape[0], device=body.device)
+    widths = [part.query_heads for _, part in body.anatomy.attention_parts()]
+    layers = (layer for layer, _ in body.anatomy.attention_parts())
+    edits: dict[int, LayerEdits] = {
+        layer: _Gated(gates=part) for layer, part in zip(layers, torch.split(gates, widths, dim=1), strict=True)
+    }
+    tally = Tally(ids.shape[0])
+    forward = Forward("prefill", positions, slots, tally, body.attention, edits, fast=body.kernels == "fast")
+    with body.new_memory(ids.shape[0]).mounted(), current(forward):
+        logits: Tensor = run_model(body.model, ids, positions, None).logits
+    return logits.float()

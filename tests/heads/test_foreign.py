@@ -1,0 +1,108 @@
+"""Others' files: Wu's scores and DuoAttention's gates, there and back, and what is none of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import cases
+import needlework as nw
+from needlework.anatomy import Anatomy
+from needlework.heads import foreign
+from needlework.interventions.ranking import Ranking
+
+
+@pytest.fixture(scope="module")
+def anatomy() -> Anatomy:
+    return cases.subject("jamba").anatomy  # attention beside recurrent layers, query heads that share keys
+
+
+def ranking(anatomy: Anatomy) -> Ranking:
+    return Ranking.by_scores({head: float((7 * i) % 5) for i, head in enumerate(anatomy.heads)}, method="m")
+
+
+def test_wus_file_as_its_authors_read_it(tmp_path: Path, anatomy: Anatomy) -> None:
+    heads = anatomy.heads
+    content = {f"{h.layer}-{h.index}": [0.1 * i, 0.3 * i] for i, h in enumerate(heads)}
+    (tmp_path / "llama.json").write_text(json.dumps(content) + "\n")
+    found = foreign.read(tmp_path / "llama.json", anatomy)
+    means = sorted(((float(np.mean(v)), [int(n) for n in k.split("-")]) for k, v in content.items()), reverse=True)
+    assert [list(head) for head in found.order] == [head for _, head in means]
+    assert found.scores[heads[1]] == pytest.approx(0.2)
+    assert (found.method, found.samples) == ("wu:llama", 2)
+
+
+def test_wu_there_and_back(tmp_path: Path, anatomy: Anatomy) -> None:
+    mine = ranking(anatomy)
+    foreign.write(mine, tmp_path / "x.json", "wu", anatomy)
+    again = foreign.read(tmp_path / "x.json", anatomy)
+    assert again == mine
+    assert again.scores == mine.scores
+
+
+def test_gates_are_a_matrix_of_attention_layers_by_key_heads(tmp_path: Path, anatomy: Anatomy) -> None:
+    parts = list(anatomy.attention_parts())
+    assert any(part.kv_heads < part.query_heads for _, part in parts)
+    assert len(parts) < len(anatomy.layers)
+    mine = ranking(anatomy)
+    foreign.write(mine, tmp_path / "x.tsv", "duo", anatomy)
+    gates = np.loadtxt(tmp_path / "x.tsv", delimiter="\t", ndmin=2)  # as DuoAttention reads it
+    assert gates.shape == (len(parts), parts[0][1].kv_heads)
+    assert (gates.min() >= 0, gates.max()) == (True, 1.0)
+    again = foreign.read(tmp_path / "x.tsv", anatomy)
+    for row, (layer, part) in enumerate(parts):
+        size = part.query_heads // part.kv_heads
+        for q in range(part.query_heads):
+            assert again.scores[nw.Head(layer, q)] == pytest.approx(gates[row, q // size])
+        best = [max(mine.scores[nw.Head(layer, kv * size + i)] for i in range(size)) for kv in range(part.kv_heads)]
+        assert np.argsort(best).tolist() == np.argsort(gates[row], kind="stable").tolist() or len(set(best)) < len(best)
+    foreign.write(again, tmp_path / "y.tsv", "duo", anatomy)
+    assert foreign.read(tmp_path / "y.tsv", anatomy) == again
+
+
+def test_our_own_file_is_read_too_and_other_models_heads_are_refused(tmp_path: Path, anatomy: Anatomy) -> None:
+    ranking(anatomy).save(tmp_path / "mine.json")
+    assert foreign.read(tmp_path / "mine.json", anatomy) == ranking(anatomy)
+    with pytest.raises(nw.NeedleworkError, match="has no heads"):
+        foreign.read(tmp_path / "mine.json", cases.subject("llama").anatomy)
+
+
+@pytest.mark.parametrize(
+    "name,text,says",
+    [
+        ("a.json", "{}", "neither a needlework ranking nor a JSON object"),
+        ("a.json", "[1]", "neither"),
+        ("a.json", '{"1-2-3": [1]}', "is no head"),
+        ("a.json", '{"x-2": [1]}', "is no head"),
+        ("a.json", '{"1-2": []}', "has no scores"),
+        ("a.json", '{"1-2": ["x"]}', "has no scores, or one that is no number"),
+        ("a.json", '{"1-2": [NaN]}', "no number"),
+        ("a.json", '{"01-2": [1], "1-2": [1]}', "occurs twice"),
+        ("a.json", '{"0-0": [1]}', "has no heads|does not cover"),
+        ("a.tsv", "1\t2\n", "has 1 lines"),
+        ("a.tsv", "", "has 0 lines"),
+    ],
+)
+def test_files_that_are_none_are_refused(tmp_path: Path, anatomy: Anatomy, name: str, text: str, says: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(nw.NeedleworkError, match=says):
+        foreign.read(tmp_path / name, anatomy)
+
+
+def test_gates_that_do_not_fit_say_where(tmp_path: Path, anatomy: Anatomy) -> None:
+    parts = list(anatomy.attention_parts())
+    good = ["\t".join("0.5" for _ in range(part.kv_heads)) for _, part in parts]
+    for wrong, says in (
+        ("0.5", "a.tsv:1: 1 numbers"),
+        (good[0].replace("0.5", "x"), "no number"),
+        (good[0].replace("0.5", "nan"), "finite"),
+    ):
+        (tmp_path / "a.tsv").write_text("\n".join([wrong, *good[1:]]))
+        with pytest.raises(nw.NeedleworkError, match=says):
+            foreign.read(tmp_path / "a.tsv", anatomy)
+    with pytest.raises(nw.NeedleworkError, match="no format 'csv'"):
+        foreign.write(ranking(anatomy), tmp_path / "b", "csv", anatomy)
+    assert not (tmp_path / "b").exists()

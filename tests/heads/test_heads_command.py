@@ -1,0 +1,96 @@
+"""`needlework heads`: what it writes can be read, what is there is never written over, and bad input says what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import needlework as nw
+from needlework.cli import app
+from needlework.heads.methods import table
+from needlework.interventions.ranking import Ranking
+
+FEW = ["--samples", "6", "--held-out", "6", "--by", "copy_score", "--by", "entropy"]
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["heads", *arguments])
+    return result.exit_code, result.output + (result.stderr or "")
+
+
+@pytest.mark.slow
+def test_everything_is_written_and_can_be_used(tmp_path: Path) -> None:
+    out = tmp_path / "heads"
+    code, said = run("tiny-griffin-small", *FEW, "--out", str(out), "--export", "wu", "--export", "duo")
+    assert code == 0, said
+    assert "smallest set: " in said
+    assert max(map(len, said.splitlines()[:-2])) <= 81  # but for the sentences at its end
+    names = {path.name for path in out.iterdir()}
+    assert {"heads.json", "heads.html", "heads.png", "heads.svg", "curves.svg", "static-or-dynamic.png"} <= names
+    summary = json.loads((out / "heads.json").read_text())
+    ranking = Ranking.load(out / "ranking-copy_score.json")
+    assert summary["rankings"]["copy_score"] == ranking.to_dict()
+    assert (ranking.method, ranking.samples, ranking.seed, ranking.model.name) == ("copy_score", 6, 0, "tiny-griffin-small")
+    subject = nw.load("tiny-griffin-small")
+    assert subject.generate([[1, 2, 3]], nw.KeepHeads(k=1, by=ranking), max_new_tokens=1)[0].tokens
+    with pytest.raises(nw.NeedleworkError, match="the ranking"):
+        nw.load("tiny-griffin").generate([[1, 2, 3]], nw.KeepHeads(k=1, by=ranking), max_new_tokens=1)
+    assert summary["retest"]["copy_score"]["other_seed"]["k"] == 5
+    assert summary["agreement"]["copy_score"]["entropy"]["spearman"] == summary["agreement"]["entropy"]["copy_score"]["spearman"]
+    assert summary["curves"]["random"]["points"][-1]["value"] == 1.0
+    assert {way["name"] for way in summary["static_or_dynamic"]["ways"]} >= {"all heads", "dynamic: entropy", "static: random"}
+    page = (out / "heads.html").read_text()
+    assert page.count("<svg") == 3
+    assert not any(word in page for word in ("<script", "<link", "<img", "src="))
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    code, said = run("tiny-griffin-small", *FEW, "--out", str(out))
+    assert (code, "exists and is not empty" in said) == (2, True)
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+    files = [str(out / "copy_score.wu.json"), str(out / "copy_score.full_attention_heads.tsv")]
+    code, said = run("tiny-griffin-small", *FEW[:4], "--import", files[0], "--import", files[1], "--no-dynamic", "--json")
+    assert code == 0, said
+    judged = json.loads(said[said.index("{") :])
+    assert set(judged["rankings"]) == {"copy_score.wu", "copy_score.full_attention_heads"}
+    assert judged["rankings"]["copy_score.wu"]["heads"] == summary["rankings"]["copy_score"]["heads"]
+
+
+@pytest.mark.parametrize(
+    "arguments,says",
+    [
+        (["tiny-griffin-small", "--by", "copy"], "heads are not ranked by 'copy'; did you mean 'copy_score'?"),
+        (["tiny-griffin-small", "--samples", "0"], "samples=0 must be a whole number"),
+        (["tiny-griffin-small", "--task", "nihha"], "no file and no shipped plan"),
+        (["tiny-griffin-small", "--share", "0"], "share=0.0 of the heads"),
+        (["tiny-griffin-small", "--export", "wu"], "give --out DIR"),
+        (["tiny-griffin-small", "--export", "csv", "--out", "nowhere"], "no format 'csv'"),
+        (["tiny-griffin-small", "--import", "nothing.json"], "cannot be read"),
+        (["tiny-mamba"], "has no attention heads"),
+        (["tiny-grifin"], "did you mean 'tiny-griffin'"),
+    ],
+)
+def test_bad_input_has_exit_code_2(arguments: list[str], says: str) -> None:
+    code, said = run(*arguments)
+    assert (code, says in " ".join(said.split())) == (2, True), said
+
+
+def test_a_plan_without_retrieval_is_refused(tmp_path: Path) -> None:
+    plan = "models: [tiny-griffin-small]\nexperiments: {text: {tasks: [{kind: perplexity}], interventions: none}}\n"
+    (tmp_path / "plan.yaml").write_text(plan)
+    code, said = run("tiny-griffin-small", "--task", str(tmp_path / "plan.yaml"))
+    assert (code, "no task here generates" in said) == (2, True), said
+
+
+def test_a_directory_with_other_contents_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("all of it")
+    code, said = run("tiny-griffin-small", "--out", str(tmp_path))
+    assert (code, "nothing in it was touched" in said) == (2, True)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_methods_are_listed() -> None:
+    code, said = run("any", "--methods", "--json")
+    assert code == 0
+    assert [row["method"] for row in json.loads(said)] == list(table())
