@@ -47,6 +47,7 @@ def test_equal_numbers_are_stock(name: str, tmp_path: Path) -> None:
     read_back(smaller, tmp_path, Others())
 
 
+@pytest.mark.slow
 def test_stock_transformers_alone_gives_the_same_logits(tmp_path: Path) -> None:
     smaller = written("llama", "equal", tmp_path)
     ids = tokens(1, 12)

@@ -110,6 +110,8 @@ def _estimate(value: dict[str, Any], row: dict[str, Any]) -> str:
 
 def _costs(record: dict[str, Any]) -> str:
     found, weights = record["costs"], record["weight_bytes"]
+    how = "processor time with one thread" if found.get("threads") == 1 else f"time on the wall, {found.get('threads')} threads"
+    measured = f"The fastest of several, both models measured in turns on the machine that pruned ({how}).\n\n" if found else ""
     rows = [("weights on disk, bytes", weights["before"], weights["after"], 0)]
     if found:
         a, b = found["before"], found["after"]
@@ -122,8 +124,6 @@ def _costs(record: dict[str, Any]) -> str:
     table = "\n".join(f"| {name} | {x:,.{d}f} | {y:,.{d}f} | {y / x if x else 1:.2f} |" for name, x, y, d in rows)
     return f"""## Memory and time
 
-Times are the fastest of several, both models measured in turns on the machine that pruned.
-
-| | before | after | ratio |
+{measured}| | before | after | ratio |
 |---|---|---|---|
 {table}"""
