@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         register,
     )
     from needlework.observation import observe
+    from needlework.pruning.prune import prune
     from needlework.report import report
     from needlework.requests import Answer, Request, sample_key
     from needlework.store import Store
@@ -77,6 +78,7 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "load": "subject",
     "observe": "observation",
     "parse": "interventions",
+    "prune": "pruning.prune",
     "rank": "experiments.heads",
     "recurrent_side": "heads.recurrent",
     "register": "interventions",
@@ -123,6 +125,7 @@ __all__ = [
     "load",
     "observe",
     "parse",
+    "prune",
     "rank",
     "recurrent_side",
     "register",

@@ -304,6 +304,33 @@ def rescore(
     typer.echo(json.dumps(asdict(done)) if as_json else f"{done.changed} of {done.rows} rows have new scores")
 
 
+@command("needlework prune tiny-jamba --keep 0.25 --out small-jamba")
+def prune(
+    model: Model,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="Heads that stay: a number, a share (of heads ranked on the spot), a ranking's file, FILE:10, or '2.0 2.5'."
+        ),
+    ],
+    out: Out,
+    loading: LoadingOptions,
+    others: Annotated[
+        str, typer.Option(help="What stays of the other heads: none, or window=64,sinks=4 (they stream, weights stay).")
+    ] = "none",
+    samples: Annotated[int, typer.Option(min=0, help="Needles asked of both models for the card; 0 measures nothing.")] = 1000,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint that is really smaller: heads leave the weights, kv heads and caches go with their groups.
+
+    The new model is tried against the whole one, read back, measured, and described in its README.md.
+    """
+    from needlework.pruning.card import summary
+
+    done = nw.prune(model, keep, out, others=others, samples=samples, progress=not as_json, **loading)
+    typer.echo(json.dumps(done.record, indent=1) if as_json else plain(f"{summary(done.record)}\ncard: {out / 'README.md'}"))
+
+
 @command("needlework export runs/sweep --to csv")
 def export(
     directory: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],

@@ -49,7 +49,7 @@ class PatternBlock:
     q_positions: Tensor  # [rows, queries]
     k_positions: Tensor  # [rows, keys]; -1 where a row has no such key
     weights: Tensor  # [rows, heads, queries, keys], exactly 0 where a key is hidden
-    visible: Tensor | None  # [rows or 1, 1, queries, keys]; None: every key is
+    visible: Tensor | None  # [rows or 1, 1 or heads, queries, keys]; None: every key is
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Watch:
                     continue
                 keys, weights = block.k_positions[row], block.weights[row, chosen, q]
                 if block.visible is not None:
-                    seen = block.visible[row % block.visible.shape[0], 0, q]
+                    seen = block.visible[row % block.visible.shape[0], :, q].any(0)  # by any head
                     keys, weights = keys[seen], weights[:, seen]
                 for head, of_head in zip(chosen, weights.cpu(), strict=True):
                     self.patterns.append(Pattern(block.layer, head, block.phase, sample, position, keys.cpu(), of_head))

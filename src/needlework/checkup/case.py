@@ -138,6 +138,10 @@ class Case:
         follows = tuple(after) or self.sequence(self.after, seed=3)
         return Request(tuple(prompt) or self.prompt, act, forced=follows, **more)
 
+    def need_full_heads(self) -> None:
+        if self.subject.body.streams:
+            raise DoesNotApply("some heads stream: transformers' own forward, and the window of their layer, show them more keys")
+
     def need_heads(self) -> None:
         if not self.anatomy.attention_layers:
             raise DoesNotApply(f"{self.anatomy.architecture} has no attention heads")

@@ -19,6 +19,7 @@ _HIDES_NOTHING = parse(f"limit_context({1 << 30})")  # makes attention go needle
 
 
 def idle_is_stock(case: Case) -> Finding:
+    case.need_full_heads()
     found = case.apart(case.idle, case.stock(case.prompt))
     return near(found, case.rounding, f"logits of {case.tokens} tokens against transformers' own forward with SDPA")
 
@@ -177,7 +178,7 @@ def greedy(case: Case) -> Finding:
     """Every token that is said is the first choice, given all that was said before."""
     said = case.ask([Request(case.prompt, max_new_tokens=2 * case.after)])[0].tokens
     ids, whose = case.prompt + said, "transformers' own forward"
-    if case.half:  # the two ways of reading may disagree there, so the way that was gone is asked
+    if case.half or case.subject.body.streams:  # the two ways of reading may disagree there, so the way that was gone is asked
         logits, whose = case.subject.logits([ids], prompt_tokens=case.tokens)[0, case.tokens - 1 : -1], "the same decode"
     else:
         logits = case.stock(ids)[0, case.tokens - 1 : -1]

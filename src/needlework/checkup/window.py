@@ -15,6 +15,7 @@ _PAST = 6  # tokens beyond the edge
 def window_edge(case: Case) -> Finding:
     """A limit of as many keys as the window hides none; of one fewer, exactly one for every query beyond the edge."""
     case.need_heads()
+    case.need_full_heads()
     windows = {layer: part.window for layer, part in case.anatomy.attention_parts()}
     own = {window for window in windows.values() if window}
     if not own:

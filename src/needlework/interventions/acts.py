@@ -118,11 +118,12 @@ class DropAttention(Act):
 
 @dataclass(frozen=True)
 class LimitKeys(Act):
-    """A query sees only the last `tokens` keys (itself included) and the first `sinks`."""
+    """A query sees only the last `tokens` keys (itself included) and the first `sinks`; of these heads, or of all."""
 
     count = "positions"  # hiding no key of a short prompt is no failure; a note says so
     tokens: int
     sinks: int
+    heads: frozenset[int] | None = None
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,19 @@ def with_rankings(intervention: Intervention, known: Mapping[Recorded, Ranking |
     )
 
 
+def _check_heads(part: Part, heads: tuple[Head, ...], anatomy: Anatomy) -> None:
+    """Refuse heads that the model does not have, and none at all."""
+    wrong = sorted(set(heads) - set(anatomy.heads))
+    if wrong or not heads:
+        raise NeedleworkError(
+            f"{part.name}: no such heads {[tuple(h) for h in wrong]} in {anatomy.architecture}; attention layers are "
+            f"{[x.index for x in anatomy.attention_layers]}, `needlework inspect` shows their heads"
+        )
+    left_out = sorted(set(part.where(anatomy)) - set(part.layers or part.where(anatomy)))
+    if left_out:
+        raise NeedleworkError(f"{part}: names heads of layers {left_out}, which `layers` leaves out: drop layers")
+
+
 @register
 class AblateHeads(Part):
     """Silence single heads: their outputs become zero, or the mean that `nw.calibrate` measured."""
@@ -154,15 +167,7 @@ class AblateHeads(Part):
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
-        wrong = sorted(set(self.heads) - set(anatomy.heads))
-        if wrong or not self.heads:
-            raise NeedleworkError(
-                f"{self.name}: no such heads {[tuple(h) for h in wrong]} in {anatomy.architecture}; attention layers are "
-                f"{[x.index for x in anatomy.attention_layers]}, `needlework inspect` shows their heads"
-            )
-        left_out = sorted(set(self.where(anatomy)) - set(self.layers or self.where(anatomy)))
-        if left_out:
-            raise NeedleworkError(f"{self}: names heads of layers {left_out}, which `layers` leaves out: drop layers")
+        _check_heads(self, self.heads, anatomy)
 
     def _silenced(self, anatomy: Anatomy) -> Iterator[tuple[int, frozenset[int]]]:
         for index in self.where(anatomy):
@@ -228,12 +233,22 @@ class ExposeTokens(Part):
 
 @register
 class LimitContext(Part):
-    """Attention sees only the last `tokens` keys, the query's own included, and the first `sinks`."""
+    """Attention sees only the last `tokens` keys, the query's own included, and the first `sinks`: all heads, or some."""
 
     side = "attention"
     tokens: int = Field(ge=1)
     sinks: int = Field(0, ge=0)
+    heads: Heads | None = None
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        return super().where(anatomy) if self.heads is None else tuple(sorted({head.layer for head in self.heads}))
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        if self.heads is not None:
+            _check_heads(self, self.heads, anatomy)
 
     def stands_for(self, scene: Scene) -> Iterable[Act]:
         for index in self.where(scene.anatomy):
-            yield acts.LimitKeys(index, self.tokens, self.sinks)
+            heads = None if self.heads is None else frozenset(h.index for h in self.heads if h.layer == index)
+            yield acts.LimitKeys(index, self.tokens, self.sinks, heads)

@@ -24,6 +24,7 @@ from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
 from needlework.model.edits import LayerEdits
 from needlework.model.keys import Keys, OwnKeys, SharedPrefix
+from needlework.model.streaming import Split, SplitKeys
 from needlework.receipts import Tally
 from needlework.requests import Request
 
@@ -168,9 +169,13 @@ def _attention(
     edits = forward.edits.get(layer)
     forward.tally.add(layer, forward.phase, "positions", forward.slots, query.shape[2])
     if not forward.own_maths:
-        if layer == forward.last_only and (edits is None or edits.silences_only):
+        split = getattr(key, "split_heads", None)
+        if split is not None:
+            out = _sdpa_split(forward, layer, module, query, split, attention_mask, kwargs)
+        elif layer == forward.last_only and (edits is None or edits.silences_only):
             return _last_query(forward, layer, module, query, key, value, attention_mask, kwargs), None
-        out = _sdpa(forward, module, query, key, value, attention_mask, kwargs)
+        else:
+            out = _sdpa(forward, module, query, key, value, attention_mask, kwargs)
         return (out if edits is None else edits.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
     return _blockwise(forward, layer, query, key, value, attention_mask, kwargs), None
 
@@ -211,6 +216,24 @@ def _last_query(
     return out if edits is None else edits.edit_outputs(forward, layer, out, slice(0, out.shape[1]))
 
 
+def _sdpa_split(
+    forward: Forward, layer: int, module: nn.Module, query: Tensor, split: Split, mask: Tensor | None, kwargs: dict[str, Any]
+) -> Tensor:
+    """Stock SDPA twice: full heads over all keys, streaming heads over the few that they hold."""
+    rows, heads, queries, _ = query.shape
+    full, streaming = split.query_heads(heads)
+    out = query.new_empty(rows, queries, heads, split.value.shape[3])
+    if split.full is not None:
+        out[:, :, full] = _sdpa(forward, module, query[:, full], *split.full, mask, kwargs)
+    window, query = forward.windows.get(layer), query[:, streaming]
+    for start in range(0, queries, SDPA_BLOCK):
+        part = slice(start, min(start + SDPA_BLOCK, queries))
+        index = split.block(part, queries)
+        near = (split.key[:, :, index], split.value[:, :, index], split.visible(forward.positions[:, part], index, window))
+        out[:, part, streaming] = sdpa_attention_forward(module, query[:, :, part], *near, **kwargs)[0]
+    return out
+
+
 def _blockwise(
     forward: Forward, layer: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kwargs: dict[str, Any]
 ) -> Tensor:
@@ -219,7 +242,7 @@ def _blockwise(
     if unknown:
         raise TrialError(f"this model's attention uses {unknown[0]}, which needlework's own maths does not have")
     rows, heads, queries, _ = query.shape
-    edits, keys = forward.edits.get(layer), _keys(forward, key, value)
+    edits, keys = forward.edits.get(layer), _keys(forward, key, value, heads)
     positions = keys.positions(forward.positions)
     out = query.new_empty(rows, queries, heads, keys.value_dim)
     step = _block_queries(forward, layer, query, keys)
@@ -227,8 +250,13 @@ def _blockwise(
         step = queries
     for start in range(0, queries, step):
         part = slice(start, min(start + step, queries))
-        if isinstance(keys, SharedPrefix):
-            visible = _visible_by_position(forward, layer, keys, positions, part)
+        if isinstance(keys, SplitKeys):
+            visible = _visible_by_position(forward, layer, positions, part)
+            visible = keys.limited(visible, forward.positions[:, part], positions, heads)
+        elif isinstance(keys, SharedPrefix) and _sees_all(forward, layer, keys):
+            visible = None
+        elif isinstance(keys, SharedPrefix):
+            visible = _visible_by_position(forward, layer, positions, part)
         else:
             visible = _visible(forward, mask, rows, part, keys.count, query.device)
         first, last = _key_range(visible, keys)
@@ -279,7 +307,11 @@ def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, kwargs
     return mixed if edits is None else edits.edit_outputs(forward, layer, mixed, block.queries, head_scores)
 
 
-def _keys(forward: Forward, key: Tensor, value: Tensor) -> Keys:
+def _keys(forward: Forward, key: Tensor, value: Tensor, heads: int) -> Keys:
+    split: Split | None = getattr(key, "split_heads", None)
+    if split is not None:
+        full = None if split.full is None else _keys(forward, *split.full, heads)
+        return SplitKeys(split, full, heads, forward.positions)
     prefix = getattr(key, "shared_prefix", None)
     if forward.shared and prefix is None:
         raise TrialError("the model changed its keys after the cache returned them; shared keys cannot serve it")
@@ -306,7 +338,7 @@ def _key_range(visible: Tensor | None, keys: Keys) -> tuple[int, int]:
 
 def _partly_hidden(visible: Tensor) -> list[slice]:
     """Ranges of keys that hold all that are hidden from any query: in a causal block its end, in a window its beginning too."""
-    columns = visible.all(0).all(1)[0].logical_not().nonzero()[:, 0]
+    columns = visible.all(0).all(0).all(0).logical_not().nonzero()[:, 0]
     if not columns.numel():
         return []
     gaps = (columns.diff() > 1).nonzero()[:, 0].tolist()
@@ -314,12 +346,14 @@ def _partly_hidden(visible: Tensor) -> list[slice]:
     return [slice(int(columns[a]), int(columns[b - 1]) + 1) for a, b in pairwise(ends)]
 
 
-def _visible_by_position(forward: Forward, layer: int, keys: SharedPrefix, positions: Tensor, queries: slice) -> Tensor | None:
-    """Shared keys have no place in the model's own mask: rows may be of different lengths. Causality and window decide."""
+def _sees_all(forward: Forward, layer: int, keys: SharedPrefix) -> bool:
     window = forward.windows[layer]
-    one_query = forward.positions.shape[1] == 1
-    if one_query and keys.prefix.complete and (window is None or keys.count <= window):
-        return None
+    return forward.positions.shape[1] == 1 and keys.prefix.complete and (window is None or keys.count <= window)
+
+
+def _visible_by_position(forward: Forward, layer: int, positions: Tensor, queries: slice) -> Tensor:
+    """Some keys have no place in the model's own mask: rows may be of different lengths. Causality and window decide."""
+    window = forward.windows[layer]
     q = forward.positions[:, None, queries, None]
     k = positions[:, None, None, :]
     visible = (k >= 0) & (k <= q)

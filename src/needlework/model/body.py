@@ -65,6 +65,7 @@ class Body:
         self.attention: dict[nn.Module, int] = findings.attention
         self.mixers: tuple[Mixer, ...] = findings.mixers
         self.shareable = findings.shareable
+        self.streams = findings.streams
         self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
         self.observer: Observer | None = None
         self.last_only: int | None = None  # a layer of whose queries only the last one will be read
@@ -129,7 +130,8 @@ class Body:
         return Memory(self.family.make_cache(self.model.config), _on_modules([mixer]), rows)
 
     def new_memory(self, rows: int) -> Memory:
-        return Memory(self.family.make_cache(self.model.config), _on_modules(self.mixers), rows)
+        cache = self.family.make_cache(self.model.config)
+        return Memory(self.streams.install(cache) if self.streams else cache, _on_modules(self.mixers), rows)
 
     def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
         """Edits of a batch from each row's acts."""

@@ -71,7 +71,7 @@ class LayerEdits:
     silenced: Tensor | None = None  # [rows, heads]
     means: Tensor | None = None  # [rows, heads, dim] what silenced heads say instead of nothing
     keep: Keep | None = None
-    limit: tuple[Tensor, Tensor] | None = None  # last tokens, sinks [rows]
+    limit: tuple[Tensor, Tensor] | None = None  # last tokens, sinks [rows], or [rows, heads] where some heads are limited
     expose: Expose | None = None
     dropped: Tensor | None = None  # [rows] the whole block contributes nothing
     functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, its sample, change of its outputs)
@@ -110,7 +110,7 @@ class LayerEdits:
 
     def limit_keys(self, forward: Forward, layer: int, block: Block) -> Tensor:
         assert self.limit is not None
-        tokens, sinks = (x[:, None, None, None] for x in self.limit)
+        tokens, sinks = (x[..., None, None] if x.dim() == 2 else x[:, None, None, None] for x in self.limit)
         q, k = block.q_positions[:, None, :, None], block.k_positions[:, None, None, :]
         near = (k > q - tokens) | (k < sinks)
         before = k <= q if block.visible is None else block.visible
@@ -147,7 +147,7 @@ class LayerEdits:
         inside = (k >= 0) & (k < e.columns.shape[1])
         columns = e.columns.gather(1, k.clamp(0, e.columns.shape[1] - 1)) & inside  # [rows, keys]
         causal = k[:, None, None] <= block.q_positions[:, None, :, None]
-        visible = (causal if block.visible is None else block.visible & causal).expand(rows, 1, p.shape[2], -1)
+        visible = (causal if block.visible is None else block.visible & causal).expand(rows, -1, p.shape[2], -1)
         exposed = visible & columns[:, None, None]  # [rows, 1, queries, keys]
         act = e.active[:, None, None, None].expand_as(exposed)
         if forward.phase == "decode" and e.paper.any():  # there the authors' code leaves a query alone that sees no needle column
@@ -297,10 +297,7 @@ def compile_layer(
         )
     limits = one_a_row(acts.LimitKeys)
     if any(limits):
-        edits.limit = (
-            _column([act.tokens if act else EVERYTHING for act in limits], device),
-            _column([act.sinks if act else 0 for act in limits], device),
-        )
+        edits.limit = _limit(limits, heads, device)
     exposures = one_a_row(acts.ExposeColumns)
     if any(exposures):
         edits.expose = _expose(exposures, device)
@@ -327,6 +324,20 @@ def _pick(x: Tensor | None, rows: Tensor) -> Tensor | None:
 
 def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.int64, device=device)
+
+
+def _limit(limits: Sequence[acts.LimitKeys | None], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    if not any(act and act.heads is not None for act in limits):
+        tokens = _column([act.tokens if act else EVERYTHING for act in limits], device)
+        return tokens, _column([act.sinks if act else 0 for act in limits], device)
+
+    def table(value: Callable[[acts.LimitKeys], int], free: int) -> Tensor:
+        rows = [
+            [value(act) if act and (act.heads is None or head in act.heads) else free for head in range(heads)] for act in limits
+        ]
+        return torch.tensor(rows, dtype=torch.int64, device=device)
+
+    return table(lambda act: act.tokens, EVERYTHING), table(lambda act: act.sinks, 0)
 
 
 def _expose(exposures: Sequence[acts.ExposeColumns | None], device: torch.device) -> Expose:

@@ -205,4 +205,6 @@ class SharedKV:
 
 @functools.cache
 def _shared_class(layer_class: type) -> Any:
+    if (sharing := getattr(layer_class, "sharing", None)) is not None:  # its streaming heads go their own way
+        return sharing(SharedKV)
     return type(f"Shared{layer_class.__name__}", (SharedKV, layer_class), {})

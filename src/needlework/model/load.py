@@ -20,6 +20,7 @@ from needlework.model.files import check_sizes, fetch, first_line, read_tokenize
 from needlework.model.presets import PRESETS
 from needlework.model.probe import probe
 from needlework.model.session import turn
+from needlework.model.surgery import cut_class, cuts_of
 
 Window = Literal["transformers", "deepmind"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -84,9 +85,13 @@ def blueprint(source: str | Path, window: Window = "transformers") -> Body:
     _set_window(config, window)
     config.get_text_config(decoder=True)._experts_implementation = "batched_mm"  # the others need values, not just shapes
     with whole_model(source, "its configuration makes no model"):
-        with torch.device("meta"):
-            model = _model_class(config)(config).to(dtype)
-        return make_body(model, window, "stock")
+        return make_body(without_weights(config).to(dtype), window, "stock")
+
+
+def without_weights(config: Any) -> Any:
+    """The model that a configuration describes, on the meta device."""
+    with torch.device("meta"):
+        return _model_class(config)(config)
 
 
 def _check_kernels(kernels: str) -> None:
@@ -143,6 +148,12 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
 
 
 def _model_class(config: Any) -> Any:
+    """The class of a configuration's models, without the heads that were taken out of them."""
+    cuts = cuts_of(config)
+    return cut_class(_stock_class(config), cuts) if cuts else _stock_class(config)
+
+
+def _stock_class(config: Any) -> Any:
     """AutoModelForCausalLM's choice, or the class that the configuration names itself."""
     import transformers
     from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -165,7 +176,7 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
     known = type(config) in AutoModelForCausalLM._model_mapping or options["trust_remote_code"]
-    loader = AutoModelForCausalLM if known else _model_class(config)
+    loader = AutoModelForCausalLM if known and not cuts_of(config) else _model_class(config)
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     files = [folder / gguf] if gguf else weight_files(folder)
     if known and not gguf and not options["trust_remote_code"]:
@@ -198,8 +209,7 @@ def _refuse_larger_than_files(folder: Path, config: Any, files: Sequence[Path]) 
         for file in files:
             with safe_open(file, framework="pt") as tensors:
                 stored += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-        with torch.device("meta"):
-            wanted = sum(parameter.numel() for parameter in _model_class(config)(config).parameters())
+        wanted = sum(parameter.numel() for parameter in without_weights(config).parameters())
     if wanted > _MOST_PER_VALUE * stored:
         raise NeedleworkError(
             f"{folder}: config.json describes a model of {wanted:,} parameters, and its files hold {stored:,} values: they do not"

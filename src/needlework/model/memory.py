@@ -17,8 +17,10 @@ from torch import Tensor, nn
 
 from needlework.interventions.acts import Half
 from needlework.model.keys import Prefix, SharedKV
+from needlework.model.streaming import BUFFER
 
 _KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> dimension of the batch
+_KV |= dict.fromkeys(BUFFER, 0)
 _RECURRENT = ("conv_states", "recurrent_states")
 RecurrentKind = Literal["conv", "state"]
 
@@ -44,6 +46,11 @@ class Slot:
         if self.half != "recurrent":
             return None
         return "conv" if any(word.startswith("conv") for word in self.name.split(".")[-2:]) else "state"
+
+    @property
+    def shared(self) -> bool:
+        """Whether rows that share keys read it where it lies; a buffer of few tokens is each row's own."""
+        return self.half == "kv" and self.name not in BUFFER
 
     def put(self, tensor: Tensor) -> None:
         self.holder[self.key] = tensor
@@ -123,11 +130,12 @@ class Memory:
 
     def share(self, rows: Tensor, recurrent_rows: Tensor | None = None) -> Memory:
         """As `select`, but all rows read this memory's keys where they lie instead of copying them."""
-        source = rows if recurrent_rows is None else recurrent_rows
-        new = self._rebuilt(
-            len(rows),
-            lambda slot: slot.tensor if slot.half == "kv" else slot.tensor.index_select(0, source.to(slot.tensor.device)),
-        )
+        source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
+
+        def forked(slot: Slot) -> Tensor:
+            return slot.tensor if slot.shared else slot.tensor.index_select(0, source[slot.half].to(slot.tensor.device))
+
+        new = self._rebuilt(len(rows), forked)
         new.cache.layers = [
             SharedKV.adopt(layer, rows, self.length) if isinstance(vars(layer).get("keys"), Tensor) else layer
             for layer in new.cache.layers
@@ -165,7 +173,7 @@ class Memory:
         skip = {i for i, layer in enumerate(getattr(first.cache, "layers", ())) if isinstance(layer, SharedKV)}
 
         def joined(slot: Slot) -> Tensor:
-            if slot.half == "kv" and slot.layer in skip:
+            if slot.shared and slot.layer in skip:
                 return slot.tensor
             return torch.cat([table[slot.layer, slot.name].tensor for table in tables], slot.batch_dim)
 

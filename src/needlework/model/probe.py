@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,11 +19,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
+from needlework.errors import NeedleworkError
 from needlework.model.cuts import first
 from needlework.model.families import Family
 from needlework.model.groups import NO_GROUPS, groups_of, short_convolution
 from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, holder
+from needlework.model.streaming import Streams, streams_of
 
 PROBE = "needlework_probe"
 PROBE_TOKENS = 6
@@ -79,6 +81,7 @@ class Findings:
     attention: dict[nn.Module, int]  # attention module -> layer
     mixers: tuple[Mixer, ...]
     shareable: bool  # forked rows can read the prompt's keys in place
+    streams: Streams | None = None  # heads that keep the first and the newest tokens only
 
 
 @contextmanager
@@ -169,7 +172,8 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
         if family.mixer_class:
             cache_layers = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
         mixers = tuple(_mixer(m, _number(paths[m]), layer, family, log, memory) for m, layer in cache_layers.items())
-    layers = _layers(paths, calls, index_of, mixers, memory)
+    streams = streams_of(model.config)
+    layers = _streaming(_layers(paths, calls, index_of, mixers, memory), streams)
     anatomy = Anatomy(
         model_type=config.model_type,
         architecture=type(model).__name__,
@@ -182,7 +186,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
     )
     attention = {call.module: index_of[paths[call.module]] for call in calls}
     shareable = bool(calls) and all(call.keys_untouched for call in calls) and not family.dense_masks
-    return Findings(anatomy, attention, mixers, shareable)
+    return Findings(anatomy, attention, mixers, shareable, streams)
 
 
 def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None, **kwargs: Any) -> Any:
@@ -279,6 +283,18 @@ def _recurrent_part(mixer: Mixer, path: str, memory: Memory) -> RecurrentPart:
         taps=mixer.convolution.kernel_size[0] if mixer.convolution is not None else 0,
         carries_state=any(slot.kind == "state" for slot in slots),
     )
+
+
+def _streaming(layers: tuple[Layer, ...], streams: Streams | None) -> tuple[Layer, ...]:
+    """With what a token adds to the cache: streaming heads hold as many as they hold, however many come."""
+    new = list(layers)
+    for index, heads in streams.kv_heads.items() if streams else ():
+        part = layers[index].attention if index < len(layers) else None
+        if part is None or max(heads, default=0) >= part.kv_heads:
+            raise NeedleworkError(f"config.json: kv heads {heads} of layer {index} are to stream, and there are no such ones")
+        each = part.kv_bytes_per_token // part.kv_heads
+        new[index] = replace(new[index], attention=replace(part, kv_bytes_per_token=each * (part.kv_heads - len(heads))))
+    return tuple(new)
 
 
 def _parameters(module: nn.Module) -> int:

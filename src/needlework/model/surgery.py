@@ -1,0 +1,234 @@
+"""Heads taken out of a model's weights: which rows and columns of which maps are theirs, and what is left in their place.
+
+A cut model computes what the whole one computes while the heads that left are silenced: their rows leave the maps to queries
+(and gates), their columns the output map, and a kv head leaves when its whole group of query heads does. Where groups keep
+unequal numbers of heads, the smaller ones are filled with heads of zeros: the cache stays as small as it can be, and no number
+changes. A layer without heads keeps its output bias and counts tokens; it has no cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from needlework.anatomy import AttentionPart
+from needlework.errors import NeedleworkError, shown
+from needlework.model.streaming import ENTRY
+
+ZERO = -1  # in the place of a head: one of zeros, which fills its group
+_QUERY_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj", "r_proj")  # one block of rows for each query head
+_KV_ROWS = ("k_proj", "v_proj", "k_sconv.conv1d", "v_sconv.conv1d")  # one for each kv head
+_OUTPUT = ("o_proj", "out_proj")  # one block of columns for each query head
+_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # of one head, or of all heads together
+_NO_HEADS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "rel_logits_proj", "indexer", "rotary_emb")
+_COUNTS = {"num_heads": 0, "num_attention_heads": 0, "num_key_value_heads": 1}  # attribute -> index in (query, kv)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What one attention module keeps: for each new head the old one."""
+
+    path: str
+    query: tuple[int, ...]  # or ZERO
+    kv: tuple[int, ...]
+    of: tuple[int, int]  # query and kv heads before
+    dims: tuple[int, int]  # of a key and of a value
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        return len(self.query), len(self.kv)
+
+    @classmethod
+    def keeping(cls, kept: Collection[int], part: AttentionPart) -> Cut:
+        """These query heads of a layer, in groups of one size."""
+        group = part.query_heads // part.kv_heads
+        groups = {kv: sorted(head for head in kept if head // group == kv) for kv in sorted({head // group for head in kept})}
+        widest = max(map(len, groups.values()), default=0)
+        query = [head for heads in groups.values() for head in (*heads, *[ZERO] * (widest - len(heads)))]
+        of, dims = (part.query_heads, part.kv_heads), (part.key_dim, part.value_dim)
+        return cls(part.path, tuple(query), tuple(groups), of, dims)
+
+
+def cut_model(model: nn.Module, cuts: Iterable[Cut]) -> None:
+    """Take the heads out, in place."""
+    for cut in cuts:
+        parent_path, _, name = cut.path.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        module = getattr(parent, name)
+        _refuse_shared(model, module, cut)
+        pieces = _pieces(module, cut)
+        if not cut.query:
+            setattr(parent, name, NoHeads(module, next(piece for piece in _OUTPUT if hasattr(module, piece))))
+            continue
+        for kind, piece in pieces:
+            if kind == "output":
+                _select(piece, 1, cut.query, cut.of[0])
+            else:
+                _select(piece, 0, *((cut.query, cut.of[0]) if kind == "query" else (cut.kv, cut.of[1])))
+        for attribute, side in _COUNTS.items():
+            if hasattr(module, attribute):
+                setattr(module, attribute, cut.counts[side])
+        module.num_key_value_groups = len(cut.query) // len(cut.kv)
+
+
+def _pieces(module: nn.Module, cut: Cut) -> list[tuple[str, nn.Module]]:
+    """The maps of an attention module that have a part for each head; whatever is not known for certain is refused."""
+    if cut.query == tuple(range(cut.of[0])):
+        return []
+    found: dict[str, tuple[str, nn.Module]] = {}
+    for name, parameter in module.named_parameters():
+        path, piece = _owner(module, name)
+        if path in (*_QUERY_ROWS, *_KV_ROWS):
+            kind = "query" if path in _QUERY_ROWS else "kv"
+            heads, length = cut.of[kind == "kv"], parameter.shape[0]
+        elif path in _OUTPUT:
+            kind, heads, length = "output", cut.of[0], next(piece.parameters()).shape[-1]
+        elif (path in _NORMS and parameter.numel() in cut.dims) or path.split(".")[0] in _NO_HEADS or not cut.query:
+            continue
+        else:
+            why = "is over all heads together" if path in _NORMS else "is none that needlework knows the heads of"
+            raise NeedleworkError(f"{cut.path}: heads cannot be taken out of {type(module).__name__}: {name} {why}")
+        if not isinstance(piece, (nn.Linear, nn.Conv1d)) or not parameter.is_floating_point() or length % heads:
+            raise NeedleworkError(
+                f"{cut.path}.{name} is {parameter.dtype} {list(parameter.shape)}: no plain weights of {heads} heads."
+                " Prune the model before it is quantised"
+            )
+        found[path] = (kind, piece)
+    if not any(kind == "output" for kind, _ in found.values()):
+        raise NeedleworkError(
+            f"{cut.path}: {type(module).__name__} has no output map that needlework knows ({', '.join(_OUTPUT)})"
+        )
+    return list(found.values())
+
+
+def _owner(module: nn.Module, parameter: str) -> tuple[str, nn.Module]:
+    path = parameter.rpartition(".")[0]
+    return path, module.get_submodule(path)
+
+
+def _refuse_shared(model: nn.Module, module: nn.Module, cut: Cut) -> None:
+    own = set(module.parameters())
+    others = (x for x in model.modules() if x is not module and type(x) is type(module))
+    if any(not own.isdisjoint(other.parameters()) for other in others):
+        raise NeedleworkError(
+            f"{cut.path}: several layers of {type(model).__name__} share the weights of one attention module, so that no layer"
+            " can lose heads of its own; only_heads(...) silences them without a cut"
+        )
+
+
+@torch.no_grad()
+def _select(piece: Any, dim: int, heads: Sequence[int], of: int) -> None:
+    """Keep the blocks of these heads in one dimension of a map; its bias belongs to the rows."""
+    for name in ("weight", "bias") if dim == 0 else ("weight",):
+        old = getattr(piece, name)
+        if old is not None:
+            setattr(piece, name, nn.Parameter(_blocks(old, dim, heads, of), requires_grad=old.requires_grad))
+    if isinstance(piece, nn.Conv1d):
+        piece.in_channels = piece.out_channels = piece.groups = piece.weight.shape[0]
+    elif isinstance(piece, nn.Linear):
+        piece.out_features, piece.in_features = piece.weight.shape
+
+
+def _blocks(tensor: Tensor, dim: int, heads: Sequence[int], of: int) -> Tensor:
+    blocks = torch.unflatten(tensor.detach(), dim, (of, tensor.shape[dim] // of)).movedim(dim, 0)
+    with_zeros = torch.cat([blocks, torch.zeros_like(blocks[:1])])
+    index = torch.tensor([of if head == ZERO else head for head in heads], device=tensor.device)
+    return with_zeros.index_select(0, index).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+
+
+class NoHeads(nn.Module):
+    """What is left of an attention module without heads: the bias of its output, if it had one. It keeps no keys."""
+
+    def __init__(self, module: Any, output: str) -> None:
+        super().__init__()
+        projection = getattr(module, output)
+        self.layer_idx = module.layer_idx
+        self.width = projection.out_features
+        self.bias = projection.bias
+        self._values = 3 if "prev_topk_indices" in inspect.signature(module.forward).parameters else 2
+
+    def forward(self, hidden_states: Tensor, *_: Any, past_key_values: Any = None, cycle_offset: int = 0, **__: Any) -> Any:
+        if past_key_values is not None:
+            _count(past_key_values, self.layer_idx + cycle_offset, hidden_states.shape[1])
+        out = hidden_states.new_zeros(*hidden_states.shape[:-1], self.width)
+        return (out if self.bias is None else out + self.bias, *[None] * (self._values - 1))
+
+
+class KeylessLayer:
+    """Mixed into a transformers cache layer: it counts tokens, which masks and positions are made from, and keeps no keys."""
+
+    tokens = 0
+
+    def get_seq_length(self) -> int:
+        return self.tokens
+
+    def reset(self) -> None:
+        self.tokens = 0
+        super().reset()  # type: ignore[misc]
+
+
+@functools.cache
+def _keyless_class(layer_class: type) -> Any:
+    return type(f"Keyless{layer_class.__name__}", (KeylessLayer, layer_class), {})
+
+
+def _count(cache: Any, index: int, tokens: int) -> None:
+    while len(cache.layers) <= index:
+        cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if not isinstance(layer, KeylessLayer):
+        keyless = object.__new__(_keyless_class(type(layer)))  # type: ignore[arg-type]
+        vars(keyless).update(vars(layer))
+        layer = cache.layers[index] = keyless
+    layer.tokens += tokens
+    if hasattr(layer, "cumulative_length"):
+        layer.cumulative_length += tokens
+
+
+# --- what a configuration says of it ------------------------------------------------------------------------------------
+
+
+def entry_of(cuts: Iterable[Cut]) -> list[dict[str, Any]]:
+    """For config.json: how many heads each attention module has, and had."""
+    return [{"path": x.path, "heads": list(x.counts), "of": list(x.of), "dims": list(x.dims)} for x in cuts]
+
+
+def cuts_of(config: Any) -> tuple[Cut, ...]:
+    """The cuts that a configuration speaks of; which heads they were is in the weights. A file may say anything."""
+    entry = getattr(config, ENTRY, None)
+    rows = entry.get("layers", []) if isinstance(entry, Mapping) else []
+    if entry is not None and not isinstance(rows, list):
+        raise NeedleworkError(f"config.json: {ENTRY} has no list of layers; copy or prune the model again")
+    return tuple(_read_cut(row) for row in rows)
+
+
+def _read_cut(row: Any) -> Cut:
+    try:
+        pairs = [tuple(operator.index(n) for n in row[key]) for key in ("heads", "of", "dims")]
+        (query, kv), (old_query, old_kv), (key_dim, value_dim) = pairs
+        whole = isinstance(row["path"], str) and query % max(kv, 1) == old_query % old_kv == 0 and bool(query) == bool(kv)
+        if not whole or not (0 <= kv <= old_kv and 0 <= query <= old_query and min(key_dim, value_dim) > 0):
+            raise ValueError
+    except (TypeError, ValueError, KeyError, ZeroDivisionError):
+        raise NeedleworkError(f"config.json: {ENTRY} says {shown(row)} of a layer; copy or prune the model again") from None
+    return Cut(row["path"], tuple(range(query)), tuple(range(kv)), (old_query, old_kv), (key_dim, value_dim))
+
+
+def cut_class(model_class: Any, cuts: Sequence[Cut]) -> Any:
+    """The model class with these heads taken out as soon as it is built, so that smaller weights fit."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        model_class.__init__(self, *args, **kwargs)
+        try:
+            cut_model(self, cuts)
+        except AttributeError as error:
+            raise NeedleworkError(f"config.json: {ENTRY} names a layer that is not there ({error})") from None
+
+    return type(model_class.__name__, (model_class,), {"__init__": __init__, "__module__": model_class.__module__})

@@ -1,0 +1,129 @@
+"""The card of a pruned model: what was cut and why, what it can do before and after, what it takes, how it is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from needlework.stats import Estimate
+
+_WORDS = {"retrieval": "needles found", "knowledge": "facts completed", "perplexity": "perplexity"}
+
+
+def text(record: dict[str, Any], name: str) -> str:
+    """The card as Markdown."""
+    sections = [_head(record, name), _loading(record), _cut(record), _figures(record["figures"]), _costs(record)]
+    return "\n\n".join(section for section in sections if section) + "\n"
+
+
+def summary(record: dict[str, Any]) -> str:
+    """The card in a few lines."""
+    heads, costs, weights = record["heads"], record["costs"], record["weight_bytes"]
+    lines = [f"{heads['kept']} of {heads['before']} heads kept; loads with {record['loads_with']}"]
+    lines += [
+        f"{_WORDS[x['ability']]}: {_estimate(x['before'], x)} before, {_estimate(x['after'], x)} after" for x in record["figures"]
+    ]
+    lines.append(f"weights: {weights['before']:,} bytes before, {weights['after']:,} after")
+    if costs:
+        a, b = costs["before"], costs["after"]
+        lines.append(f"cache: {a['kv_bytes_per_token']:,.0f} bytes per token before, {b['kv_bytes_per_token']:,.0f} after")
+        for key, name in (("prefill_seconds", f"prefill of {costs['tokens']:,} tokens"), ("decode_ms_per_token", "decode")):
+            lines.append(f"{name}: {b[key] / a[key]:.2f} of the time before")
+    return "\n".join(lines)
+
+
+def _head(record: dict[str, Any], name: str) -> str:
+    heads = record["heads"]
+    if record["others"] == "none":
+        did = f"{heads['before'] - heads['kept']} of its {heads['before']} attention heads were taken out of the weights"
+    else:
+        did = f"all kv heads without one of {heads['kept']} kept heads hold the first tokens and a window only"
+    return f"""# {name}
+
+`{record["model"]}` ({record["architecture"]}), from which {did} by needlework {record["needlework"]}.
+It computes what the whole model computes under `{record["equals"]}`; that was tried before it was written."""
+
+
+def _loading(record: dict[str, Any]) -> str:
+    if record["loads_with"] == "AutoModelForCausalLM":
+        how = (
+            "Every attention layer has the same numbers of heads: it loads with `AutoModelForCausalLM.from_pretrained`, without\n"
+            "needlework, and with `needlework.load`."
+        )
+    elif record["others"] == "none":
+        how = (
+            "Layers have different numbers of heads, or numbers that this family's configuration has no words for: it loads\n"
+            "with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it: shapes do not fit."
+        )
+    else:
+        how = (
+            "Heads stream with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` loads the same\n"
+            "weights as the whole model: all heads see all keys there."
+        )
+    return f"## Loading\n\n{how}"
+
+
+def _cut(record: dict[str, Any]) -> str:
+    rows = "\n".join(
+        f"| {layer} | {_pair(x['before'])} | {_pair(x['after'])} | {_list(x['kept'])} | {_list(x['streaming_kv_heads'])} |"
+        for layer, x in record["layers"].items()
+    )
+    zero = record["heads"]["zero"]
+    filled = f"\n\n{zero} heads of zeros fill groups: all kv heads of a layer have equally many query heads." if zero else ""
+    return f"""## What was cut, and why
+
+The heads that stay are the best of: {record["said_by"]}.
+
+| layer | query / kv heads before | after | kept heads | streaming kv heads |
+|---|---|---|---|---|
+{rows}{filled}"""
+
+
+def _pair(numbers: list[int]) -> str:
+    return f"{numbers[0]} / {numbers[1]}" if numbers[0] else "none, no cache"
+
+
+def _list(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers)) or "–"
+
+
+def _figures(figures: list[dict[str, Any]]) -> str:
+    if not figures:
+        return "## Held-out figures\n\nNothing was measured (`--samples 0`): it is not known what this model can do."
+    rows = "\n".join(
+        f"| {_WORDS[x['ability']]} (`{x['task']}`) | {_estimate(x['before'], x)} | {_estimate(x['after'], x)} |"
+        f" {_estimate(x['retained'], x) if 'retained' in x else '–'} |"
+        for x in figures
+    )
+    return f"""## Held-out figures
+
+The same samples asked of both models; 95 % intervals (Wilson; of what is left, a paired bootstrap by cluster).
+
+| | before | after | left of the baseline |
+|---|---|---|---|
+{rows}"""
+
+
+def _estimate(value: dict[str, Any], row: dict[str, Any]) -> str:
+    middle, low, high = (float("nan") if value[key] is None else value[key] for key in ("value", "low", "high"))
+    return Estimate(middle, low, high, value["n"]).text("" if row["ability"] == "perplexity" else "%")
+
+
+def _costs(record: dict[str, Any]) -> str:
+    found, weights = record["costs"], record["weight_bytes"]
+    how = "processor time with one thread" if found.get("threads") == 1 else f"time on the wall, {found.get('threads')} threads"
+    measured = f"The fastest of several, both models measured in turns on the machine that pruned ({how}).\n\n" if found else ""
+    rows = [("weights on disk, bytes", weights["before"], weights["after"], 0)]
+    if found:
+        a, b = found["before"], found["after"]
+        rows += [
+            ("parameters", a["parameters"], b["parameters"], 0),
+            (f"KV bytes per token, at {found['tokens']:,} tokens", a["kv_bytes_per_token"], b["kv_bytes_per_token"], 0),
+            (f"prefill of {found['tokens']:,} tokens, s", a["prefill_seconds"], b["prefill_seconds"], 3),
+            ("decode after that, ms per token", a["decode_ms_per_token"], b["decode_ms_per_token"], 2),
+        ]
+    table = "\n".join(f"| {name} | {x:,.{d}f} | {y:,.{d}f} | {y / x if x else 1:.2f} |" for name, x, y, d in rows)
+    return f"""## Memory and time
+
+{measured}| | before | after | ratio |
+|---|---|---|---|
+{table}"""

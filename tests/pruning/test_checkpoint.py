@@ -1,0 +1,124 @@
+"""Pruned models as directories: read back they are what was in memory, with stock transformers where it has the words."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kept import PRUNED, pruned
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import needlework as nw
+from cases import apart, each, subject, tokens
+from needlework.pruning.checkpoint import new_directory, read_back, save
+from needlework.pruning.cutting import Others, Pruned
+
+OWN_WORDS = ("recurrent_gemma", "minimax", "glm5_next")  # other parts of these models go by the same number of heads
+
+
+def written(name: str, which: str, folder: Path, others: str = "none") -> Pruned:
+    smaller, _ = pruned(subject(name), which, others)
+    save(smaller, folder, torch.float32)
+    return smaller
+
+
+@each(PRUNED)
+@pytest.mark.parametrize("which", ["first layer empty", pytest.param("uneven", marks=pytest.mark.slow)])
+def test_a_directory_is_the_model_that_was_in_memory(name: str, which: str, tmp_path: Path) -> None:
+    smaller = written(name, which, tmp_path)
+    read = read_back(smaller, tmp_path, Others())
+    ids = tokens(2, 14)
+    assert apart(read.logits(ids, prompt_tokens=9), smaller.subject.logits(ids, prompt_tokens=9)) <= 1e-5
+    assert read.anatomy == smaller.subject.anatomy
+    values = sum(x.numel() for x in load_file(tmp_path / "model.safetensors").values())
+    assert values <= read.anatomy.parameters < subject(name).anatomy.parameters
+
+
+@each(PRUNED)
+def test_equal_numbers_are_stock(name: str, tmp_path: Path) -> None:
+    smaller = written(name, "equal", tmp_path)
+    assert smaller.stock == (name not in OWN_WORDS)
+    assert ("needlework" in json.loads((tmp_path / "config.json").read_text())) != smaller.stock
+    read_back(smaller, tmp_path, Others())
+
+
+@pytest.mark.slow
+def test_stock_transformers_alone_gives_the_same_logits(tmp_path: Path) -> None:
+    smaller = written("llama", "equal", tmp_path)
+    ids = tokens(1, 12)
+    script = (
+        "import sys, json, torch; from transformers import AutoModelForCausalLM\n"
+        f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"
+        f"logits = model(input_ids=torch.tensor({ids.tolist()})).logits\n"
+        "assert not any(name.startswith('needlework') for name in sys.modules)\n"
+        "print(json.dumps(logits.tolist()))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert apart(torch.tensor(json.loads(done.stdout.splitlines()[-1])), smaller.subject.logits(ids)) <= 1e-5
+
+
+def test_stock_transformers_refuses_what_it_cannot_say(tmp_path: Path) -> None:
+    written("llama", "uneven", tmp_path)
+    with pytest.raises(Exception, match=r"size mismatch|ignore_mismatched_sizes|shape"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_streaming_heads_are_read_back(tmp_path: Path) -> None:
+    smaller = written("llama", "first layer empty", tmp_path, "window=4,sinks=2")
+    read = read_back(smaller, tmp_path, Others(4, 2))
+    assert read.body.streams == smaller.streams is not None
+    ids = tokens(1, 20)
+    assert apart(read.logits(ids), subject("llama").logits(ids, smaller.equals)) <= 1e-4
+
+
+def test_half_precision_stays_half_on_disk(tmp_path: Path) -> None:
+    smaller, _ = pruned(subject("jamba"), "uneven")
+    save(smaller, tmp_path, torch.bfloat16)
+    assert {x.dtype for x in load_file(tmp_path / "model.safetensors").values()} == {torch.bfloat16}
+    assert nw.load(tmp_path, dtype="auto").model.dtype == torch.bfloat16
+
+
+def test_deepmind_s_window_is_counted_once(tmp_path: Path) -> None:
+    subject("recurrent_gemma").model.save_pretrained(tmp_path / "whole")
+    whole = nw.load(tmp_path / "whole", window="deepmind")
+    smaller, _ = pruned(whole, "uneven")
+    save(smaller, tmp_path / "small", torch.float32)
+    windows = {nw.load(tmp_path / "small", window=rule).anatomy.window for rule in ("transformers", "deepmind")}  # type: ignore[arg-type]
+    assert windows == {8, 9}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"layers": "all"},
+        {"layers": [{"path": "model.layers.0.self_attn", "heads": [8, 2], "of": [4, 2], "dims": [8, 8]}]},
+        {"layers": [{"path": "model.layers.0.self_attn", "heads": [1, 1], "of": [4, 0], "dims": [8, 8]}]},
+        {"layers": [{"path": "model.layers.77.self_attn", "heads": [1, 1], "of": [4, 2], "dims": [8, 8]}]},
+        {"layers": [{"path": "__class__", "heads": [1, 1], "of": [4, 2], "dims": [8, 8]}]},
+        {"streaming": {"window": 0, "sinks": 0, "kv_heads": {"0": [0]}}},
+        {"streaming": {"window": 4, "sinks": 0, "kv_heads": {"0": [7]}}},
+        {"streaming": {"window": 4, "sinks": 0, "kv_heads": {"99": [0]}}},
+        {"streaming": [4, 2]},
+    ],
+)
+def test_a_configuration_may_say_anything(entry: object, tmp_path: Path) -> None:
+    subject("llama").model.save_pretrained(tmp_path)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"needlework": entry}))
+    with pytest.raises(nw.NeedleworkError):
+        nw.load(tmp_path)
+
+
+def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path: Path) -> None:
+    out = tmp_path / "there"
+    out.mkdir()
+    with pytest.raises(nw.NeedleworkError, match="is there already"), new_directory(out):
+        pass
+    with pytest.raises(KeyError), new_directory(tmp_path / "new"):
+        raise KeyError
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
