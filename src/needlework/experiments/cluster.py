@@ -17,8 +17,9 @@ from needlework import plugins
 from needlework.errors import NeedleworkError, shown
 from needlework.experiments.crew import Crew, Timed, examined, ranked, timed
 from needlework.experiments.foreman import Call, Fault, Foreman, Lost, Worker
-from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo, ModelSource, Seen, locate, look
+from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo, ModelSource, locate, look
 from needlework.experiments.plan import Model
+from needlework.heads.methods import Seen
 from needlework.interventions import Ranking
 from needlework.model.files import weights_hash
 from needlework.requests import Request

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.models import LoadedModel, ModelInfo, ModelSource, Seen
+from needlework.experiments.models import LoadedModel, ModelInfo, ModelSource
+from needlework.heads.methods import Seen
 from needlework.interventions import Ranking
 from needlework.requests import Answer, Request
 from needlework.tasks.base import Item

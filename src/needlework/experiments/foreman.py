@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from needlework.errors import NeedleworkError
 from needlework.experiments.crew import Reply, Take, Unit
-from needlework.experiments.models import Seen
+from needlework.heads.methods import Seen
 from needlework.interventions import Ranking
 from needlework.requests import Request
 from needlework.tasks.base import Item
