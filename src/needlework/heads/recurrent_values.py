@@ -127,6 +127,7 @@ class RecurrentSide:
                 ability.name: {
                     "samples": len(ability.clusters),
                     "conditions": {done: _figures(ability, done) for done in ability.outcomes},
+                    "random": {str(share): _figures(ability, *self.random(share)) for share in self.sizes},
                     "gaps": {str(share): _plain(ability.gap(f"top {share}", self.random(share))) for share in self.sizes},
                     "drops": ability.drops(self.groups).round(5).tolist(),
                 }
@@ -154,8 +155,8 @@ def _plain(estimate: Estimate) -> dict[str, float]:
     return {"value": estimate.value, "low": estimate.low, "high": estimate.high, "n": estimate.n}
 
 
-def _figures(ability: Ability, done: str) -> dict[str, Any]:
-    return {"said": _plain(ability.said(done)), "drop": _plain(ability.drop(done))}
+def _figures(ability: Ability, *done: str) -> dict[str, Any]:
+    return {"said": _plain(ability.said(*done)), "drop": _plain(ability.drop(*done))}
 
 
 def each_group(side: RecurrentSide) -> Iterator[tuple[Group, Estimate]]:

@@ -16,6 +16,7 @@ from needlework.terminal import Sheet
 
 SAID = {"conv": "convolution cut", "state": "state cut", "memory": "both cut"}
 MOST_GROUPS = 8  # that a table names
+FAINT = 0.003  # nats: colours are even below it and logarithmic above
 
 
 def table(side: RecurrentSide) -> Lines:
@@ -79,19 +80,25 @@ def picture(side: RecurrentSide, path: Path, title: str = "") -> None:
     for share, count in side.sizes.items():
         conditions += [(f"top {count}", (f"top {share}",)), (f"random {count}", tuple(side.random(share)))]
     _bars(right, conditions, side, f"groups silenced, of {len(side.groups)}")
+    if len(side.abilities) > 1:
+        canvas.legend(
+            *middle.get_legend_handles_labels(), loc="outside upper right", ncols=len(side.abilities), fontsize=8, frameon=False
+        )
     canvas.suptitle(f"{title} recurrent side".strip(), fontsize=10)
     canvas.savefig(path, dpi=150)
 
 
 def _map(side: RecurrentSide, ax: Any, canvas: Any) -> None:
     import numpy as np
+    from matplotlib.colors import SymLogNorm
 
     widest = 1 + max(group.index for group in side.groups)
     cells = np.full((len(side.layers), widest), np.nan)
     for group, drop in each_group(side):
         cells[side.layers.index(group.layer), group.index] = drop.value
-    most = float(np.nanmax(np.abs(cells))) or 1.0
-    image = ax.imshow(cells, cmap="RdBu_r", vmin=-most, vmax=most, aspect="auto")
+    most = max(10 * FAINT, float(np.nanmax(np.abs(cells))))
+    scale = SymLogNorm(FAINT, vmin=-most, vmax=most)  # one group may matter a hundred times as much as the next
+    image = ax.imshow(cells, cmap="RdBu_r", norm=scale, aspect="auto")
     ax.set_yticks(range(len(side.layers)), [f"layer {layer}" for layer in side.layers], fontsize=8)
     ax.set_xlabel(f"group ({'/'.join(side.kinds)})", fontsize=8)
     ax.tick_params(axis="x", labelsize=8)
@@ -114,8 +121,6 @@ def _bars(ax: Any, conditions: list[tuple[str, tuple[str, ...]]], side: Recurren
     ax.tick_params(axis="x", labelsize=8)
     ax.set_xlabel("right answers, %", fontsize=8)
     ax.set_title(title, fontsize=8)
-    if len(side.abilities) > 1:
-        ax.legend(fontsize=7, frameon=False, loc="lower right")
 
 
 def _share(estimate: Estimate) -> str:
