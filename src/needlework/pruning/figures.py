@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 DEPTHS = (0, 25, 50, 75, 100)
 ROOM = 40  # words that question and answer need around the context of a toy prompt, at most
 TEXTS = 64  # for perplexity
-LONG, STEPS, REPEATS = 2048, 32, 5  # tokens of context, decoded ones and measurements of time
+LONG, STEPS, REPEATS = 2048, 32, 3  # tokens of context, decoded ones and measurements of time
 
 
 class Asked:
