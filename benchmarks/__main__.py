@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ORDER = ("kernels", "foundation", "engine", "zoo", "ability")
+ORDER = ("kernels", "foundation", "engine", "peers", "zoo", "ability")
 
 
 def main() -> int:
