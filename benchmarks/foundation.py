@@ -1,7 +1,8 @@
 """What needlework costs when it does nothing, and how much memory it takes when it does: `python benchmarks/foundation.py`.
 
 Idle overhead: greedy decoding through needlework against `model.generate` with SDPA on the same model, 64 prompt tokens and
-64 new ones. Target: a ratio of at most 1.05.
+64 new ones. Target: a ratio of at most 1.05. And reading alone: the next token of 8 prompts of 256 tokens, against one plain
+forward of them that keeps the last logits. Target: the same.
 
 Memory: the extra peak while 8,192 tokens are read with heads chosen by entropy, against stock SDPA reading the same tokens,
 both with the logits of the last token only. Target: a ratio of at most 1.3.
@@ -26,6 +27,7 @@ from typing import Any
 
 IDLE_TARGET, MEMORY_TARGET = 1.05, 1.3
 PROMPT = NEW = 64
+READ_ROWS, READ_TOKENS = 8, 256
 LONG = 8192
 ROUNDS = 7
 FAMILIES = {"llama": "Llama", "jamba": "Jamba", "recurrent_gemma": "RecurrentGemma"}
@@ -116,22 +118,51 @@ def idle(family: str) -> list[Line]:
     ways = {"generate": stock, "stock": through(nw.wrap(model, kernels="stock"))}
     if family != "llama":  # Llama has no recurrent layer that a kernel could speed up
         ways["fast"] = through(nw.wrap(model, kernels="fast"))
+    return in_turns(f"idle overhead, {FAMILIES[family]}", ways, NEW)
+
+
+def reading(family: str) -> list[Line]:
+    """The same for prompts that are read and not continued: what needlework adds to one forward."""
+    import torch
+
+    import needlework as nw
+
+    model = build(family)
+    ids = torch.randint(3, SIZES["vocab_size"], (READ_ROWS, READ_TOKENS), generator=torch.Generator().manual_seed(1))
+
+    def stock() -> list[int]:
+        with torch.inference_mode():
+            tokens: list[int] = model(input_ids=ids, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1).tolist()
+        return tokens
+
+    def through(subject: nw.Subject) -> Callable[[], list[int]]:
+        asked = ids.tolist()
+        return lambda: [answer.tokens[0] for answer in subject.generate(asked, max_new_tokens=1, boundary="prefill")]
+
+    ways = {"generate": stock, "stock": through(nw.wrap(model, kernels="stock"))}
+    if family != "llama":
+        ways["fast"] = through(nw.wrap(model, kernels="fast"))
+    return in_turns(f"idle reading, {FAMILIES[family]}", ways, READ_ROWS * READ_TOKENS)
+
+
+def in_turns(what: str, ways: dict[str, Callable[[], list[int]]], tokens: int) -> list[Line]:
+    """Every way against "generate", the stock model's own."""
     answers = {name: way() for name, way in ways.items()}  # warm-up, and proof that the same thing is timed
     if any(answer != answers["generate"] for answer in answers.values()):
-        raise SystemExit(f"{family}: needlework and model.generate gave different tokens; there is nothing to compare")
+        raise SystemExit(f"{what}: needlework and the model gave different tokens; there is nothing to compare")
     spent: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(ROUNDS):
         for name in sorted(ways, reverse=turn % 2 == 1):
             start = time.process_time()
             ways[name]()
             spent[name].append(time.process_time() - start)
-    each = {name: 1000 * median(times) / NEW for name, times in spent.items()}
+    each = {name: 1000 * median(times) / tokens for name, times in spent.items()}
     return [
         Line(
-            f"idle overhead, {FAMILIES[family]}, {name} kernels",
+            f"{what}, {name} kernels",
             median(ours / theirs for ours, theirs in zip(spent[name], spent["generate"], strict=True)),
             IDLE_TARGET if name == "stock" else None,
-            f"{each[name]:.2f} against {each['generate']:.2f} ms per token",
+            f"{each[name]:.3f} against {each['generate']:.3f} ms per token",
         )
         for name in ways
         if name != "generate"
@@ -235,16 +266,18 @@ def show(lines: list[Line]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["idle", "memory"], help="run one half")
+    parser.add_argument("--only", choices=["idle", "reading", "memory"], help="run one part")
     parser.add_argument("--peak", nargs=2, metavar=("FAMILY", "WAY"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peak:
         print(json.dumps({"bytes": peak(*options.peak)}))
         return 0
     parts: list[tuple[Callable[[str], list[Line]], str]] = []
-    if options.only != "memory":
+    if options.only in (None, "idle"):
         parts += [(idle, family) for family in FAMILIES]
-    if options.only != "idle":
+    if options.only in (None, "reading"):
+        parts += [(reading, family) for family in FAMILIES]
+    if options.only in (None, "memory"):
         parts += [(memory, family) for family in ("llama", "jamba")]
     lines: list[Line] = []
     for measure, family in parts:
