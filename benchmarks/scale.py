@@ -33,7 +33,7 @@ models: [{source: model, name: recurrentgemma-2b, dtype: bfloat16}]
 experiments:
   cells:
     tasks:
-      - {kind: niah, lengths: [250, 677, 1105], depths: [44], reserve_tokens: 200, max_new_tokens: 40}
+      - {kind: niah, lengths: [250, 1105], depths: [44], reserve_tokens: 200, max_new_tokens: 40}
     interventions: [none, "keep_heads(k={1, 2, 4, 7}, phase='decode')"]
 """
 SWEEP = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -237,13 +238,24 @@ def test_a_killed_driver_is_resumed_and_ctrl_c_keeps_what_is_finished(nodes: Nod
 def test_the_command_makes_a_cluster_of_its_own_and_leaves_nothing_behind(tmp_path: Path) -> None:
     small_model(tmp_path, "griffin", 0)
     (tmp_path / "plan.yaml").write_text(SHORT)
-    words = ["run", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out"), "--doctor", "off", "--ray", "--workers", "1"]
+    words = [
+        "run",
+        str(tmp_path / "plan.yaml"),
+        "--out",
+        str(tmp_path / "out"),
+        "--doctor",
+        "off",
+        "--json",
+        "--ray",
+        "--workers",
+        "1",
+    ]
     before = set(Path("/tmp").glob("nw-*"))
     command = [sys.executable, "-m", "needlework", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stderr.startswith("1 trials in "), "Ray says nothing"
-    assert done.stdout == ""
+    assert json.loads(done.stdout)["sound"]
     assert set(Path("/tmp").glob("nw-*")) == before
     of_ray = [one.info["cmdline"] for one in psutil.process_iter(["cmdline", "name"]) if one.info["name"] == "raylet"]
     assert not [words for words in of_ray if any("/nw-" in word for word in words or ())]

@@ -237,6 +237,19 @@ def test_a_worker_with_other_software_is_left_out(
     assert "a worker is left out: it differs from the first one: needlework another" in capsys.readouterr().err
 
 
+def test_one_that_was_refused_does_not_keep_others_away(plan_file: Path, tmp_path: Path, expected: list[Any]) -> None:
+    """The first node's worker is refused; then the others are lost, and the one place that is left is taken again."""
+    pool = pooled(
+        plan_file,
+        tmp_path / "out",
+        places=lambda tick: 2 if tick < 6 else 1,
+        models=lambda worker: fakes.FakeModels(Other() if worker == 1 else fakes.FakeActor()),
+        dies=lambda worker, n, method: worker == 0 and n > 4,
+    )
+    assert table(tmp_path / "out") == expected
+    assert max(worker for worker, _ in pool.handed) > 1
+
+
 @dataclass
 class Missing(fakes.FakeModels):
     def load(self, info: ModelInfo) -> fakes.FakeActor:

@@ -6,6 +6,7 @@ import importlib
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -255,7 +256,8 @@ class _Actors:
         options = {"num_cpus": cluster.threads, **resources, "max_restarts": 0, "max_task_retries": 0}
         actor = ray.remote(concurrency_groups={"aside": 1}, **options)(_Actor)  # aside: told how far it is while it works
         env = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
-        self._begin: Callable[[], Any] = lambda: actor.remote(source, info, list(plugins.DEFINED.values()), env)
+        sent = [ray.put(value) for value in (source, info, list(plugins.DEFINED.values()), env)]  # once for all workers
+        self._begin: Callable[[], Any] = lambda: actor.remote(*sent)
 
     def room(self) -> int:
         return self.cluster.workers or self._places()
@@ -283,6 +285,9 @@ class _Actors:
         return bound.options(concurrency_group="aside").remote() if method == "share" else bound.remote(*args)  # type: ignore[no-any-return]
 
     def wait(self, calls: Sequence[Any], seconds: float) -> Sequence[Call]:
+        if not calls:
+            time.sleep(seconds)
+            return ()
         self.ray.wait(list(calls), num_returns=1, timeout=seconds)
         ready, _ = self.ray.wait(list(calls), num_returns=len(calls), timeout=0)
         return ready  # type: ignore[no-any-return]

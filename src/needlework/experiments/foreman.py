@@ -15,6 +15,7 @@ from needlework.terminal import say
 
 MOST_DEATHS = 3  # of workers over one job, or one after the other while they load: after that, chance is not to blame
 TICK = 1.0  # seconds between two looks around: for room for more workers, and for how far the running jobs are
+LONG = 60  # ticks without any worker, until that is said
 Worker = Hashable
 Call = Hashable
 
@@ -71,7 +72,7 @@ class Foreman:
         self._busy: dict[Call, tuple[Worker, _Job]] = {}
         self._waiting: deque[_Job] = deque()
         self._versions: dict[str, str] | None = None
-        self._refused, self._lost_loading = 0, 0
+        self._refused, self._lost_loading, self._waited = 0, 0, 0
         self._told: set[str] = set()
 
     def versions(self) -> dict[str, str]:
@@ -140,6 +141,9 @@ class Foreman:
     def _look_around(self) -> list[tuple[_Job, Any]]:
         """Wait a little: who arrives is idle, what ends is given back, what was lost with its worker waits again."""
         self._staff()
+        self._waited = 0 if self._idle or self._busy else self._waited + 1
+        if self._waited == LONG:
+            say("no worker has its model yet: waiting until the cluster has room and they have loaded it")
         ended: list[tuple[_Job, Any]] = []
         for call in self.pool.wait([*self._busy, *self._loading], TICK):
             if call in self._loading:
@@ -167,7 +171,8 @@ class Foreman:
         present = len(self._idle) + len(self._busy) + len(self._loading)
         if present and not self._waiting:
             return
-        for _ in range(min(self.most, self.pool.room()) - self._refused - present):
+        room = min(self.most, self.pool.room())
+        for _ in range(max(room - self._refused - present, min(room, 1) - present)):  # somebody, whoever was refused before
             worker, call = self.pool.start()
             self._loading[call] = worker
 
@@ -181,8 +186,8 @@ class Foreman:
                 self._refuse(
                     worker,
                     NeedleworkError(
-                        f"{MOST_DEATHS} workers one after the other died while they loaded the model ({_short(lost)}); if memory ran"
-                        " out, take fewer workers or larger nodes"
+                        f"{MOST_DEATHS} workers one after the other died while they loaded the model ({_short(lost)}); if memory"
+                        " ran out, take fewer workers or larger nodes"
                     ),
                 )
         except Exception as error:
