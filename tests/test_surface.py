@@ -50,6 +50,7 @@ PUBLIC = [
     "load",
     "observe",
     "parse",
+    "prune",
     "rank",
     "recurrent_side",
     "register",
