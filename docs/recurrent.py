@@ -24,6 +24,7 @@ def main() -> None:
     parser.add_argument("model")
     for name, default in (("needles", 30), ("distractors", 3), ("length", 128), ("facts", 48), ("seed", 101), ("draws", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--relation", default="code", help="what needles tell: code, badge, hideout or gift")
     parser.add_argument("--out", type=Path, help="directory for NAME.json and NAME.png")
     asked = parser.parse_args()
     subject = nw.load(asked.model)
@@ -32,12 +33,8 @@ def main() -> None:
         anatomy = subject.anatomy
         return list(make_task(task).items(subject.tokenizer, asked.seed, anatomy.window, anatomy.max_tokens))
 
-    needles = {
-        "kind": "niah",
-        "lengths": [asked.length],
-        "samples": asked.needles // len(DEPTHS),
-        "distractors": asked.distractors,
-    }
+    grid = {"lengths": [asked.length], "samples": asked.needles // len(DEPTHS), "relation": asked.relation}
+    needles = {"kind": "niah", "distractors": asked.distractors, **grid}
     facts = items(kind="cloze", per_subject=asked.facts // SUBJECTS)
     with Bar(100, "%") as bar:
         bar.show(asked.model)

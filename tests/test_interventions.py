@@ -67,7 +67,8 @@ PARTS: list[st.SearchStrategy[nw.Part]] = [
         **COMMON,
     ),
     _values(nw.LimitContext, tokens=st.integers(1, 10**6), sinks=st.integers(0, 100), **COMMON),
-    _values(nw.AblateRecurrent, site=st.sampled_from(["memory", "block"]), **COMMON),
+    _values(nw.AblateRecurrent, site=st.sampled_from(["memory", "block", "conv", "state"]), **COMMON),
+    _values(nw.AblateRecurrentGroups, groups=HEADS, **COMMON),
     _values(nw.ResetState, at=st.integers(1, 10**6) | NAMES, **COMMON),
     _values(nw.SwapMemory, half=st.sampled_from(["kv", "recurrent"]), from_=NAMES | POSITIONS),
 ]
@@ -122,6 +123,8 @@ def test_golden_texts() -> None:
     assert str(nw.KeepHeads(k=2, sinks=1)) == "keep_heads(k=2, sinks=1)"
     assert str(nw.SwapMemory(half="kv")) == "swap_memory(half='kv')"
     assert str(nw.SwapMemory(half="kv", from_="b")) == "swap_memory(half='kv', from='b')"
+    assert str(nw.AblateRecurrentGroups(groups=[(3, 1), (0, 2), (3, 1)])) == "ablate_recurrent_groups(groups=[[0, 2], [3, 1]])"
+    assert str(nw.AblateRecurrent(site="state", phase="decode")) == "ablate_recurrent(phase='decode', site='state')"
     both = nw.AblateRecurrent(layers=[1, 0]) + nw.AblateAttention()
     assert str(both) == "ablate_attention() + ablate_recurrent(layers=[0, 1])"
     ranked = nw.KeepHeads(k=1, by=nw.Ranking(order=[(5, 1), (2, 0)]))

@@ -68,7 +68,7 @@ def test_a_cut_is_a_stock_model_whose_window_or_state_is_emptied_before_every_to
 
 
 @pytest.mark.parametrize("site", CUTS)
-@pytest.mark.parametrize("name", ["jamba", "recurrent_gemma", "mamba2"])
+@cases.each(("jamba", "recurrent_gemma", "mamba2"))
 def test_one_layer_is_cut_and_the_others_go_on(name: str, site: Any) -> None:
     subject = cases.subject(name)
     layer = subject.anatomy.recurrent_layers[1].index
@@ -77,7 +77,7 @@ def test_one_layer_is_cut_and_the_others_go_on(name: str, site: Any) -> None:
 
 
 @pytest.mark.parametrize("site", CUTS)
-@pytest.mark.parametrize("name", ["mamba", "mamba2", "recurrent_gemma", "qwen3_next"])
+@cases.each(("mamba", "mamba2", "recurrent_gemma", "qwen3_next"))
 def test_a_cut_in_one_phase_leaves_the_other_whole(name: str, site: Any) -> None:
     """Cut in prefill, decode begins with nothing of that kind; cut in decode, the prompt has been read as ever."""
     subject, prompt = cases.subject(name), 6
@@ -101,7 +101,7 @@ def test_the_only_kind_of_memory_is_all_of_it(name: str) -> None:
     assert cases.apart(subject.logits(IDS, only), subject.logits(IDS, nw.AblateRecurrent())) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["jamba", "recurrent_gemma", "mamba2"])
+@cases.each(("jamba", "recurrent_gemma", "mamba2"))
 @pytest.mark.parametrize("kernels", ["fast", "stock"])
 def test_rows_keep_to_themselves_on_both_kernels(name: str, kernels: str) -> None:
     """Four kinds of rows in one batch, read in prefill and decoded: each as if it were alone."""
@@ -116,7 +116,7 @@ def test_rows_keep_to_themselves_on_both_kernels(name: str, kernels: str) -> Non
         assert alone.receipt == answer.receipt
 
 
-@pytest.mark.parametrize("name", ["jamba", "recurrent_gemma", "mamba2", "kimi_linear"])
+@cases.each(("jamba", "recurrent_gemma", "mamba2", "kimi_linear"))
 def test_a_window_reaches_over_the_pieces_that_tokens_are_read_in(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = cases.subject(name)
     whole = subject.logits(IDS, STATE)

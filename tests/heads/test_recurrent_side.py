@@ -172,10 +172,13 @@ def _side(asked: RecurrentSide, **said: float) -> RecurrentSide:
         ({"conv": 0.9}, "open"),
         ({"top": 0.96}, "open"),  # not certain
         ({"top": 0.2, "state": 0.2}, "no"),
+        ({"none": 0.5, "top": 0.2}, "not testable"),
     ],
 )
 def test_segregated_is_said_only_where_no_few_groups_and_no_memory_are_needed(asked: Any, said: Any, word: str) -> None:
-    assert _side(asked[2], **said).segregated[0] == word
+    side = _side(asked[2], **said)
+    assert side.segregated[0] == word
+    assert replace(side, attention_heads=0).segregated[0] == "does not apply"
 
 
 def test_models_without_groups_and_too_few_samples_are_refused() -> None:

@@ -64,6 +64,7 @@ def recurrent_side(
         sizes=sizes,
         draws=draws,
         refused=refused,
+        attention_heads=len(anatomy.heads),
     )
 
 

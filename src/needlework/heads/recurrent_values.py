@@ -16,6 +16,7 @@ Site = Literal["conv", "state", "memory"]
 SITES: tuple[Site, ...] = ("conv", "state", "memory")
 SHARES = (0.05, 0.10, 0.25)
 RETRIEVAL = "retrieval"
+TESTABLE = 0.5  # of the samples must the untouched model answer right, for certain
 ENOUGH = 0.95  # of retrieval must be left for a side to be called not needed
 
 
@@ -78,6 +79,7 @@ class RecurrentSide:
     sizes: Mapping[float, int]  # share of the groups -> how many these are
     draws: int
     refused: Mapping[str, str]  # site -> why it cannot be cut in this model
+    attention_heads: int
 
     @property
     def retrieval(self) -> Ability:
@@ -97,12 +99,17 @@ class RecurrentSide:
 
     @property
     def segregated(self) -> tuple[str, str]:
-        """(yes, no or open; why): whether retrieval does without the few recurrent groups that matter most to it.
+        """(a word, why): whether retrieval does without the few recurrent groups that matter most to it.
 
         yes: with the smallest share of top groups silenced, at least 95 % of retrieval is left for certain, and so it is with
         every kind of memory cut. no: less than that is left for certain, and more is left without as many random groups.
+        open: neither. Of a model that finds hardly a needle, or that has no attention, nothing can be said.
         """
-        share = min(self.sizes)
+        share, untouched = min(self.sizes), self.retrieval.said("none")
+        if not self.attention_heads:
+            return "does not apply", "the model has no attention that retrieval could live in"
+        if untouched.low < TESTABLE:
+            return "not testable", f"untouched, the model answers {untouched.text()} of the samples right"
         left, gap = self.retrieval.retained(f"top {share}"), self.retrieval.gap(f"top {share}", self.random(share))
         said = f"without the top {self.sizes[share]} of {len(self.groups)} groups {left.text()} of retrieval is left"
         if left.high < ENOUGH and gap.low > 0:
