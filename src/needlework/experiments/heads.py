@@ -125,7 +125,7 @@ def smallest_set(
     Heads are ranked by each method; the best ranking and the number of heads are chosen on `held_out` other samples, and
     what that set keeps is measured on as many again.
     """
-    settings = Settings(samples, held_out, seed, keep, dynamic=False, retest=False)
+    settings = Settings(samples, held_out, seed, keep, dynamic=False, retest=False, random_orders=0)
     found = survey(subject, tasks_of(task, subject), methods_of(by, subject), settings, shown=progress)
     assert found.smallest is not None
     return found.smallest
