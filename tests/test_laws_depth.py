@@ -39,7 +39,8 @@ def acts(subject: nw.Subject) -> list[nw.Intervention]:
     each: list[nw.Intervention] = [nw.NONE]
     each += [nw.AblateHeads(heads=[(layer, 1)], phase="prefill") for layer in attention]
     each += [nw.AblateAttention(site="block", layers=[layer]) for layer in attention]
-    each += [nw.AblateRecurrent(site=site, layers=[layer]) for layer in recurrent for site in ("memory", "block")]
+    each += [nw.AblateRecurrent(site="block", layers=[layer]) for layer in recurrent]
+    each += [nw.AblateRecurrent(layers=[layer], phase="prefill") for layer in recurrent]  # its state shows in decode alone
     if attention:
         last = attention[-1]
         each += [nw.KeepHeads(k=1, layers=[last]), nw.KeepHeads(k=2, by="norm", layers=[last]), nw.LimitContext(3, layers=[last])]
