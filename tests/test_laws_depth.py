@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import cases
 import needlework as nw
+from needlework.engine import depth as depth_module
 from needlework.engine import reading as reading_module
 from needlework.engine.budget import Costs
 from needlework.engine.depth import Depth, Door
@@ -27,6 +28,7 @@ WHOLE_TOP = {"zamba", "zamba2", "zaya", "inkling", "glm5_next", "qwen4_exp"}  # 
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts this short would not be worth a forward; and two rows at a time, so that batches are cut and put together."""
     monkeypatch.setattr(reading_module, "_FORWARD_FLOPS", {"cpu": 0.0})
+    monkeypatch.setattr(depth_module, "_PROOF_COST", 0)
     monkeypatch.setattr(reading_module, "PIECE_TOKENS", {"cpu": 30})
 
 
@@ -37,7 +39,8 @@ def acts(subject: nw.Subject) -> list[nw.Intervention]:
     each: list[nw.Intervention] = [nw.NONE]
     each += [nw.AblateHeads(heads=[(layer, 1)], phase="prefill") for layer in attention]
     each += [nw.AblateAttention(site="block", layers=[layer]) for layer in attention]
-    each += [nw.AblateRecurrent(site=site, layers=[layer]) for layer in recurrent for site in ("memory", "block")]
+    each += [nw.AblateRecurrent(site="block", layers=[layer]) for layer in recurrent]
+    each += [nw.AblateRecurrent(layers=[layer], phase="prefill") for layer in recurrent]  # its state shows in decode alone
     if attention:
         last = attention[-1]
         each += [nw.KeepHeads(k=1, layers=[last]), nw.KeepHeads(k=2, by="norm", layers=[last]), nw.LimitContext(3, layers=[last])]
@@ -132,7 +135,7 @@ def test_which_models_can_be_entered_where(name: str) -> None:
     assert last_only == ([] if name in NO_STACK | WHOLE_TOP else layers)
 
 
-def test_layers_below_are_computed_once_and_the_top_for_one_token() -> None:
+def test_layers_below_are_computed_once_and_the_top_for_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal answers would come from sharing nothing, too: look at what really runs."""
     subject = cases.subject("llama")
     layers = subject.model.model.layers
@@ -141,35 +144,47 @@ def test_layers_below_are_computed_once_and_the_top_for_one_token() -> None:
         Request(p, nw.AblateHeads(heads=[(2, h)], phase="prefill"), 1, boundary="prefill") for p in PROMPTS for h in range(4)
     ]
     subject.answer(asked)  # the doors are proven
-    rows: dict[tuple[int, str], list[tuple[int, int]]] = {}
+    total: dict[tuple[int, str], int] = {}
+    watched = {(i, "queries"): layer.self_attn.q_proj for i, layer in enumerate(layers)}
+    watched |= {(i, "feed-forward"): layer.mlp.gate_proj for i, layer in enumerate(layers)}
 
-    def count(key: tuple[int, str]) -> Any:
-        return lambda module, args, output: rows.setdefault(key, []).append(tuple(args[0].shape[:2]))
+    def counting(key: tuple[int, str], forward: Any) -> Any:
+        def count(hidden: Tensor) -> Tensor:
+            total[key] = total.get(key, 0) + hidden.shape[0] * hidden.shape[1]
+            return forward(hidden)
 
-    hooks = [
-        part.register_forward_hook(count((i, name)))
-        for i, layer in enumerate(layers)
-        for name, part in (("queries", layer.self_attn.q_proj), ("feed-forward", layer.mlp.gate_proj))
-    ]
-    try:
-        subject.answer(asked)
-    finally:
-        for handle in hooks:
-            handle.remove()
+        return count
+
+    for key, module in watched.items():
+        monkeypatch.setitem(vars(module), "forward", counting(key, module.forward))
+    subject.answer(asked)
     prompts, tokens = len(PROMPTS), len(PROMPTS[0])
-    total = {key: sum(a * b for a, b in shapes) for key, shapes in rows.items()}
     assert total[0, "queries"] == total[1, "feed-forward"] == prompts * tokens  # one recording
     assert total[2, "queries"] == prompts * tokens  # the heads of layer 2 have spoken already
     assert total[2, "feed-forward"] == (prompts + len(asked)) * tokens
     assert total[last, "feed-forward"] == prompts * tokens + len(asked)  # one token a row
 
 
+class Past(nn.Module):
+    """A feed-forward map that says something to another layer, past those between."""
+
+    def __init__(self, own: nn.Module, said: list[Tensor], listens: bool) -> None:
+        super().__init__()
+        self.own, self.said, self.listens = own, said, listens
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        out: Tensor = self.own(hidden)
+        if self.listens:
+            return out + self.said[-1].flip(1)
+        self.said.append(out)
+        return out
+
+
 def test_a_layer_that_hears_from_another_one_is_not_entered() -> None:
     """A model that carries something past its layers: the proof fails, and answers come the old way, still right."""
-    model = cases.build("llama")
-    said: list[Tensor] = []
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: said.append(output))
-    model.model.layers[2].register_forward_hook(lambda module, args, output: output + said[-1].flip(1))
+    model, said = cases.build("llama"), []
+    for layer, listens in ((0, False), (2, True)):
+        model.model.layers[layer].mlp = Past(model.model.layers[layer].mlp, said, listens)
     subject = nw.wrap(model)
     requests = [Request(p, nw.AblateHeads(heads=[(2, h)]), 3) for p in PROMPTS for h in range(4)]
     for fast, request in zip(subject.answer(requests), requests, strict=True):
@@ -178,6 +193,17 @@ def test_a_layer_that_hears_from_another_one_is_not_entered() -> None:
         assert not subject.engine.depth.proven(Door(2, True))
         assert not subject.engine.depth.proven(Door(2, False, False))
         assert subject.engine.depth.proven(Door(0, True, False))  # there, nothing is skipped that says something
+
+
+def test_hooks_of_others_act_once_on_every_row() -> None:
+    """They may come after the proof: a model that has any is read as a whole."""
+    subject = nw.wrap(cases.build("llama"))
+    requests = [Request(p, nw.AblateHeads(heads=[(2, h)]), 2) for p in PROMPTS for h in range(4)]
+    subject.answer(requests)
+    assert subject.engine.reader.tokens_read < subject.engine.reader.tokens_asked
+    with cases.hook(subject.model.model.layers[1].register_forward_hook, lambda module, args, output: 1.5 * output):
+        for fast, request in zip(subject.answer(requests), requests, strict=True):
+            assert_same(fast, subject.answer([request])[0])
 
 
 def test_observers_see_every_row_in_every_layer() -> None:
@@ -201,20 +227,25 @@ def test_prompts_that_begin_alike_share_the_better_way(name: str) -> None:
         assert_same(fast, subject.answer([request])[0])
 
 
-def test_nothing_is_left_on_a_model_that_was_entered() -> None:
+def test_nothing_is_left_on_a_model_that_was_entered(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = nw.wrap(cases.build("llama"))
     requests = [Request(PROMPTS[0], nw.AblateHeads(heads=[(2, h)]), 1, boundary="prefill") for h in range(4)]
     before = {path: sorted(vars(module)) for path, module in subject.model.named_modules()}
     subject.answer(requests)
     calls: list[int] = []
 
-    def fail(*_: Any) -> None:
+    stock = subject.model.model.norm.forward
+
+    def fail(hidden: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == 2:  # the first is the recording
             raise ZeroDivisionError
+        return stock(hidden)
 
-    with cases.hook(subject.model.model.norm.register_forward_hook, fail), pytest.raises(ZeroDivisionError):
-        subject.answer(requests)
+    with monkeypatch.context() as patch:
+        patch.setitem(vars(subject.model.model.norm), "forward", fail)
+        with pytest.raises(ZeroDivisionError):
+            subject.answer(requests)
     assert {path: sorted(vars(module)) for path, module in subject.model.named_modules()} == before
     assert subject.body.last_only is None
 

@@ -26,6 +26,7 @@ from needlework.requests import Prepared
 logger = logging.getLogger("needlework")
 _HEADS = 0.4  # what a layer computes before its heads have spoken, as a share of the layer
 _PROOF_TOKENS = 12
+_PROOF_FORWARDS, _PROOF_COST = 5, 100  # what a proof takes: forwards, and tokens that go through them
 _PROOF_ROWS = (1, 0, 1)  # of two prompts: in another order, and one of them twice
 
 
@@ -52,15 +53,23 @@ class Depth:
 
     def door(self, item: Prepared) -> Door | None:
         """Where readings under these acts enter; None: they are read as a whole. Needs an open session."""
+        return next((door for door in self._doors(item) if self.proven(door)), None)
+
+    def _doors(self, item: Prepared) -> list[Door]:
+        """Where readings under these acts might enter, the best first."""
         acts = item.acts["prefill"]
-        if self._stack is None or self.body.observer is not None or not acts or any(isinstance(a, ClearState) for a in acts):
-            return None  # an observer sees every row in every layer; states are cleared between forwards
+        if not acts or any(isinstance(act, ClearState) for act in acts):  # states are cleared between forwards
+            return []
         layer = min(act.layer for act in acts)
         silences = all(isinstance(act, SilenceHeads) and not act.means for act in acts if act.layer == layer)
-        doors = [Door(layer, True), Door(layer, True, False)] * silences + [Door(layer, False), Door(layer, False, False)] * (
-            layer > 0
-        )
-        return next((door for door in doors if self.proven(door)), None)
+        after = [True] * silences + [False] * (layer > 0)
+        return [Door(layer, after_heads, last_only) for after_heads in after for last_only in (True, False)]
+
+    def _possible(self) -> bool:
+        """An observer sees every row in every layer; and what hooks of others do, skipped layers would not do or do twice."""
+        if self._stack is None or self.body.observer is not None:
+            return False
+        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.body.model.modules())
 
     def proven(self, door: Door) -> bool:
         """Whether entering there gives what the whole model gives. Tried once; needs an open session."""
@@ -83,19 +92,31 @@ class Depth:
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, reading in enumerate(readings):
             prompts[reading.tokens].append(i)
+        shared = [i for members in prompts.values() if len(members) > 1 for i in members]
+        if not shared or not self._possible():
+            return {}
+        hoped = {i: next(iter(self._doors(readings[i].item)), None) for i in shared}
+        if not self._gain(readings, prompts, hoped):  # not even if every door is open: none needs to be tried
+            return {}
+        return self._gain(readings, prompts, {i: self.door(readings[i].item) for i in shared})
+
+    def _gain(
+        self, readings: Sequence[Reading], prompts: Mapping[tuple[int, ...], Sequence[int]], doors: Mapping[int, Door | None]
+    ) -> dict[int, float]:
+        """What is spared through these doors, by reading; nothing where more forwards, and proofs, would cost more."""
         chosen: dict[int, float] = {}
-        saved, doors, layers = 0.0, set(), len(self.body.anatomy.layers)
+        saved, used, layers = 0.0, set(), len(self.body.anatomy.layers)
         for tokens, members in prompts.items():
-            if len(members) < 2:
-                continue
-            found = {i: self.door(readings[i].item) for i in members}
-            untouched = [i for i in members if not readings[i].item.acts["prefill"]] if self.body.observer is None else []
-            gain = sum(door.share(layers) for door in found.values() if door) - (not untouched)
+            entering = {i: door for i in members if (door := doors.get(i))}
+            untouched = [i for i in members if not readings[i].item.acts["prefill"]]
+            gain = sum(door.share(layers) for door in entering.values()) - (not untouched)
             if gain > 0:
-                chosen |= {i: door.share(layers) for i, door in found.items() if door} | dict.fromkeys(untouched, 0.0)
-                doors |= {door for door in found.values() if door}
+                chosen |= {i: door.share(layers) for i, door in entering.items()} | dict.fromkeys(untouched, 0.0)
+                used |= set(entering.values())
                 saved += gain * len(tokens)
-        return chosen if saved > forward_tokens(self.body) * len(doors) else {}
+        untried = sum(door not in self._proven for door in used)
+        costs = forward_tokens(self.body) * (len(used) + _PROOF_FORWARDS * untried) + _PROOF_COST * untried
+        return chosen if saved > costs else {}
 
     def read(self, readings: Mapping[int, Reading], remember: bool) -> Iterator[tuple[list[int], Read]]:
         """These readings, of one length, some at a time; with the places of those that are done."""

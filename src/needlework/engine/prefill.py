@@ -125,6 +125,9 @@ def _joined(done: Sequence[tuple[list[int], Read]]) -> Read:
     memories = [read.memory for _, read in done if read.memory is not None]
     rows = torch.tensor(order, device=done[0][1].logits.device)
     memory = Memory.join(memories) if memories else None
+    memories.clear()
+    for _, read in done:
+        read.memory = None  # let go before rows are copied into their order
     receipts = [receipt for _, read in done for receipt in read.receipts]
     return Read(
         memory if memory is None or places == sorted(places) else memory.select(rows),
