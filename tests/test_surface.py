@@ -48,6 +48,7 @@ PUBLIC = [
     "load",
     "observe",
     "parse",
+    "prune",
     "rank",
     "register",
     "report",
