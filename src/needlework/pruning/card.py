@@ -113,10 +113,10 @@ def _costs(record: dict[str, Any]) -> str:
     how = "processor time with one thread" if found.get("threads") == 1 else f"time on the wall, {found.get('threads')} threads"
     measured = f"The fastest of several, both models measured in turns on the machine that pruned ({how}).\n\n" if found else ""
     rows = [("weights on disk, bytes", weights["before"], weights["after"], 0)]
+    rows.append(("parameters", record["parameters"]["before"], record["parameters"]["after"], 0))
     if found:
         a, b = found["before"], found["after"]
         rows += [
-            ("parameters", a["parameters"], b["parameters"], 0),
             (f"KV bytes per token, at {found['tokens']:,} tokens", a["kv_bytes_per_token"], b["kv_bytes_per_token"], 0),
             (f"prefill of {found['tokens']:,} tokens, s", a["prefill_seconds"], b["prefill_seconds"], 3),
             ("decode after that, ms per token", a["decode_ms_per_token"], b["decode_ms_per_token"], 2),

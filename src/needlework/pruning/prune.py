@@ -12,7 +12,7 @@ from needlework.errors import NeedleworkError
 from needlework.pruning import card
 from needlework.pruning.checkpoint import bytes_of, new_directory, read_back, save, write_record
 from needlework.pruning.cutting import Others, Pruned, prune_subject
-from needlework.pruning.figures import compare, costs
+from needlework.pruning.figures import compare, costs, demanded
 from needlework.pruning.selection import Choice, Keep, choose
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def prune(
         raise NeedleworkError(f"samples={samples} is no number of samples; 0 measures nothing")
     with new_directory(place) as folder:  # refuses one that is there before anything is computed
         whole = _loaded(model, loading)
+        if samples:
+            demanded(whole)
         choice = choose(whole, keep, progress)
         pruned = prune_subject(whole, choice.heads, rest)
         save(pruned, folder, _dtype(whole))
@@ -120,6 +122,7 @@ def _record(whole: Subject, choice: Choice, pruned: Pruned, others: Others) -> d
         "equals": str(pruned.equals),
         "loads_with": "AutoModelForCausalLM" if pruned.stock else "needlework",
         "heads": {"before": len(before.heads), "kept": len(choice.heads), "zero": pruned.zero_heads, "after": len(after.heads)},
+        "parameters": {"before": before.parameters, "after": after.parameters},
         "layers": layers,
         "ranking": {key: ranking[key] for key in ("method", "task", "samples", "seed", "model", "evidence", "heads")},
         "said_by": choice.said_by,
