@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 from test_determinism import small_model
+from test_foreman import FakeCluster
 from test_run import HERE, _count, _hear_ctrl_c, go, table
 from typer.testing import CliRunner
 
@@ -25,6 +26,7 @@ from needlework.cli import app
 from needlework.errors import NeedleworkError
 from needlework.experiments import cluster, run
 from needlework.experiments.cluster import Cluster
+from needlework.experiments.plan import Model
 from needlework.store import Store, compare
 
 
@@ -73,6 +75,40 @@ def test_the_option_may_stand_without_an_address(
     refused = CliRunner().invoke(app, ["run", *others])
     assert refused.exit_code == 2
     assert "give --ray, too" in refused.output
+
+
+def test_a_node_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Cluster(threads=torch.get_num_threads()).models()
+    info = source.look(Model("here", "griffin", "tiny-griffin-small"))
+    monkeypatch.setattr(cluster, "_node", lambda: "another node")
+    assert source.load(info).versions()["dtype"] == "float32"
+    with pytest.raises(NeedleworkError, match="on another node has other weights"):
+        source.load(replace(info, weights="0" * len(info.weights)))
+    source.home = "another node"  # the driver's own: its files were hashed a moment ago
+    source.load(replace(info, weights="0" * len(info.weights)))
+
+
+class Pooled(Cluster):
+    """A cluster whose workers are objects in this process."""
+
+    def joined(self) -> Any:
+        return FakeCluster().joined()
+
+
+@pytest.mark.slow
+def test_an_evaluation_goes_through_the_same_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from needlework.lmeval.evaluate import evaluate
+
+    monkeypatch.setattr(cluster, "_node", lambda: "")
+    acts = ["none", "keep_heads(k=2, phase='both')"]
+    found = []
+    for out, workers in (("alone", None), ("pooled", Pooled(threads=torch.get_num_threads()))):
+        options: dict[str, Any] = {"limit": 4, "progress": False, "cluster": workers}
+        found.append(evaluate("tiny-griffin-small", ["mini-mmlu"], acts, tmp_path / out, **options))
+    assert found[0].lines == found[1].lines
+    assert found[0].asked == found[1].asked > 0
+    assert table(tmp_path / "alone") == table(tmp_path / "pooled")
+    assert Store(tmp_path / "alone").versions() == Store(tmp_path / "pooled").versions()
 
 
 # --- a real cluster ----------------------------------------------------------------------------------------------------
