@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -86,6 +87,44 @@ def test_a_node_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -
         source.load(replace(info, weights="0" * len(info.weights)))
     source.home = "another node"  # the driver's own: its files were hashed a moment ago
     source.load(replace(info, weights="0" * len(info.weights)))
+
+
+class Unwilling:
+    """A Ray that does not begin, the first time or ever."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures, self.begun, self.left = failures, 0, 0
+        self._private = SimpleNamespace(worker=SimpleNamespace())
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **_: Any) -> None:
+        self.begun += 1
+        if self.begun <= self.failures:
+            raise Exception("The current node timed out during startup.\nmore")
+
+    def shutdown(self) -> None:
+        self.left += 1
+
+
+def test_a_ray_that_does_not_begin_is_tried_again_and_then_told() -> None:
+    before = set(Path("/tmp").glob("nw-*"))
+    for failures in (1, 9):
+        ray = Unwilling(failures)
+        hall = cluster._Hall(ray, Cluster())
+        if failures == 1:
+            hall.join()
+        else:
+            with pytest.raises(
+                NeedleworkError, match=r"Ray cannot be started here \(The current node timed out during startup.\)"
+            ):
+                hall.join()
+        hall.leave()
+        assert (ray.begun, ray.left) == (2, 2 if failures == 1 else 3), "each try is left, and in the end so is Ray"
+    with pytest.raises(NeedleworkError, match="no Ray cluster answers at 10.0.0.1:6379"):
+        cluster._Hall(Unwilling(9), Cluster("10.0.0.1:6379")).join()
+    assert set(Path("/tmp").glob("nw-*")) == before, "no folder is left"
 
 
 class Pooled(Cluster):

@@ -63,7 +63,7 @@ def test_a_dry_run_places_models_of_which_there_is_only_a_configuration(tmp_path
     assert (small["gpus_per_worker"], large["gpus_per_worker"]) == (1, 2)
     assert large["laptop_hours"] is None, "103 GB fit into no laptop"
     assert small["gpu_hours"] < small["laptop_hours"]
-    assert large["gpus8_hours"] == pytest.approx(large["gpu_hours"]), "one unit cannot be parted"
+    assert large["gpus8_hours"] == pytest.approx(large["gpu_hours"] / 2), "there are four workers, but two units"
     assert [path.name for path in tmp_path.iterdir()] == ["plan.yaml"], "nothing was written"
     text = CliRunner().invoke(app, words).output
     assert "recurrentgemma-2b" in text

@@ -185,25 +185,34 @@ class _Hall:
             return
         # Ray prints what it thinks of lost workers into our output, whatever its options say; the foreman tells it shorter.
         self.ray._private.worker.print_to_stdstream = lambda *_, **__: None
+        self._joined = True  # from here on there is something to leave
+        for again in (True, False):
+            try:
+                self._init()
+                return
+            except Exception as error:  # Ray raises whatever it likes: on a busy machine, that its own half minute was over
+                self.ray.shutdown()
+                first = str(error).splitlines()[0] if str(error) else type(error).__name__
+                if self.cluster.address != LOCAL:
+                    raise NeedleworkError(
+                        f"no Ray cluster answers at {self.cluster.address} ({first}); `ray start --head` begins one, and --ray"
+                        " local needs none"
+                    ) from None
+                if not again:
+                    raise NeedleworkError(f"Ray cannot be started here ({first}); try again, or run without --ray") from None
+
+    def _init(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True, "namespace": "needlework"}
         if self.cluster.address != LOCAL:
-            try:
-                self.ray.init(address=self.cluster.address, **quiet)
-            except (ConnectionError, RuntimeError, TimeoutError) as error:
-                first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise NeedleworkError(
-                    f"no Ray cluster answers at {self.cluster.address} ({first}); `ray start --head` begins one, and --ray local"
-                    " needs none"
-                ) from None
-        else:
-            import psutil
+            self.ray.init(address=self.cluster.address, **quiet)
+            return
+        import psutil
 
-            short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 30 else "/tmp"  # Ray's sockets have short names
-            self._folder = tempfile.mkdtemp(prefix="nw-", dir=short)
-            cores = max(psutil.cpu_count() or 1, (self.cluster.workers or 1) * self.cluster.threads)
-            room = {"num_cpus": cores, "object_store_memory": _STORE_BYTES}
-            self.ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **room, **quiet)
-        self._joined = True
+        short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 30 else "/tmp"  # Ray's sockets have short names
+        self._folder = self._folder or tempfile.mkdtemp(prefix="nw-", dir=short)
+        cores = max(psutil.cpu_count() or 1, (self.cluster.workers or 1) * self.cluster.threads)
+        room = {"num_cpus": cores, "object_store_memory": _STORE_BYTES}
+        self.ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **room, **quiet)
 
     def leave(self) -> None:
         if self._joined:
