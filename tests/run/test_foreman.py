@@ -12,7 +12,7 @@ from typing import Any
 
 import fakes
 import pytest
-from test_run import go, table
+from test_run import Stopping, go, table
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import foreman, run
@@ -280,6 +280,18 @@ def test_after_a_stop_of_the_driver_the_rest_is_asked(
         go(plan_file, tmp_path / "out", cluster=cluster)
     assert cluster.pools[0].gone == set(cluster.pools[0].workers)
     assert 0 < len(written) < len(expected)
+    pooled(plan_file, tmp_path / "out")
+    assert table(tmp_path / "out") == expected
+    assert set(written.values()) == {1}
+
+
+def test_workers_finish_what_one_process_left(
+    plan_file: Path, tmp_path: Path, expected: list[Any], written: Counter[Any]
+) -> None:
+    """A chunk that was stopped in its middle is asked as a whole, and of it only what is missing is written."""
+    with pytest.raises(KeyboardInterrupt):
+        go(plan_file, tmp_path / "out", fakes.FakeModels(Stopping()))
+    assert 20 <= len(written) < len(expected)
     pooled(plan_file, tmp_path / "out")
     assert table(tmp_path / "out") == expected
     assert set(written.values()) == {1}
