@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 import needlework as nw
 from needlework.cli import app
 from needlework.errors import NeedleworkError
-from needlework.experiments import cluster, run
+from needlework.experiments import actors, cluster, run
 from needlework.experiments.cluster import Cluster
 from needlework.experiments.plan import Model
 from needlework.store import Store, compare
@@ -82,7 +82,7 @@ def test_the_option_may_stand_without_an_address(
 def test_a_node_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Cluster(threads=torch.get_num_threads()).models()
     info = source.look(Model("here", "griffin", "tiny-griffin-small"))
-    monkeypatch.setattr(cluster, "_node", lambda: "another node")
+    monkeypatch.setattr(cluster, "node", lambda: "another node")
     assert source.load(info).versions()["dtype"] == "float32"
     with pytest.raises(NeedleworkError, match="on another node has other weights"):
         source.load(replace(info, weights="0" * len(info.weights)))
@@ -112,7 +112,7 @@ class Unwilling:
 def test_a_ray_that_does_not_begin_is_tried_again_and_then_told() -> None:
     for failures in (1, 9):
         ray = Unwilling(failures)
-        hall = cluster._Hall(ray, Cluster())
+        hall = actors.Hall(ray, Cluster())
         if failures == 1:
             hall.join()
         else:
@@ -123,7 +123,7 @@ def test_a_ray_that_does_not_begin_is_tried_again_and_then_told() -> None:
         hall.leave()
         assert (ray.begun, ray.left) == (2, 2 if failures == 1 else 3), "each try is left, and in the end so is Ray"
     with pytest.raises(NeedleworkError, match="no Ray cluster answers at head:6379"):
-        cluster._Hall(Unwilling(9), Cluster("head:6379")).join()
+        actors.Hall(Unwilling(9), Cluster("head:6379")).join()
 
 
 class Pooled(Cluster):
@@ -137,7 +137,7 @@ class Pooled(Cluster):
 def test_an_evaluation_goes_through_the_same_runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from needlework.lmeval.evaluate import evaluate
 
-    monkeypatch.setattr(cluster, "_node", lambda: "")
+    monkeypatch.setattr(cluster, "node", lambda: "")
     acts = ["none", "keep_heads(k=2, phase='both')"]
     found = []
     for out, workers in (("alone", None), ("pooled", Pooled(threads=torch.get_num_threads()))):
@@ -170,7 +170,7 @@ class Nodes:
                 for one in kinds:
                     if psutil.pid_exists(one.process.pid):
                         family = psutil.Process(one.process.pid).children(recursive=True)
-                        ours += [child.pid for child in family if " ".join(child.cmdline()).startswith("ray::_Actor.ask")]
+                        ours += [child.pid for child in family if " ".join(child.cmdline()).startswith("ray::Actor.ask")]
         return sorted(set(ours))
 
 
