@@ -92,20 +92,17 @@ def estimate() -> bool:
 
 
 def workers() -> bool:
-    import ray
-
     from needlework.experiments import run
     from needlework.experiments.cluster import Cluster
 
     run.CHUNK_TRIALS = SMALL_CHUNKS
-    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     seconds: dict[int, list[float]] = {1: [], 2: []}
     fingerprints = set()
     with tempfile.TemporaryDirectory(prefix="needlework-scale-") as temporary:
         folder = Path(temporary)
         (folder / "plan.yaml").write_text(SWEEP)
-        ray.init(address="local", num_cpus=2, object_store_memory=2**28, **quiet)
-        try:
+        with Cluster(workers=2).joined() as hall:
+            hall.join()  # one cluster for all of them
             for turn in range(ROUNDS):
                 for count in (1, 2) if turn % 2 == 0 else (2, 1):
                     times: dict[str, Any] = {"workers": count}
@@ -116,8 +113,6 @@ def workers() -> bool:
                         )
                     seconds[count].append(times["wall"])
                     fingerprints.add(done.fingerprint)
-        finally:
-            ray.shutdown()
     speedup = min(seconds[1]) / min(seconds[2])
     each = {count: ", ".join(f"{value:.1f}" for value in taken) for count, taken in seconds.items()}
     console.print(

@@ -12,11 +12,11 @@ from typing import Any
 
 import fakes
 import pytest
-from test_run import go, table
+from test_run import Stopping, go, table
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import foreman, run
-from needlework.experiments.cluster import _Actor
+from needlework.experiments.cluster import Actor
 from needlework.experiments.foreman import Foreman, Lost
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.progress import Tracker
@@ -56,7 +56,7 @@ class FakePool:
     def start(self) -> tuple[int, int]:
         worker = len(self.workers)
         source = self.source if self.models is None else self.models(worker)
-        self.workers[worker] = _Actor(source, self.info, [], {})
+        self.workers[worker] = Actor(source, self.info, [], {})
         return worker, self.call(worker, "load")
 
     def call(self, worker: int, method: str, *args: Any) -> int:
@@ -188,7 +188,7 @@ def test_a_question_that_ends_its_workers_fails_alone(plan_file: Path, tmp_path:
     prompt = tuple((0 * 31 + 2 * 7 + j) % 1000 for j in range(8))  # sample 2 of seed 0
     deadly = fakes.FakeModels(Deadly(batchwise=False))
     deadly.actor.prompt = prompt  # type: ignore[attr-defined]
-    ask = _Actor.ask
+    ask = Actor.ask
 
     def asks(self: Any, requests: Any) -> Any:
         answers, fault = ask(self, requests)
@@ -196,7 +196,7 @@ def test_a_question_that_ends_its_workers_fails_alone(plan_file: Path, tmp_path:
             raise Lost(fault[1])
         return answers, fault
 
-    monkeypatch.setattr(_Actor, "ask", asks)
+    monkeypatch.setattr(Actor, "ask", asks)
     pooled(plan_file, tmp_path / "out", deadly, code=1)
     go(plan_file, tmp_path / "alone", fakes.FakeModels(fakes.FakeActor(batchwise=False)))
     rows = {(row.experiment, row.id): row for row in table(tmp_path / "out") if hasattr(row, "finish")}
@@ -280,6 +280,18 @@ def test_after_a_stop_of_the_driver_the_rest_is_asked(
         go(plan_file, tmp_path / "out", cluster=cluster)
     assert cluster.pools[0].gone == set(cluster.pools[0].workers)
     assert 0 < len(written) < len(expected)
+    pooled(plan_file, tmp_path / "out")
+    assert table(tmp_path / "out") == expected
+    assert set(written.values()) == {1}
+
+
+def test_workers_finish_what_one_process_left(
+    plan_file: Path, tmp_path: Path, expected: list[Any], written: Counter[Any]
+) -> None:
+    """A chunk that was stopped in its middle is asked as a whole, and of it only what is missing is written."""
+    with pytest.raises(KeyboardInterrupt):
+        go(plan_file, tmp_path / "out", fakes.FakeModels(Stopping()))
+    assert 20 <= len(written) < len(expected)
     pooled(plan_file, tmp_path / "out")
     assert table(tmp_path / "out") == expected
     assert set(written.values()) == {1}

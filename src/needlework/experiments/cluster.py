@@ -1,22 +1,19 @@
-"""Workers of a Ray cluster: one actor for each GPU or share of the processors, each with the model loaded."""
+"""A Ray cluster as the place where models are loaded and asked: which one, how it is parted, and what a worker does."""
 
 from __future__ import annotations
 
 import importlib
 import os
-import shutil
-import tempfile
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from needlework import plugins
 from needlework.errors import NeedleworkError, shown
-from needlework.experiments.crew import Crew, Timed, examined, ranked, timed
-from needlework.experiments.foreman import Call, Fault, Foreman, Lost, Worker
+from needlework.experiments.crew import Timed, examined, ranked, timed
+from needlework.experiments.foreman import Fault
 from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo, ModelSource, locate, look
 from needlework.experiments.plan import Model
 from needlework.heads.methods import Seen
@@ -25,10 +22,10 @@ from needlework.model.files import weights_hash
 from needlework.requests import Request
 from needlework.tasks.base import Item
 
+if TYPE_CHECKING:
+    from needlework.experiments.actors import Hall
+
 LOCAL = "local"  # a cluster of this machine, made for the run and gone with it
-_PROGRAM_BYTES = 2**30  # what a worker takes beside weights, prompts and answers
-_STORE_BYTES = 2**28  # Ray's own shared memory: answers are small
-_ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_HOME", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
 
 
 @dataclass(frozen=True)
@@ -55,9 +52,11 @@ class Cluster:
         return WorkerModels(memory_bytes, self)
 
     @contextmanager
-    def joined(self) -> Iterator[_Hall]:
+    def joined(self) -> Iterator[Hall]:
         """A way to hire crews. Ray is begun when the first one is, and left in the end."""
-        hall = _Hall(_ray(), self)
+        from needlework.experiments.actors import Hall
+
+        hall = Hall(ray_package(), self)
         try:
             yield hall
         finally:
@@ -70,7 +69,7 @@ def is_address(text: str) -> bool:
     return text in (LOCAL, "auto") or (bool(host) and port.isdecimal() and "/" not in host and not host.startswith("-"))
 
 
-def _ray() -> Any:
+def ray_package() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports to its makers unless it is told not to
     try:
         return importlib.import_module("ray")
@@ -97,7 +96,7 @@ class WorkerModels(DiskModels):
         torch.set_num_threads(self.cluster.threads)
         gpus, loading = self.cluster.gpus(info), info.model.loading.model_dump()
         place = info.directory if os.path.exists(info.directory) else str(locate(info.model))
-        if self.home != _node() and weights_hash(Path(place)) != info.weights:
+        if self.home != node() and weights_hash(Path(place)) != info.weights:
             raise NeedleworkError(f"{shown(place)} on another node has other weights; copy the model there again")
         if gpus:
             loading |= {"device": "cuda", "device_map": "auto" if gpus > 1 else None}  # Ray shows a worker its own ones alone
@@ -114,8 +113,8 @@ class _WorkerModel(LoadedSubject):
         return {**super().versions(), **self.more}
 
 
-def _node() -> str:
-    return str(_ray().get_runtime_context().get_node_id())
+def node() -> str:
+    return str(ray_package().get_runtime_context().get_node_id())
 
 
 def _memory_share(threads: int) -> int:
@@ -128,7 +127,7 @@ def _memory_share(threads: int) -> int:
     return max(1, default_limit(torch.device("cpu")) * threads // max(threads, psutil.cpu_count() or 1))
 
 
-class _Actor:
+class Actor:
     """A worker: it lives in a process of its own, and what it is asked is over or lost with it."""
 
     def __init__(self, source: ModelSource, info: ModelInfo, known: Sequence[Any], env: dict[str, str]) -> None:
@@ -163,157 +162,3 @@ class _Actor:
 
     def share(self) -> float:
         return float(getattr(self.model, "share", float)())
-
-
-class _Hall:
-    """A connection to Ray, in which crews are hired."""
-
-    def __init__(self, ray: Any, cluster: Cluster) -> None:
-        self.ray, self.cluster = ray, cluster
-        self._folder: str | None = None
-        self._joined = False
-
-    @contextmanager
-    def __call__(self, source: ModelSource, info: ModelInfo, units: int) -> Generator[Crew, None, None]:
-        self.join()
-        if isinstance(source, WorkerModels):
-            source.home = _node()
-        pool = _Actors(self.ray, self.cluster, source, info)
-        pool.check()
-        foreman = Foreman(pool, min(units, self.cluster.workers or units))
-        try:
-            yield foreman
-        finally:
-            foreman.close()
-
-    def join(self) -> None:
-        if self.ray.is_initialized():
-            return
-        # Ray prints what it thinks of lost workers into our output, whatever its options say; the foreman tells it shorter.
-        self.ray._private.worker.print_to_stdstream = lambda *_, **__: None
-        quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True, "namespace": "needlework"}
-        if self.cluster.address != LOCAL:
-            try:
-                self.ray.init(address=self.cluster.address, **quiet)
-            except (ConnectionError, RuntimeError, TimeoutError) as error:
-                first = str(error).splitlines()[0] if str(error) else type(error).__name__
-                raise NeedleworkError(
-                    f"no Ray cluster answers at {self.cluster.address} ({first}); `ray start --head` begins one, and --ray local"
-                    " needs none"
-                ) from None
-        else:
-            import psutil
-
-            short = tempfile.gettempdir() if len(tempfile.gettempdir()) < 30 else "/tmp"  # Ray's sockets have short names
-            self._folder = tempfile.mkdtemp(prefix="nw-", dir=short)
-            cores = max(psutil.cpu_count() or 1, (self.cluster.workers or 1) * self.cluster.threads)
-            room = {"num_cpus": cores, "object_store_memory": _STORE_BYTES}
-            self.ray.init(address="local", include_dashboard=False, _temp_dir=self._folder, **room, **quiet)
-        self._joined = True
-
-    def leave(self) -> None:
-        if self._joined:
-            self.ray.shutdown()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _needs(cluster: Cluster, info: ModelInfo) -> dict[str, float]:
-    """What one worker takes of a node."""
-    gpus, weights = cluster.gpus(info), 0 if info.costs is None else info.costs.weights
-    return {"GPU": gpus} if gpus else {"CPU": cluster.threads, "memory": weights * 6 // 5 + _PROGRAM_BYTES}
-
-
-def _alive(ray: Any) -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
-def _places(nodes: Sequence[dict[str, float]], needs: dict[str, float]) -> int:
-    """How many workers these nodes have room for."""
-    return sum(min(int(node.get(key, 0) // needed) for key, needed in needs.items()) for node in nodes)
-
-
-def room(cluster: Cluster, models: Sequence[ModelInfo]) -> list[int]:
-    """How many workers would hold each model: asked of the cluster, or, if it would be made here, of this machine."""
-    if cluster.address == LOCAL:
-        import psutil
-        import torch
-
-        cores = max(psutil.cpu_count() or 1, (cluster.workers or 1) * cluster.threads)
-        nodes = [{"CPU": cores, "GPU": torch.cuda.device_count(), "memory": 0.7 * psutil.virtual_memory().available}]
-    else:
-        hall = _Hall(_ray(), cluster)
-        try:
-            hall.join()
-            nodes = _alive(hall.ray)
-        finally:
-            hall.leave()
-    found = [_places(nodes, _needs(cluster, info)) for info in models]
-    return [min(count, cluster.workers or count) for count in found]
-
-
-class _Actors:
-    """The pool of a Foreman: Ray's actors, begun once each. Who takes the place of a dead one is the foreman's to say."""
-
-    def __init__(self, ray: Any, cluster: Cluster, source: ModelSource, info: ModelInfo) -> None:
-        self.ray, self.cluster = ray, cluster
-        self.needs = _needs(cluster, info)
-        resources = {f"num_{key.lower()}s" if key != "memory" else key: value for key, value in self.needs.items()}
-        options = {"num_cpus": cluster.threads, **resources, "max_restarts": 0, "max_task_retries": 0}
-        actor = ray.remote(concurrency_groups={"aside": 1}, **options)(_Actor)  # aside: told how far it is while it works
-        env = {key: os.environ[key] for key in _ENVIRONMENT if key in os.environ}
-        sent = [ray.put(value) for value in (source, info, list(plugins.DEFINED.values()), env)]  # once for all workers
-        self._begin: Callable[[], Any] = lambda: actor.remote(*sent)
-
-    def room(self) -> int:
-        return self.cluster.workers or self._places()
-
-    def _places(self) -> int:
-        return _places(_alive(self.ray), self.needs)
-
-    def check(self) -> None:
-        """Refuse a cluster in which no worker fits; one that was given a number of workers may still grow."""
-        if self.cluster.workers is None and not self._places():
-            needs = ", ".join(
-                f"{value / 2**30:.1f} GiB of memory" if key == "memory" else f"{value} {key}s"
-                for key, value in self.needs.items()
-            )
-            raise NeedleworkError(
-                f"no node of the cluster has room for a worker ({needs}); add nodes, or give --workers to wait for them"
-            )
-
-    def start(self) -> tuple[Worker, Call]:
-        worker = self._begin()
-        return worker, worker.load.remote()
-
-    def call(self, worker: Any, method: str, *args: Any) -> Call:
-        bound = getattr(worker, method)
-        return bound.options(concurrency_group="aside").remote() if method == "share" else bound.remote(*args)  # type: ignore[no-any-return]
-
-    def wait(self, calls: Sequence[Any], seconds: float) -> Sequence[Call]:
-        if not calls:
-            time.sleep(seconds)
-            return ()
-        self.ray.wait(list(calls), num_returns=1, timeout=seconds)
-        ready, _ = self.ray.wait(list(calls), num_returns=len(calls), timeout=0)
-        return ready  # type: ignore[no-any-return]
-
-    def result(self, call: Any) -> Any:
-        gone: Any = self.ray.exceptions
-        try:
-            return self.ray.get(call)
-        except gone.RayTaskError as error:
-            cause = error.cause if isinstance(error.cause, Exception) else NeedleworkError(str(error))
-            raise cause from None
-        except (
-            gone.RayActorError,
-            gone.ObjectLostError,
-            gone.WorkerCrashedError,
-            gone.OutOfMemoryError,
-            gone.NodeDiedError,
-        ) as error:
-            said = [line.strip() for line in str(error).splitlines() if line.strip()]
-            raise Lost(said[-1] if "creation task" in said[0] else said[0]) from None  # an error of ours is named last
-
-    def stop(self, worker: Any) -> None:
-        self.ray.kill(worker, no_restart=True)

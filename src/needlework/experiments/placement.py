@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from needlework.experiments.cluster import Cluster, room
+from needlework.experiments.actors import room
+from needlework.experiments.cluster import Cluster
 from needlework.experiments.costs import GPU, GPU_BYTES, LARGE_ON_CPU, SMALL, SMALL_PARAMETERS
 from needlework.experiments.describe import seconds_of, speed_here
 from needlework.experiments.models import PublicModels
