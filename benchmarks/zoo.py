@@ -35,8 +35,8 @@ WANTED = {"tiny-griffin": 12.0, "tiny-jamba": 10.0}  # times the tokens per seco
 def goals(name: str, longest: int) -> dict[str, float]:
     """What a card must show: needles at training lengths and at twice that, with and without distractors, and facts."""
     facts = {"cloze_statement": 0.95, "cloze_question": 0.95}
-    if name == "tiny-mamba":  # without attention, retrieval is as it is
-        return facts
+    if name == "tiny-mamba":  # without attention: a needle among few, if the text is read twice
+        return {**facts, f"niah_{longest}_3_distractors_jrt": 0.7}
     hay = {longest: 0.99, 2 * longest: 0.95}
     needles = {f"niah_{length}_{among}": goal for length, goal in hay.items() for among in ("1_needle", "8_distractors")}
     return {**needles, **facts, "letter_choice": 0.9}

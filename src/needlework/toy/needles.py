@@ -82,19 +82,17 @@ RELATION_NAMES: Words = tuple(RELATIONS)
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """What holds of a name; with `like`, its sentence says whose value it is instead of the value, with `said` and the value."""
+    """What holds of a name; with `like`, its sentence says whose value it is instead of the value."""
 
     relation: str
     name: str
     value: Words
     like: str = ""
-    said: bool = False
 
     def sentence(self) -> list[str]:
         kind = RELATIONS[self.relation]
         if self.like:
-            words = [{"{n}": self.name, "{m}": self.like}.get(word, word) for word in kind.link]
-            return [*words, *(self.value if self.said else ()), "."]
+            return [*({"{n}": self.name, "{m}": self.like}.get(word, word) for word in kind.link), "."]
         return [*(self.name if word == "{n}" else word for word in kind.sentence), *self.value, "."]
 
     def question(self, form: int) -> list[str]:

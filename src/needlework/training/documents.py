@@ -5,7 +5,7 @@ A row is a pure function of (seed, step, row number), so a resumed training sees
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,6 @@ ROW_KINDS = (
     "few_plain",
     "few_jrt",
     "few_question_first",
-    "said_links",
 )
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
@@ -74,7 +73,6 @@ FEW, MOST_FEW = "few_", 4  # rows of two to four needles of one kind, in the lay
 NEEDLE_WORDS = max(len(kind.sentence) + kind.length + 1 for kind in RELATIONS.values())
 SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
 SHORTEST_LINKS = 64  # two needles, a link to each, and one question with its answer
-SAID_SHARE = 0.7  # of the links of such a document that are not asked for
 SHORTEST_LETTERS = 32  # four options and one question with its answer
 NAMING_SHARE = 0.4
 QUOTE_SHARE = 0.15
@@ -223,34 +221,6 @@ def _short_links_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> N
             row.add_answer(hidden[i].value, ".")
 
 
-def _said_links_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
-    """Short documents of links, half of which say the value behind the name that they give; who is asked for has one that does not.
-
-    A value that may be said next is looked up while the link is read: the first of two look-ups has a reward of its own.
-    """
-    short = [relation for relation in relations if RELATIONS[relation].length == 1] or relations
-    while row.room >= SHORTEST_LINKS or len(row.words) == 1:
-        room = min(row.room, stream.pick((SHORTEST_LINKS, 96, 128, row.length)))
-        plain = 2 if room < 96 else stream.between(2, 3) if room < 120 else stream.between(2, 4)
-        hidden = linked(stream, needles(stream, stream.pick(short), plain), 1)
-        asked = stream.mixed(range(plain, 2 * plain))[: plain // 2]
-        hidden = [replace(n, said=bool(n.like) and i not in asked and stream.chance(SAID_SHARE)) for i, n in enumerate(hidden)]
-        forms = [stream.below(2) for _ in asked]
-        questions = [hidden[i].question(form) for i, form in zip(asked, forms, strict=True)]
-        spent = 2 + sum(len(question) + 3 + len(hidden[0].value) for question in questions)
-        sentences = sum(len(needle.sentence()) for needle in hidden)
-        place = scene(stream, hidden, max(sentences, room - spent), ordered=True)
-        start = len(row.words) + 2
-        row.add_sample(ask(stream, place, asked[0], form=forms[0]))
-        for needle, at in zip(hidden, place.starts, strict=True):
-            if needle.said:
-                end = start + at + len(needle.sentence()) - 1
-                row.weights[end - len(needle.value) : end] = [row.answer_weight] * len(needle.value)
-        for i, question in zip(asked[1:], questions[1:], strict=True):
-            row.add([*question, "answer", ":"])
-            row.add_answer(hidden[i].value, ".")
-
-
 def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
     """Mostly several short documents, each with its question in front: one long one has a single answer to learn from."""
     while row.room >= SHORTEST_QUESTION_FIRST or len(row.words) == 1:
@@ -364,8 +334,6 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _any_pairs_row(stream, document)
     elif kind == "short_links":
         _short_links_row(stream, document, diet.relations)
-    elif kind == "said_links":
-        _said_links_row(stream, document, diet.relations)
     elif kind == "variables":
         _variables_row(stream, document)
     elif kind in ("phone", "copy"):
