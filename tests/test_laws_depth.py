@@ -195,6 +195,15 @@ def test_a_layer_that_hears_from_another_one_is_not_entered() -> None:
         assert subject.engine.depth.proven(Door(0, True, False))  # there, nothing is skipped that says something
 
 
+def test_a_door_that_leads_elsewhere_is_refused_by_its_numbers() -> None:
+    """Beside the last attention of FalconH1 a mixer must see all tokens; given the last one alone, it runs without an error."""
+    subject = cases.subject("falcon_h1")
+    depth, top = Depth(subject.body), len(subject.anatomy.layers) - 1
+    with subject.body.session():
+        assert depth.proven(Door(top, True, False))
+        assert not depth.proven(Door(top, True, True))
+
+
 def test_hooks_of_others_act_once_on_every_row() -> None:
     """They may come after the proof: a model that has any is read as a whole."""
     subject = nw.wrap(cases.build("llama"))
