@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ORDER = ("kernels", "foundation", "engine", "zoo", "ability", "pruning")
+ORDER = ("kernels", "foundation", "engine", "heads", "zoo", "ability", "pruning")
 
 
 def main() -> int:

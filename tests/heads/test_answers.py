@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -14,28 +15,29 @@ from needlework.heads.answers import answer_tokens, questions
 from needlework.tasks.base import Item
 
 
-class Joining:
-    """A tokenizer of one token for each word, the space before it included; it puts 1 in front where it is asked to."""
+class Pieces:
+    """A tokenizer as SentencePiece's: words hold the space before them, and a text alone begins with one."""
 
     def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> dict[str, list[int]]:
-        words = [word for word in text.replace(" ", "| ").split("|") if word]
-        return {"input_ids": [1] * add_special_tokens + [sum(map(ord, word)) for word in words]}
+        pieces = re.findall(r" ?\w+|\W", " " + text)
+        return {"input_ids": [1] * add_special_tokens + [sum(map(ord, piece)) for piece in pieces]}
 
 
 class Asked:
-    tokenizer = Joining()
+    tokenizer = Pieces()
 
 
 def _item(text: str, target: str, special: bool = True, **fields: Any) -> Item:
-    return Item("a", "a", tuple(Joining()(text, special)["input_ids"]), text, target, **fields)
+    return Item("a", "a", tuple(Pieces()(text, special)["input_ids"]), text, target, **fields)
 
 
 @pytest.mark.parametrize("special", [True, False])
 def test_a_target_is_tokenized_where_it_stands(special: bool) -> None:
-    """Behind the prompt its first word has a space in front, alone it has none."""
-    item = _item("the code is", " 1 3 0", special)
-    assert answer_tokens(Asked(), item) == tuple(Joining()(" 1 3 0", False)["input_ids"])  # type: ignore[arg-type]
-    assert answer_tokens(Asked(), replace(item, target="x y")) == tuple(Joining()("x y", False)["input_ids"])  # type: ignore[arg-type]
+    """Behind a colon its first word has no space in front; alone, or behind a prompt that has other tokens, it has one."""
+    item = _item("code:", "7 3", special)
+    assert answer_tokens(Asked(), item) == (ord("7"), ord(" ") + ord("3"))  # type: ignore[arg-type]
+    chat = replace(item, prompt=(5, *item.prompt))
+    assert answer_tokens(Asked(), chat) == (ord(" ") + ord("7"), ord(" ") + ord("3"))  # type: ignore[arg-type]
 
 
 def test_the_right_option_is_the_answer() -> None:

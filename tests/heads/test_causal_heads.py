@@ -11,7 +11,6 @@ from torch import Tensor
 
 import cases
 import needlework as nw
-from needlework.heads.causal import leave_one_out
 from needlework.tasks.base import Item
 
 FAMILIES = ["jamba", "recurrent_gemma", "qwen3_next"]  # grouped heads, an output bias, an output gate
@@ -90,15 +89,16 @@ def test_patching_is_the_naive_loop(name: str) -> None:
         assert np.abs(expected).max() > 0.01
 
 
-def test_only_samples_that_are_answered_right_are_looked_at() -> None:
+@pytest.mark.parametrize("method", ["leave_one_out", "leave_one_out_decode"])
+def test_only_samples_that_are_answered_right_are_looked_at(method: str) -> None:
     good, other = samples("jamba")
     wrong = replace(other, options=(tuple((token + 1) % 100 for token in other.options[0]),))
-    scores = score("leave_one_out", "jamba", [wrong, good])
+    scores = score(method, "jamba", [wrong, good])
     assert {"given": 2, "used": [1]}.items() <= scores.evidence.items()
     assert len(scores.each) == 1
-    assert scores.each[0] == pytest.approx(score("leave_one_out", "jamba", [good]).each[0], abs=1e-5)
+    assert scores.each[0] == pytest.approx(score(method, "jamba", [good]).each[0], abs=1e-5)
     with pytest.raises(nw.NeedleworkError, match="answers none of the 1 samples right"):
-        leave_one_out(cases.subject("jamba"), [wrong], seed=0, progress=lambda share: None)
+        score(method, "jamba", [wrong])
 
 
 def test_patching_needs_twins() -> None:

@@ -131,3 +131,8 @@ def test_heads_that_are_not_there_are_refused_in_keep_heads() -> None:
     subject = cases.subject("llama")
     with pytest.raises(nw.NeedleworkError, match=r"the ranking has heads \[\(7, 3\)\], which LlamaForCausalLM has not"):
         subject.generate([cases.PROMPT], nw.KeepHeads(k=1, by=Ranking(order=[*subject.anatomy.heads, (7, 3)])))
+
+
+def test_what_is_no_number_in_the_evidence_is_null_in_the_file(tmp_path: Path) -> None:
+    Ranking(order=HEADS, evidence={"a": [float("nan"), 1.0], "b": {"c": float("inf")}}).save(tmp_path / "r.json")
+    assert Ranking.load(tmp_path / "r.json").evidence == {"a": [None, 1.0], "b": {"c": None}}

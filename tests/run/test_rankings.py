@@ -157,6 +157,8 @@ def test_a_ranking_from_a_file_is_used_and_nothing_is_recorded(tmp_path: Path) -
     actor, store = asked(tmp_path, FILED)
     assert actor.acts == {"none", f"keep_heads(k=1, by={order})", f"keep_heads(k=2, by={order})"}
     assert actor.watched == []
+    (made,) = store.meta("rankings")["alpha"].values()
+    assert (made["name"], made["order"]) == ("mass", "0.2 0.0 0.3 0.1")  # the store keeps what its rows went by
     assert all("recorded('mass', '" in row.intervention for row in store.rows() if row.intervention != "none")
 
 

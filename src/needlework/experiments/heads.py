@@ -75,10 +75,11 @@ def heads_of(
     progress: bool = False,
 ) -> Survey:
     """Everything that `needlework heads` finds out. `files` hold rankings to be judged beside those that are made now."""
-    given = {f"{file.stem}": foreign.read(file, subject.anatomy) for file in files}
     methods = [] if files and not by else methods_of(by, subject)
-    if clash := given.keys() & {method.name for method in methods} or len(given) < len(files):
-        raise NeedleworkError(f"two rankings have one name ({clash or [file.stem for file in files]}); rename a file")
+    names = [*(method.name for method in methods), *(file.stem for file in files)]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise NeedleworkError(f"two rankings are called {twice[0]!r}, after a method or a file; give a file another name")
+    given = {file.stem: foreign.read(file, subject.anatomy) for file in files}
     return survey(subject, tasks_of(task, subject), methods, settings or Settings(), given=given, name=name, shown=progress)
 
 
@@ -124,7 +125,7 @@ def smallest_set(
     Heads are ranked by each method; the best ranking and the number of heads are chosen on `held_out` other samples, and
     what that set keeps is measured on as many again.
     """
-    settings = Settings(samples, held_out, seed, keep, dynamic=False, retest=False)
+    settings = Settings(samples, held_out, seed, keep, dynamic=False, retest=False, random_orders=0)
     found = survey(subject, tasks_of(task, subject), methods_of(by, subject), settings, shown=progress)
     assert found.smallest is not None
     return found.smallest

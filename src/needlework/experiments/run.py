@@ -20,7 +20,7 @@ from needlework.experiments.provenance import Doctor, examine, mark, sign
 from needlework.experiments.rankings import by_seen, record
 from needlework.experiments.result import Result
 from needlework.experiments.shipped import get
-from needlework.experiments.trials import Recording, Trial, Work, chunks, expand
+from needlework.experiments.trials import Ranked, Recording, Trial, Work, chunks, expand
 from needlework.heads.methods import chosen
 from needlework.interventions import Ranking
 from needlework.interventions.ranking import Recorded
@@ -241,21 +241,23 @@ class _ModelRun:
         kept = self.store.meta("rankings") or {}
         known = kept.setdefault(self.model, {})
         for ranked in self.work.rankings.values():
-            if ranked.ranking is not None:
-                self.rankings[ranked.source] = ranked.ranking
-                continue
             if ranked.source.content not in known:
-                requests = [request for trial in ranked.trials for request in trial.requests()]
-                seen = model.watch(requests, RECORDED_SPAN)
-                (method,) = chosen([ranked.by])
-                if method.of_seen is not None:
-                    order = by_seen(method.of_seen, seen)
-                else:
-                    order = model.rank(ranked.by, ranked.items, ranked.trials[0].seed)  # type: ignore[attr-defined]
-                made = record(ranked.by, order, seen, len(requests))
-                known[ranked.source.content] = {"name": ranked.source.name, **made}
+                known[ranked.source.content] = {"name": ranked.source.name, **self._ordered(model, ranked)}
                 self.store.set_meta("rankings", kept)
             self.rankings[ranked.source] = Ranking.parse(known[ranked.source.content]["order"])
+
+    def _ordered(self, model: LoadedModel, ranked: Ranked) -> dict[str, Any]:
+        """What a store keeps of a ranking, which a file holds, what was seen tells, or the model must be asked for."""
+        if ranked.ranking is not None:
+            return record(f"file {ranked.by}".strip(), ranked.ranking, (), ranked.ranking.samples)
+        requests = [request for trial in ranked.trials for request in trial.requests()]
+        seen = model.watch(requests, RECORDED_SPAN)
+        (method,) = chosen([ranked.by])
+        if method.of_seen is not None:
+            order = by_seen(method.of_seen, seen)
+        else:
+            order = model.rank(ranked.by, ranked.items, ranked.trials[0].seed)  # type: ignore[attr-defined]
+        return record(ranked.by, order, seen, len(requests))
 
     def _record(self, model: LoadedModel, recording: Recording) -> None:
         heads = model.watch([request for trial in recording.trials for request in trial.requests()], RECORDED_SPAN)

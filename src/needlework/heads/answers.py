@@ -53,7 +53,11 @@ def questions(subject: Subject, items: Sequence[Item]) -> list[Question]:
     broken = next((i for i in got if got[i].error), None)
     if broken is not None:
         raise NeedleworkError(f"{items[broken].id}: the model cannot be asked: {got[broken].error}")
-    right = [Question(i, item, answers[i], got[i].totals[0]) for i, item in enumerate(items) if got[i].greedy[0]]
+    return some([Question(i, item, answers[i], got[i].totals[0]) for i, item in enumerate(items) if got[i].greedy[0]], items)
+
+
+def some(right: list[Question], items: Sequence[Item]) -> list[Question]:
+    """These, if there are any: from none at all nothing can be told."""
     if not right:
         raise NeedleworkError(
             f"the model answers none of the {len(items)} samples right, so no head can be credited with it; choose an easier"

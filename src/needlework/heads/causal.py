@@ -16,7 +16,7 @@ import numpy as np
 
 from needlework.anatomy import Anatomy, Head
 from needlework.errors import NeedleworkError
-from needlework.heads.answers import Question, questions
+from needlework.heads.answers import Question, answer_tokens, questions, some
 from needlework.heads.methods import Scores, method
 from needlework.interventions.acts import Act, ChangeOutputs, Place, Scene
 from needlework.interventions.attention import AblateAttention, AblateHeads, OnlyHeads
@@ -46,7 +46,7 @@ class Outcome(NamedTuple):
     """What became of the right answers of some trials."""
 
     log_p: np.ndarray  # [trials]
-    right: np.ndarray  # [trials] it is still what the model would say; not known (all False) for the decode phase alone
+    right: np.ndarray  # [trials] it is still what the model would say; of the decode phase known only if nothing is done to it
 
 
 def no_progress(share: float) -> None:
@@ -69,7 +69,10 @@ def ask(
         if answer.error:
             raise NeedleworkError(f"{trials[i].question.item.id} under {trials[i].intervention}: {answer.error}")
         log_p[i] = answer.totals[0] if when == "both" else sum(answer.logprobs)
-        right[i] = when == "both" and answer.greedy[0]
+        if when == "both":
+            right[i] = answer.greedy[0]
+        elif trials[i].intervention == NONE:
+            right[i] = answer.tokens == trials[i].question.answer
         progress(span[0] + (span[1] - span[0]) * (done + 1) / len(trials))
     return Outcome(log_p, right)
 
@@ -78,7 +81,8 @@ def _request(trial: Trial, when: When) -> Request:
     question, item = trial.question, trial.question.item
     if when == "both":  # scoring: prompt and answer are one text, and heads are silent in all of it
         return Request(item.prompt, trial.intervention, options=(question.answer,), spans=item.spans)
-    return Request(item.prompt, trial.intervention, len(question.answer), forced=question.answer, spans=item.spans)
+    forced = () if trial.intervention == NONE else question.answer  # untouched, it may say what it likes
+    return Request(item.prompt, trial.intervention, len(question.answer), forced=forced, spans=item.spans)
 
 
 def keeping(heads: Collection[Head], anatomy: Anatomy, when: When = "both") -> Intervention:
@@ -88,12 +92,20 @@ def keeping(heads: Collection[Head], anatomy: Anatomy, when: When = "both") -> I
     return OnlyHeads(heads=tuple(heads), phase=when) if heads else AblateAttention(phase=when)
 
 
-def _each_head(
-    subject: Subject, asked: Sequence[Question], acts: Sequence[Intervention], when: When, progress: Progress
-) -> np.ndarray:
-    """Log-likelihoods [questions, acts]."""
-    trials = [Trial(question, act) for question in asked for act in acts]
-    return ask(subject, trials, when, progress).log_p.reshape(len(asked), len(acts))
+def _each_act(
+    subject: Subject, items: Sequence[Item], acts: Sequence[Intervention], when: When, progress: Progress
+) -> tuple[list[Question], np.ndarray]:
+    """The samples that are answered right, and the log-likelihoods of their answers [samples, acts]."""
+    if when == "both":
+        asked = questions(subject, items)
+        trials = [Trial(question, act) for question in asked for act in acts]
+        return asked, ask(subject, trials, when, progress).log_p.reshape(len(asked), len(acts))
+    # The untouched model shares the reading of its prompt with all acts: it is asked along with them, not before.
+    every = [Question(i, item, answer_tokens(subject, item), np.nan) for i, item in enumerate(items)]
+    outcome = ask(subject, [Trial(question, act) for question in every for act in (NONE, *acts)], when, progress)
+    log_p, right = (x.reshape(len(every), 1 + len(acts)) for x in outcome)
+    asked = some([replace(x, log_p=float(log_p[i, 0])) for i, x in enumerate(every) if right[i, 0]], items)
+    return asked, log_p[right[:, 0], 1:]
 
 
 def evidence(asked: Sequence[Question], items: Sequence[Item]) -> dict[str, Any]:
@@ -103,17 +115,16 @@ def evidence(asked: Sequence[Question], items: Sequence[Item]) -> dict[str, Any]
 
 @method("leave_one_out", "causal", "what the right answer loses (log P) when this head alone is silenced everywhere")
 def leave_one_out(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress, when: When = "both") -> Scores:
-    asked = questions(subject, items)
-    acts = [NONE, *(AblateHeads(heads=(head,), phase=when) for head in subject.anatomy.heads)]
-    log_p = _each_head(subject, asked, acts, when, progress)
-    return Scores.of_samples(log_p[:, :1] - log_p[:, 1:], **evidence(asked, items), phase=when)
+    acts = [AblateHeads(heads=(head,), phase=when) for head in subject.anatomy.heads]
+    asked, log_p = _each_act(subject, items, acts, when, progress)
+    whole = np.array([question.log_p for question in asked])
+    return Scores.of_samples(whole[:, None] - log_p, **evidence(asked, items), phase=when)
 
 
 @method("add_one_in", "causal", "what the right answer gains (log P) when of all heads only this one speaks, over none at all")
 def add_one_in(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress, when: When = "both") -> Scores:
-    asked = questions(subject, items)
     acts = [keeping((), subject.anatomy, when), *(keeping((head,), subject.anatomy, when) for head in subject.anatomy.heads)]
-    log_p = _each_head(subject, asked, acts, when, progress)
+    asked, log_p = _each_act(subject, items, acts, when, progress)
     return Scores.of_samples(log_p[:, 1:] - log_p[:, :1], **evidence(asked, items), phase=when)
 
 

@@ -148,9 +148,10 @@ def greedy(subject: Subject, items: Sequence[Item], *, seed: int, progress: Prog
         left = [i for i in left if i not in gone]
         kept = ask(subject, [Trial(question, _keeping(subject, frozenset(left))) for question in asked])
         curve.append({"heads": len(left), "log_p": float(kept.log_p.mean()), "right": float(kept.right.mean())})
+    progress(1.0)
     values = np.zeros(len(heads))
     values[out + left] = np.arange(len(heads))
-    return Scores(values, None, {**evidence(asked, items), "dropped_at_once": max(rounds), "curve": curve})
+    return Scores(values, None, {**evidence(asked, items), "dropped_at_once": max(rounds, default=0), "curve": curve})
 
 
 def _without_each(

@@ -22,7 +22,7 @@ from needlework.errors import NeedleworkError
 from needlework.heads.answers import questions
 from needlework.heads.causal import Progress, evidence
 from needlework.heads.methods import Scores, method
-from needlework.model.attention import Block, Forward, get_current
+from needlework.model.attention import Block, Forward
 from needlework.model.gates import answer_log_p, differentiable
 from needlework.requests import Request
 from needlework.tasks.base import Item
@@ -49,7 +49,8 @@ class Writing:
         self._needle = torch.empty(0, 0)
         # This step, call by call: layer; from the needle and from all keys [rows, heads, dim]; the needle's keys over the others
         self._said: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        self._towards: list[tuple[nn.Linear, Tensor]] = []  # projection of each of them, and what it was given [rows, heads, dim]
+        self._entered: tuple[nn.Linear, Tensor] | None = None  # the last linear map since then, and what it was given
+        self._towards: list[tuple[nn.Linear, Tensor]] = []  # of each call: its output projection, and what that was given
 
     def begin(self, requests: Sequence[Request], device: torch.device) -> None:
         self._samples = [request.key for request in requests]
@@ -71,20 +72,25 @@ class Writing:
         dtype = self._unembedding.dtype
         from_needle, from_all = (block.mix(x.to(dtype))[:, 0] for x in (p * needle[:, None, None], p))
         self._said.append((layer, from_needle, from_all, ours / others.clamp_min(1)))
+        self._entered = None
 
-    def project(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """The linear map that is entered first after attention, as wide as its heads: the output projection."""
-        forward = get_current()
-        if forward is None or forward.phase != "decode" or len(self._towards) == len(self._said) or not args:
-            return
-        assert isinstance(module, nn.Linear)
-        whole = self._said[-1][2]
-        if args[0].numel() == whole.numel():
-            self._towards.append((module, args[0].reshape(whole.shape)))
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """A linear map inside an attention module, as wide as its heads; a gate's own may come after attention, too."""
+        if len(self._towards) < len(self._said) and args and args[0].numel() == self._said[-1][2].numel():
+            assert isinstance(module, nn.Linear)
+            self._entered = (module, args[0].reshape(self._said[-1][2].shape))
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """An attention module is done: the last of its linear maps was the output projection."""
+        if len(self._towards) < len(self._said):
+            if self._entered is None:
+                raise NeedleworkError(
+                    f"locos: no linear map takes what the heads of {type(module).__name__} say, so what they write is not known;"
+                    " choose another method, such as leave_one_out"
+                )
+            self._towards.append(self._entered)
 
     def chose(self, slots: Tensor, tokens: Tensor) -> None:
-        if len(self._towards) != len(self._said):
-            raise NeedleworkError("locos: no linear map takes what the heads of some layer say, so what they write is not known")
         places = [self._samples[slot] for slot in slots.tolist()]
         direction = self._unembedding[tokens].float()  # [rows, hidden]
         for (layer, of_needle, whole, share), (projection, given) in zip(self._said, self._towards, strict=True):
@@ -107,7 +113,8 @@ class Writing:
                 width = part.query_heads * part.value_dim
                 for inner in module.modules():
                     if isinstance(inner, nn.Linear) and inner.in_features == width:
-                        stack.callback(inner.register_forward_pre_hook(self.project).remove)
+                        stack.callback(inner.register_forward_pre_hook(self._enter).remove)
+                stack.callback(module.register_forward_hook(self._leave).remove)
             before, body.observer = body.observer, self
             stack.callback(setattr, body, "observer", before)
             yield

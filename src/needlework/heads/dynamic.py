@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlework.anatomy import heads_of_share
+from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError
 from needlework.heads.causal import keeping
 from needlework.heads.judging import mean
@@ -90,6 +90,35 @@ def picks(subject: Subject, samples: Sequence[Sample], share: float, progress: P
     return spotter
 
 
+@dataclass(frozen=True)
+class Use:
+    """How often dynamic selection picked each head: [samples, heads], anywhere and while answering."""
+
+    heads: tuple[Head, ...]
+    anywhere: np.ndarray
+    answering: np.ndarray
+    per_layer: tuple[int, ...]  # heads picked at each token
+
+    def union(self, counts: np.ndarray) -> tuple[Head, ...]:
+        """Heads that were picked at least once."""
+        return tuple(head for head, count in zip(self.heads, counts.sum(0), strict=True) if count)
+
+    def ranking(self, counts: np.ndarray) -> Ranking:
+        """Heads by how often they were picked."""
+        return Ranking.by_scores({head: float(count) for head, count in zip(self.heads, counts.sum(0), strict=True)})
+
+    def shares(self) -> dict[str, float]:
+        """Of each head, the share of a sample's tokens at which it was picked."""
+        tokens = self.anywhere.sum(1, keepdims=True) / max(1, sum(self.per_layer))
+        shares = (self.anywhere / np.maximum(tokens, 1)).mean(0)
+        return {f"{head.layer}.{head.index}": float(share) for head, share in zip(self.heads, shares, strict=True)}
+
+    def sizes(self) -> dict[str, float]:
+        in_one = float((self.answering > 0).sum(1).mean())
+        unions = {"answering": len(self.union(self.answering)), "anywhere": len(self.union(self.anywhere))}
+        return {**unions, "answering_one_sample": in_one}
+
+
 def compare(
     subject: Subject,
     ranking: Ranking,
@@ -99,52 +128,39 @@ def compare(
     progress: Progress,
 ) -> Comparison:
     """All ways on the same samples; what dynamic selection uses is recorded on others."""
-    if not 0 < share <= 1:
-        raise NeedleworkError(f"share={share} of the heads must lie above 0 and be at most 1")
-    heads, anatomy = subject.anatomy.heads, subject.anatomy
+    anatomy = subject.anatomy
     spotter = picks(subject, recording, share, lambda done: progress(done / 3))
-    in_all, in_decode = spotter.all_heads("prefill", "decode"), spotter.all_heads("decode")
-    union = tuple(head for head, count in zip(heads, in_decode.sum(0), strict=True) if count)
-    anywhere = tuple(head for head, count in zip(heads, in_all.sum(0), strict=True) if count)
-    use = Ranking.by_scores({head: float(n) for head, n in zip(heads, in_all.sum(0), strict=True)}, method="use")
-    each_layer = tuple(spotter.kept[layer.index] for layer in anatomy.attention_layers)
-    same = f"{sum(each_layer)} of {len(heads)}, " + "+".join(map(str, each_layer))
-    plan: list[tuple[str, str, list[Any]]] = [
-        ("dynamic: entropy", same, [_keep(share)]),
-        ("dynamic: entropy beside the first token", same, [_keep(share, sinks=1)]),
-        (f"static: {ranking.method}", same, [_keep(share, by=ranking)]),
-        (
-            f"static: {ranking.method}, in whichever layers",
-            f"{sum(each_layer)} of {len(heads)}",
-            [keeping(ranking.top(sum(each_layer)), anatomy)],
-        ),
-        ("static: most picked by entropy", same, [_keep(share, by=use)]),
-        ("static: all picked while answering", f"{len(union)} of {len(heads)}", [keeping(union, anatomy)]),
-        ("static: all picked anywhere", f"{len(anywhere)} of {len(heads)}", [keeping(anywhere, anatomy)]),
-        (
-            "static: random",
-            same,
-            [_keep(share, by="random", draw="trial", seed=seed) for seed in range(RANDOM_SEEDS)],
-        ),
-        ("dynamic: random", same, [_keep(share, by="random", seed=seed) for seed in range(RANDOM_SEEDS)]),
-    ]
-    acts = [NONE, *(act for _, _, some in plan for act in some)]
+    per_layer = tuple(spotter.kept[layer.index] for layer in anatomy.attention_layers)
+    use = Use(anatomy.heads, spotter.all_heads("prefill", "decode"), spotter.all_heads("decode"), per_layer)
+    ways_to_try = [("all heads", f"{len(use.heads)} of {len(use.heads)}", [NONE]), *_ways(ranking, use, share, anatomy)]
+    acts = [act for _, _, some in ways_to_try for act in some]
     right = correct(subject, judging, acts, lambda done: progress(1 / 3 + 2 * done / 3))
-    groups, start = clusters(judging), 1
-    ways = [Way("all heads", f"{len(heads)} of {len(heads)}", accuracy(right[0]), retained(right[0], right[0], groups))]
-    for name, kept, some in plan:
+    groups, ways, start = clusters(judging), [], 0
+    for name, kept, some in ways_to_try:
         rows = right[start : start + len(some)]
         start += len(some)
         ways.append(Way(name, kept, _share(rows, groups), retained(rows.mean(0), right[0], groups)))
-    total = in_all.sum(1, keepdims=True) / max(1, sum(each_layer))  # tokens of each sample
-    shares = (in_all / np.maximum(total, 1)).mean(0)
-    picked = {f"{h.layer}.{h.index}": float(s) for h, s in zip(heads, shares, strict=True)}
-    sizes = {
-        "answering": len(union),
-        "answering_one_sample": float((in_decode > 0).sum(1).mean()),
-        "anywhere": len(anywhere),
-    }
-    return Comparison(share, each_layer, tuple(ways), picked, sizes)
+    return Comparison(share, per_layer, tuple(ways), use.shares(), use.sizes())
+
+
+def _ways(ranking: Ranking, use: Use, share: float, anatomy: Anatomy) -> list[tuple[str, str, list[Any]]]:
+    """Name, heads kept in words, and interventions: of a random way several."""
+    total, every, by = sum(use.per_layer), len(use.heads), ranking.method or "the ranking"
+    same = f"{total} of {every}, " + "+".join(map(str, use.per_layer))
+    ever, answering = use.union(use.anywhere), use.union(use.answering)
+    seeds = range(RANDOM_SEEDS)
+    return [
+        ("dynamic: entropy", same, [_keep(share)]),
+        ("dynamic: entropy beside the first token", same, [_keep(share, sinks=1)]),
+        (f"static: {by}", same, [_keep(share, by=ranking)]),
+        (f"static: {by}, in whichever layers", f"{total} of {every}", [keeping(ranking.top(total), anatomy)]),
+        ("static: most picked while answering", same, [_keep(share, by=use.ranking(use.answering))]),
+        ("static: most picked anywhere", same, [_keep(share, by=use.ranking(use.anywhere))]),
+        ("static: all picked while answering", f"{len(answering)} of {every}", [keeping(answering, anatomy)]),
+        ("static: all picked anywhere", f"{len(ever)} of {every}", [keeping(ever, anatomy)]),
+        ("static: random", same, [_keep(share, by="random", draw="trial", seed=seed) for seed in seeds]),
+        ("dynamic: random", same, [_keep(share, by="random", seed=seed) for seed in seeds]),
+    ]
 
 
 def _keep(share: float, **how: Any) -> KeepHeads:

@@ -123,7 +123,8 @@ class SmallestSet:
     def text(self) -> str:
         share = f"{len(self.heads)} of {self.of} heads ({100 * len(self.heads) / self.of:.0f} %), by {self.by}"
         chance = f"as many at random keep {self.random.text()}"
-        sure = "" if self.sure else f"; its interval reaches below {100 * self.keep:g} %"
+        short = "it falls short of" if self.retained.value < self.keep else "its interval reaches below"
+        sure = "" if self.sure else f"; {short} {100 * self.keep:g} % on these fresh samples"
         return f"{share}, keep {self.retained.text()} of retrieval{sure}; {chance}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,11 +10,11 @@ from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.heads.agreement import Agreement, agreement, matrix
 from needlework.heads.dynamic import Comparison, compare
-from needlework.heads.judging import RANDOM, Curve, SmallestSet, curves, smallest_set
+from needlework.heads.judging import RANDOM, RANDOM_ORDERS, Curve, SmallestSet, curves, smallest_set
 from needlework.heads.methods import Method
 from needlework.heads.rank import Ranked, Steps, origin, rank_by
 from needlework.heads.samples import Sample, check_count, draw, untouched
-from needlework.interventions.ranking import Origin, Ranking
+from needlework.interventions.ranking import Origin, Ranking, jsonable
 from needlework.stats import Estimate, accuracy
 from needlework.tasks.base import Task
 
@@ -38,6 +38,7 @@ class Settings:
     judge: bool = True
     dynamic: bool = True
     retest: bool = True
+    random_orders: int = RANDOM_ORDERS  # the floor that curves are held against
 
     def __post_init__(self) -> None:
         for count in (self.samples, self.held_out):
@@ -82,7 +83,7 @@ class Survey:
 
     def to_dict(self) -> dict[str, Any]:
         floor = self.curves.get(RANDOM)
-        return {
+        found = {
             "format": "needlework heads",
             "version": 1,
             "model": self.model.model_dump(),
@@ -100,6 +101,8 @@ class Survey:
             "smallest_set": self.smallest.to_dict() if self.smallest else None,
             "static_or_dynamic": self.dynamic.to_dict() if self.dynamic else None,
         }
+        plain: dict[str, Any] = jsonable(found)
+        return plain
 
 
 def survey(
@@ -138,7 +141,7 @@ def survey(
             found.retests[method.name] = Retest(found.retests[method.name].halves, both)
         if settings.judge:
             with steps.step("judging rankings") as progress:
-                found.curves = curves(subject, found.rankings, ranked.at(CHOSEN), progress)
+                found.curves = curves(subject, found.rankings, ranked.at(CHOSEN), progress, settings.random_orders)
             found.smallest = _smallest(subject, found, ranked, settings.keep, steps)
         if settings.dynamic:
             with steps.step("static or dynamic") as progress:

@@ -161,7 +161,14 @@ class Ranking(BaseModel):
         heads = [[*head, *([self.scores[head]] if self.scores else [])] for head in self.order]
         about = {key: getattr(self, key) for key in ("method", "task", "samples", "seed")}
         model = self.model.model_dump()
-        return {"format": FORMAT, "version": VERSION, "model": model, **about, "heads": heads, "evidence": dict(self.evidence)}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "model": model,
+            **about,
+            "heads": heads,
+            "evidence": jsonable(self.evidence),
+        }
 
     def save(self, path: Path | str) -> None:
         """Write a file that `load` reads: whole, or not at all."""
@@ -193,6 +200,15 @@ class Ranking(BaseModel):
             return cls(order=order, scores=scores, **fields)
         except (NeedleworkError, TypeError) as error:  # TypeError: a key that is no field's name
             raise NeedleworkError(f"{where}: {error}; {_CURE}") from None
+
+
+def jsonable(value: Any) -> Any:
+    """The same with null where a number is none: JSON has no word for it."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: jsonable(item) for key, item in value.items()}
+    return [jsonable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def read_json(path: Path | str) -> Any:

@@ -231,7 +231,9 @@ def load(directories: Sequence[Path]) -> Frame:
             reader.read(store, source, label_of)
             watched += _watched(store, label_of)
             for name, rankings in (store.meta("rankings") or {}).items():
-                sinks.setdefault(label_of.get(name) or shown(name), []).extend(map(_sinks, rankings, rankings.values()))
+                watched_for = {content: ranking for content, ranking in rankings.items() if ranking["sinks"]}  # a file's are not
+                of_model = sinks.setdefault(label_of.get(name) or shown(name), [])
+                of_model.extend(map(_sinks, watched_for, watched_for.values()))
     for group in reader.groups:
         models.setdefault(group.model, {})
     warnings += ailing(all_seen)
