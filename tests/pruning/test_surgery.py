@@ -66,7 +66,7 @@ def _acts(first: nw.Head) -> list[nw.Intervention]:
     return [nw.NONE, nw.AblateHeads(heads=(first,)), keep, nw.LimitContext(tokens=5), nw.KeepHeads(k=1, by="norm")]
 
 
-@each(PRUNED)
+@each(("jamba", "recurrent_gemma", "llama", "falcon_h1", "kimi_linear", "minimax", "inkling", "hrm_text"))
 def test_forks_of_a_cut_model_answer_as_they_do_alone(name: str) -> None:
     """Several interventions of prompts of several lengths in one batch: rows share keys, layers without heads count tokens."""
     smaller, _ = pruned(subject(name), "first layer empty")
