@@ -137,7 +137,7 @@ def _with_loading(function: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(function, eval_str=True)
     clustered = "cluster" in signature.parameters
     own = [parameter for parameter in signature.parameters.values() if parameter.name not in ("loading", "cluster")]
-    kinds = {**_LOADING, "threads": _THREADS, **(_CLUSTER if clustered else {})}
+    kinds = {**(_CLUSTER if clustered else {}), **_LOADING, "threads": _THREADS}
     shared = [inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kinds[key]) for key in kinds]
     filled.__signature__ = signature.replace(parameters=[*own, *shared])  # type: ignore[attr-defined]
     return filled
