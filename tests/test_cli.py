@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 import cases
 import needlework
-from needlework.cli import app, read_bytes
+from needlework.cli import app
 from needlework.errors import NeedleworkError
 from needlework.experiments import shipped
+from needlework.options import read_bytes
 from needlework.zoo import catalog
 
 runner = CliRunner()

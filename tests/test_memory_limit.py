@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 import cases
 import needlework as nw
 from needlework import zoo
-from needlework.cli import app, read_bytes
+from needlework.cli import app
 from needlework.engine.budget import Costs, amount
 from needlework.experiments.models import look
 from needlework.experiments.plan import Model
 from needlework.experiments.schema import Loading
+from needlework.options import read_bytes
 from needlework.requests import Request, prepare
 
 PROMPTS = [[*cases.PROMPT] * 10, [*cases.PROMPT]]

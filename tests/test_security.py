@@ -25,7 +25,7 @@ def test_nothing_here_reads_or_writes_pickles() -> None:
 
 
 def test_no_command_and_no_plan_lets_a_model_bring_code(tmp_path: Path) -> None:
-    for name in ("cli.py", "options.py", "experiments/schema.py"):
+    for name in ("commands/models.py", "commands/runs.py", "options.py", "experiments/schema.py"):
         assert "trust_remote_code" not in (SRC / name).read_text()
     model = Path(shutil.copytree(zoo.path("tiny-griffin-small"), tmp_path / "model"))
     ran = tmp_path / "ran"

@@ -95,3 +95,22 @@ def test_methods_are_listed() -> None:
     code, said = run("any", "--methods", "--json")
     assert code == 0
     assert [row["method"] for row in json.loads(said)] == list(table())
+
+
+@pytest.mark.slow
+def test_the_recurrent_side_is_a_table_and_files(tmp_path: Path) -> None:
+    out = tmp_path / "side"
+    code, said = run("tiny-griffin-small", "--recurrent", "--samples", "4", "--out", str(out))
+    assert code == 0, said
+    assert "segregated: " in said
+    found = json.loads((out / "recurrent.json").read_text())
+    assert {path.name for path in out.iterdir()} == {"recurrent.json", "recurrent.png", "recurrent.svg"}
+    code, said = run("tiny-griffin-small", "--recurrent", "--samples", "4", "--json")
+    assert code == 0
+    assert json.loads(said) == found
+
+
+def test_a_model_without_recurrent_layers_has_no_recurrent_side() -> None:
+    code, said = run("tiny-transformer", "--recurrent", "--samples", "4")
+    assert code == 2
+    assert "recurrent" in said

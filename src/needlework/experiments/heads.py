@@ -12,6 +12,8 @@ from needlework.heads import foreign
 from needlework.heads.judging import SmallestSet
 from needlework.heads.methods import Method, chosen, table
 from needlework.heads.rank import Steps, origin, rank_by
+from needlework.heads.recurrent import recurrent_side
+from needlework.heads.recurrent_values import RecurrentSide
 from needlework.heads.samples import NAMES, draw, named_tasks, retrieval_tasks, untouched
 from needlework.heads.survey import Settings, Survey, survey
 from needlework.interventions.ranking import Ranking
@@ -81,6 +83,13 @@ def heads_of(
         raise NeedleworkError(f"two rankings are called {twice[0]!r}, after a method or a file; give a file another name")
     given = {file.stem: foreign.read(file, subject.anatomy) for file in files}
     return survey(subject, tasks_of(task, subject), methods, settings or Settings(), given=given, name=name, shown=progress)
+
+
+def recurrent_side_of(subject: Subject, task: Tasks, samples: int, seed: int, progress: bool = False) -> RecurrentSide:
+    """What `needlework heads --recurrent` finds out: the recurrent side, on the samples that heads would be ranked on."""
+    drawn = draw(subject, tasks_of(task, subject), samples, seed)
+    with Steps(1, progress) as steps, steps.step("the recurrent side") as told:
+        return recurrent_side(subject, [sample.item for sample in drawn], seed=seed, progress=told)
 
 
 def rank(

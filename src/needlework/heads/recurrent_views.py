@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from rich.console import Group as Lines
 from rich.text import Text
 
 from needlework.errors import NeedleworkError
+from needlework.files import whole
 from needlework.heads.recurrent_values import RecurrentSide, each_group
 from needlework.stats import Estimate, number, percent
 from needlework.terminal import Sheet
@@ -57,6 +59,17 @@ def text(side: RecurrentSide) -> str:
     with console.capture() as captured:
         console.print(table(side))
     return captured.get()
+
+
+def save(side: RecurrentSide, out: Path, title: str = "") -> list[Path]:
+    """What was found as JSON and as pictures, into a directory."""
+    out.mkdir(parents=True, exist_ok=True)
+    with whole(out / "recurrent.json") as file:
+        json.dump(side.to_dict(), file, indent=1, allow_nan=False)
+    drawn = [out / "recurrent.png", out / "recurrent.svg"]
+    for path in drawn:
+        picture(side, path, title)
+    return [out / "recurrent.json", *drawn]
 
 
 def picture(side: RecurrentSide, path: Path, title: str = "") -> None:

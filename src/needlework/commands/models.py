@@ -1,0 +1,216 @@
+"""Commands about one model: what it is made of, whether it can be trusted, its heads; and how models are made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import needlework as nw
+from needlework.options import (
+    FAILED,
+    Interventions,
+    Json,
+    LoadingOptions,
+    Model,
+    Out,
+    Plugins,
+    Window,
+    command,
+    show,
+    use,
+)
+from needlework.terminal import plain, say
+
+
+@command("needlework inspect recurrentgemma-2b")
+def inspect(
+    model: Model,
+    as_json: Json = False,
+    window: Window = None,
+) -> None:
+    """Show what a model is made of: layers, heads, windows, memory and cost of each side. Weights are not needed."""
+    from needlework.inspection import anatomy_of, table
+
+    anatomy = anatomy_of(model, window or "transformers")
+    show(table(anatomy, model), anatomy.to_dict(), as_json)
+
+
+@command("needlework ask tiny-griffin 'the secret code of ...' --intervene none --intervene 'ablate_attention()'")
+def ask(
+    model: Model,
+    loading: LoadingOptions,
+    prompt: Annotated[str, typer.Argument(help="The prompt, as the model's own text.")],
+    intervene: Interventions = ["none"],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")] = 40,
+    plugin: Plugins = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Ask one prompt under several interventions and show the answers side by side, with their receipts."""
+    from needlework.inspection import answers_table
+
+    use(plugin)
+    interventions = [nw.parse(text) for text in intervene]
+    subject = nw.load(model, **loading)
+    answers = subject.generate([prompt] * len(interventions), interventions=interventions, max_new_tokens=max_new_tokens)
+    rows = [
+        {"intervention": str(i), "text": a.text, "finish": a.finish, "error": a.error, "receipt": a.receipt.to_dict()}
+        for i, a in zip(interventions, answers, strict=True)
+    ]
+    show(answers_table(interventions, answers), rows, as_json)
+
+
+@command("needlework doctor ./my-checkpoint --dtype bfloat16")
+def doctor(
+    model: Model,
+    loading: LoadingOptions,
+    tokens: Annotated[int, typer.Option(min=64, help="The longest prompt: windows that end beyond are not looked at.")] = 4096,
+    as_json: Json = False,
+) -> None:
+    """Try on a model the laws that every number rests on: a table of what holds, what fails and what does not apply.
+
+    Exit codes: 0 no law fails; 1 one does, so that no number of this model is to be believed; 2 bad input; 130 stopped.
+    """
+    from needlework.inspection import checkup_table
+
+    found = nw.doctor(nw.load(model, **loading), most_tokens=tokens, progress=True)
+    show(checkup_table(found), found.to_dict(), as_json)
+    raise typer.Exit(0 if found.sound else FAILED)
+
+
+@command("needlework heads tiny-griffin --out heads-of-griffin")
+def heads(
+    model: Model,
+    loading: LoadingOptions,
+    by: Annotated[
+        list[str], typer.Option(help="A method, or all; may be repeated. Default: those that look once, and greedy.")
+    ] = [],  # noqa: B006
+    task: Annotated[str, typer.Option(help="niah, recall, or a plan whose retrieval tasks are taken.")] = "niah",
+    samples: Annotated[int, typer.Option(help="Samples that heads are ranked on.")] = 60,
+    held_out: Annotated[int, typer.Option(help="Other samples that rankings are judged on, twice as many in all.")] = 120,
+    seed: Annotated[int, typer.Option(min=0, help="Of the samples; the three after it are used, too.")] = 0,
+    keep: Annotated[float, typer.Option(help="Share of retrieval that the smallest set of heads is to keep.")] = 0.99,
+    share: Annotated[float, typer.Option(help="Share of each layer's heads, for static against dynamic choice.")] = 0.15,
+    judge: Annotated[bool, typer.Option("--judge/--no-judge", help="Judge rankings on held-out samples.")] = True,
+    dynamic: Annotated[bool, typer.Option("--dynamic/--no-dynamic", help="Set static against dynamic choice.")] = True,
+    retest: Annotated[bool, typer.Option("--retest/--no-retest", help="Rank on other samples, too, and compare.")] = True,
+    import_: Annotated[
+        list[Path], typer.Option("--import", help="A ranking to judge: ours, Wu's .json or DuoAttention's .tsv.")
+    ] = [],  # noqa: B006
+    export: Annotated[list[str], typer.Option(help="Write rankings for other programs, too: wu or duo.")] = [],  # noqa: B006
+    recurrent: Annotated[
+        bool, typer.Option("--recurrent", help="The recurrent side instead: its groups, convolutions and states.")
+    ] = False,
+    methods: Annotated[bool, typer.Option("--methods", help="List the methods and do nothing else.")] = False,
+    out: Annotated[Path | None, typer.Option(help="New directory for rankings, numbers, pictures and a page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
+
+    Rankings are judged on samples that they have not seen. docs/heads.md says what each method and number means. With
+    --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut.
+    """
+    from needlework.experiments.heads import check_methods, heads_of, recurrent_side_of
+    from needlework.heads import recurrent_views, tables
+    from needlework.heads.survey import Settings
+
+    if methods:
+        listed = tables.methods()
+        return show(listed.sheet(), [dict(zip(listed.columns, row, strict=True)) for row in listed.rows], as_json)
+    tables.check_out(out, export)
+    check_methods(by)
+    settings = Settings(samples, held_out, seed, keep, share, judge, dynamic, retest)
+    subject = nw.load(model, **loading)
+    if recurrent:
+        side = recurrent_side_of(subject, task, samples, seed, progress=not as_json)
+        if out:
+            recurrent_views.save(side, out, Path(model).name)
+        return show(recurrent_views.table(side), side.to_dict(), as_json)
+    found = heads_of(subject, by, task, settings, files=import_, name=Path(model).name, progress=not as_json)
+    written = tables.save(found, out, export) if out else []
+    if as_json:
+        return typer.echo(json.dumps(found.to_dict(), indent=1))
+    for grid in tables.grids(found):
+        show(grid.sheet())
+    if found.smallest:
+        say(f"smallest set: {found.smallest.text()}", stderr=False)
+    return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None
+
+
+@command("needlework prune tiny-jamba --keep 0.25 --out small-jamba")
+def prune(
+    model: Model,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="Heads that stay: a number, a share (of heads ranked on the spot), a ranking's file, FILE:10, or '2.0 2.5'."
+        ),
+    ],
+    out: Out,
+    loading: LoadingOptions,
+    others: Annotated[
+        str, typer.Option(help="What stays of the other heads: none, or window=64,sinks=4 (they stream, weights stay).")
+    ] = "none",
+    samples: Annotated[int, typer.Option(min=0, help="Needles asked of both models for the card; 0 measures nothing.")] = 1000,
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint that is really smaller: heads leave the weights, kv heads and caches go with their groups.
+
+    The new model is tried against the whole one, read back, measured, and described in its README.md.
+    """
+    from needlework.pruning.card import summary
+
+    done = nw.prune(model, keep, out, others=others, samples=samples, progress=not as_json, **loading)
+    typer.echo(json.dumps(done.record, indent=1) if as_json else plain(f"{summary(done.record)}\ncard: {out / 'README.md'}"))
+
+
+@command("needlework zoo")
+def zoo(as_json: Json = False) -> None:
+    """List the models that come with needlework, with their measured figures."""
+    from needlework.inspection import zoo_table
+    from needlework.zoo import catalog
+
+    entries = catalog()
+    show(zoo_table(entries), {name: entry.record for name, entry in entries.items()}, as_json)
+
+
+@command("needlework train tiny-griffin --out my-griffin")
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe of the zoo, or a YAML file of your own.")],
+    out: Out,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's own number.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's own seed.")] = None,
+    card: Annotated[bool, typer.Option("--card/--no-card", help="Measure figures for the model card at the end.")] = True,
+) -> None:
+    """Train a zoo recipe or your own. A training that was stopped is taken up again by the same command.
+
+    With --no-card, for trials, nothing is measured at the end: the model can be loaded, and its record says that.
+    """
+    from needlework.training.train import CARD_SAMPLES
+    from needlework.training.train import train as run
+
+    record = run(recipe, out, steps=steps, seed=seed, card_samples=CARD_SAMPLES if card else 0)
+    what = "card" if card else "not measured; a card without figures"
+    say(f"{record['name']}: {record['steps']} steps, {what} in {out / 'README.md'}", stderr=False)
+
+
+@command("needlework study concentration --out runs/concentration --jobs 2")
+def study(
+    file: Annotated[str, typer.Argument(help="A study that comes with needlework, or a YAML file of your own.")],
+    out: Out,
+    jobs: Annotated[int, typer.Option(min=1, help="Models trained at a time, one core each.")] = 1,
+    seed: Annotated[
+        list[int], typer.Option(min=0, help="Training seeds instead of the study's own; give it several times.")
+    ] = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Train a grid of recipes, run one plan on all of them, and say what retrieval in few heads depends on."""
+    from needlework.training.concentration import as_json as numbers
+    from needlework.training.study import study as run
+
+    result = run(file, out, jobs=jobs, training_seeds=seed, progress=not as_json)
+    typer.echo(json.dumps(numbers(result.models), indent=1) if as_json else plain(result.text))
+    if not result.run.sound:
+        raise typer.Exit(FAILED)
