@@ -41,7 +41,7 @@ SWEEP = """
 models: [tiny-griffin]
 experiments:
   sweep:
-    tasks: [{kind: niah}]
+    tasks: [{kind: niah, samples: 4}]
     interventions: [none, "keep_heads(k=0..H, phase={'decode', 'both'})"]
 """
 ROUNDS = 2
@@ -121,8 +121,8 @@ def workers() -> bool:
     each = {count: ", ".join(f"{value:.1f}" for value in taken) for count, taken in seconds.items()}
     console.print(
         f"one worker {each[1]} s, two workers {each[2]} s, one thread each, {loaded()}: {speedup:.2f} times as fast (best),"
-        f" goal {LEAST_SPEEDUP}; {len(fingerprints)} fingerprint for all of them. The busiest of two workers took {min(processor[2]):.1f} s"
-        f" of processor time, the only one {min(processor[1]):.1f} s: {parted:.2f} times, which is the speed-up where each has a core"
+        f" goal {LEAST_SPEEDUP}; {len(fingerprints)} fingerprint for all of them. Processor time: the only worker"
+        f" {min(processor[1]):.1f} s, the busier of two {min(processor[2]):.1f} s: {parted:.2f} times"
     )
     busy = os.getloadavg()[0] > 2 * (psutil.cpu_count() or 1)  # then the clock says nothing of two workers
     return (parted if busy else speedup) >= LEAST_SPEEDUP and len(fingerprints) == 1
