@@ -1,4 +1,4 @@
-"""`needlework run --dry-run`: where the models of a plan would lie, and about how many hours it takes. Nothing is loaded."""
+"""`--dry-run`: where the models of a plan would lie, and about how many hours it takes. Nothing is loaded."""
 
 from __future__ import annotations
 
