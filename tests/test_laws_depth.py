@@ -272,3 +272,14 @@ def test_a_prompt_that_is_recorded_is_paid_for() -> None:
     kept = [*recording.outputs.values(), *(said.heads for said in recording.said.values())]
     assert len(kept) == 7  # nothing lies below layer 0
     assert sum(x.numel() * x.element_size() for x in kept) <= len(items) * tokens * costs.activations_per_token
+
+
+@pytest.mark.parametrize("name", ["jamba", "zamba", "zamba2", "falcon_h1"])
+def test_a_topmost_layer_of_attention_and_mixer_is_computed_for_all_tokens(name: str) -> None:
+    """There the mixer may read what attention says of every token; in half precision no proof would see the difference."""
+    subject = cases.subject(name)
+    depth = Depth(subject.body)
+    last = subject.anatomy.attention_layers[-1].index
+    item = prepare(Request(cases.PROMPT, nw.AblateHeads(heads=[(last, 0)])), subject.anatomy)
+    assert any(door.last_only for door in depth._doors(item)) == (name == "jamba")
+    assert depth._doors(item)

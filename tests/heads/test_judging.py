@@ -36,6 +36,18 @@ def test_the_area_is_the_trapezoid_over_the_share_of_heads() -> None:
     assert better.low > 0
 
 
+def test_samples_that_were_drawn_are_not_drawn_again() -> None:
+    subject = nw.load("tiny-griffin-small")
+    tasks = tasks_of(nw.tasks.make_task({"kind": "niah", "lengths": [64], "depths": [0, 100], "samples": 4}), subject)
+    first = samples.draw(subject, tasks, 8, seed=0)
+    taken = {sample.item.prompt for sample in first}
+    assert not taken & {sample.item.prompt for sample in samples.draw(subject, tasks, 8, 1, taken)}
+    few = set(list(taken)[:3])
+    assert {sample.item.prompt for sample in samples.draw(subject, tasks, 8, 0, few)} == taken - few
+    with pytest.raises(nw.NeedleworkError, match="no samples are left"):
+        samples.draw(subject, tasks, 8, 0, taken)
+
+
 def test_the_fewest_heads_are_enough_from_there_on() -> None:
     right = [[0] * 10, [1] * 10, [1] * 8 + [0] * 2, [1] * 10, [1] * 10]
     assert curve(right).smallest(0.99) == 4  # at one head it was luck: at two some are lost again

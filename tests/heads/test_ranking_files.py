@@ -104,7 +104,7 @@ def test_a_ranking_of_another_model_is_refused() -> None:
 
 def test_other_weights_are_refused_before_any_compute_and_can_be_overruled() -> None:
     subject = cases.subject("jamba")
-    other = Ranking(order=subject.anatomy.heads, model=Origin(name="x", weights="0" * 32), method="m")
+    other = Ranking(order=subject.anatomy.heads, model=Origin(name="x", weights="tensors:" + "0" * 32), method="m")
     act = nw.KeepHeads(k=1, by=other)
     for ask in (lambda: subject.generate([cases.PROMPT], act), lambda: subject.logits([cases.PROMPT], act)):
         with pytest.raises(nw.NeedleworkError, match=r"by m of x is of other weights .* ranking\.unsigned\(\)"):
@@ -136,3 +136,13 @@ def test_heads_that_are_not_there_are_refused_in_keep_heads() -> None:
 def test_what_is_no_number_in_the_evidence_is_null_in_the_file(tmp_path: Path) -> None:
     Ranking(order=HEADS, evidence={"a": [float("nan"), 1.0], "b": {"c": float("inf")}}).save(tmp_path / "r.json")
     assert Ranking.load(tmp_path / "r.json").evidence == {"a": [None, 1.0], "b": {"c": None}}
+
+
+def test_hashes_of_files_and_of_tensors_are_not_held_against_each_other(tmp_path: Path) -> None:
+    subject = cases.subject("llama")
+    of_files = Ranking(order=subject.anatomy.heads, model=Origin(weights="0" * 32))
+    assert subject.body.weights.startswith("tensors:")  # it comes from no file
+    of_files.check(subject.anatomy, subject.body.weights)
+    of_tensors = Ranking(order=subject.anatomy.heads, model=Origin(weights="tensors:0"))
+    with pytest.raises(nw.NeedleworkError, match="is of other weights"):
+        of_tensors.check(subject.anatomy, subject.body.weights)

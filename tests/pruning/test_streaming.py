@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from kept import NO_STREAMS, STREAMING, pruned
 
 import needlework as nw
 from cases import PROMPT, SPANS, apart, each, intervention, subject, tokens
-from needlework.pruning.cutting import Pruned
+from needlework.heads.contribution import Writing
+from needlework.model.gates import differentiable
+from needlework.pruning.cutting import Others, Pruned, prune_subject
 from needlework.receipts import Tally
 
 CLOSE = 1e-4
@@ -128,3 +131,39 @@ def test_a_whole_window_hides_nothing() -> None:
     smaller, _ = pruned(whole, "first layer empty", "window=64,sinks=4")
     ids = tokens(2, 30)
     assert apart(smaller.subject.logits(ids, prompt_tokens=20), whole.logits(ids, prompt_tokens=20)) <= 1e-5
+
+
+@pytest.mark.parametrize("name", ["jamba", "recurrent_gemma"])
+def test_what_is_counted_is_no_matter_of_company(name: str) -> None:
+    """A row that limits single heads gives its batch one view for each head; other rows count pairs of tokens all the same."""
+    whole = subject(name)
+    layer = whole.anatomy.attention_layers[0].index
+    needle = {"needle": ((3, 6),)}
+    single = nw.LimitContext(tokens=3, heads=[(layer, 1)])
+    for act in (nw.LimitContext(tokens=3, layers=[layer]), nw.ExposeTokens("omit", layers=[layer]), single):
+        ask = [nw.Request(PROMPT, one, 2, spans=needle) for one in (act, single + nw.AblateHeads(heads=[(layer, 0)]))]
+        (alone,) = whole.answer(ask[:1])
+        together = whole.answer(ask)[0]
+        assert alone.receipt == together.receipt
+        assert alone.tokens == together.tokens
+
+
+def test_what_full_heads_write_is_the_same_beside_streaming_ones() -> None:
+    """In the first layer, heads that see everything get the LOCOS contrast that they have in the whole model."""
+    whole = subject("llama")
+    smaller = prune_subject(whole, (nw.Head(0, 3),), Others.parse("window=4,sinks=1"))
+    found = []
+    for one in (whole, smaller.subject):
+        writing = Writing(one, 1)
+        with writing.watching():
+            list(one.engine.run([nw.Request(PROMPT, spans={"needle": ((3, 6),)}, forced=(5, 9), sample=0)]))
+        found.append(writing.contrast[0][0])
+    part = whole.anatomy.attention(0)
+    group = part.query_heads // part.kv_heads
+    full = [head for head in range(part.query_heads) if head // group == 3 // group]
+    assert len(full) < part.query_heads
+    assert found[0][full] == pytest.approx(found[1][full], abs=1e-5)
+    assert np.abs(found[0][full]).min() > 1e-4
+    assert not np.allclose(found[0], found[1], atol=1e-4)
+    with pytest.raises(nw.NeedleworkError, match="stream by theirs"), differentiable(smaller.subject.body):
+        pass

@@ -119,6 +119,8 @@ def heads(
     if methods:
         listed = tables.methods()
         return show(listed.sheet(), [dict(zip(listed.columns, row, strict=True)) for row in listed.rows], as_json)
+    if recurrent and (by or import_ or export):
+        raise nw.NeedleworkError("--recurrent ranks groups of the recurrent side: it goes without --by, --import and --export")
     tables.check_out(out, export)
     check_methods(by)
     settings = Settings(samples, held_out, seed, keep, share, judge, dynamic, retest)
@@ -153,7 +155,9 @@ def prune(
     others: Annotated[
         str, typer.Option(help="What stays of the other heads: none, or window=64,sinks=4 (they stream, weights stay).")
     ] = "none",
-    samples: Annotated[int, typer.Option(min=0, help="Needles asked of both models for the card; 0 measures nothing.")] = 1000,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Needles for the card, rounded up to all depths; 0: none.")
+    ] = 1000,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint that is really smaller: heads leave the weights, kv heads and caches go with their groups.

@@ -58,12 +58,13 @@ class Depth:
     def _doors(self, item: Prepared) -> list[Door]:
         """Where readings under these acts might enter, the best first."""
         acts = item.acts["prefill"]
-        if not acts or any(isinstance(act, ClearState) for act in acts):  # states are cleared between forwards
-            return []
+        if self._stack is None or not acts or any(isinstance(act, ClearState) for act in acts):
+            return []  # states are cleared between forwards
         layer = min(act.layer for act in acts)
         silences = all(isinstance(act, SilenceHeads) and not act.means for act in acts if act.layer == layer)
         after = [True] * silences + [False] * (layer > 0)
-        return [Door(layer, after_heads, last_only) for after_heads in after for last_only in (True, False)]
+        shortcuts = (True, False) if self._stack.lone_top else (False,)
+        return [Door(layer, after_heads, last_only) for after_heads in after for last_only in shortcuts]
 
     def _possible(self) -> bool:
         """An observer sees every row in every layer; and what hooks of others do, skipped layers would not do or do twice."""

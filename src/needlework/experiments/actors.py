@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -67,6 +68,7 @@ class Hall:
     def _init(self) -> None:
         quiet = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True, "namespace": "needlework"}
         if self.cluster.address != place.LOCAL:
+            _knock(self.cluster.address)
             self.ray.init(address=self.cluster.address, **quiet)
             return
         import psutil
@@ -82,6 +84,13 @@ class Hall:
             self.ray.shutdown()
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _knock(address: str) -> None:
+    """Whether anybody listens there: Ray itself would try for half a minute, and tell of every try."""
+    host, colon, port = address.rpartition(":")
+    if colon:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
 
 def _needs(cluster: place.Cluster, info: ModelInfo) -> dict[str, float]:

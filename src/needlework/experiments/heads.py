@@ -14,7 +14,7 @@ from needlework.heads.methods import Method, chosen, table
 from needlework.heads.rank import Steps, origin, rank_by
 from needlework.heads.recurrent import recurrent_side
 from needlework.heads.recurrent_values import RecurrentSide
-from needlework.heads.samples import NAMES, draw, named_tasks, retrieval_tasks, untouched
+from needlework.heads.samples import NAMES, check_heads, draw, named_tasks, retrieval_tasks, untouched
 from needlework.heads.survey import Settings, Survey, survey
 from needlework.interventions.ranking import Ranking
 from needlework.tasks.base import Task
@@ -106,6 +106,7 @@ def rank(
 
     They are ranked on `samples` samples of a retrieval task, of which the untouched model must answer at least half.
     """
+    check_heads(subject)
     methods = methods_of(by, subject)
     drawn = draw(subject, tasks_of(task, subject), samples, seed)
     with Steps(1 + len(methods), progress) as steps:

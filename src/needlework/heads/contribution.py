@@ -66,11 +66,12 @@ class Writing:
         p, k = probabilities, block.k_positions
         inside = (k >= 0) & (k < self._needle.shape[1])
         needle = self._needle[forward.slots].gather(1, k.clamp(0, self._needle.shape[1] - 1)) & inside  # [rows, keys]
-        seen = (k >= 0) & (k <= block.q_positions) if block.visible is None else block.visible[:, 0, 0].expand_as(k)
-        needle = needle & seen
-        ours, others = needle.sum(1), (seen & ~needle).sum(1)  # [rows] keys
+        past = ((k >= 0) & (k <= block.q_positions))[:, None]
+        seen = past if block.visible is None else block.visible[:, :, 0].expand(len(k), -1, -1)  # [rows, 1 or heads, keys]
+        needle = needle[:, None] & seen
+        ours, others = needle.sum(-1), (seen & ~needle).sum(-1)  # [rows, 1 or heads] keys
         dtype = self._unembedding.dtype
-        from_needle, from_all = (block.mix(x.to(dtype))[:, 0] for x in (p * needle[:, None, None], p))
+        from_needle, from_all = (block.mix(x.to(dtype))[:, 0] for x in (p * needle[:, :, None], p))
         self._said.append((layer, from_needle, from_all, ours / others.clamp_min(1)))
         self._entered = None
 
@@ -97,7 +98,7 @@ class Writing:
             gate = torch.where(whole == 0, 1.0, given / whole).float()  # 1 where there is none
             towards = (direction @ projection.weight.float()).view(whole.shape) * gate  # [rows, heads, dim]
             ours, all_ = ((towards * x.float()).sum(-1).double() for x in (of_needle, whole))  # [rows, heads]
-            np.add.at(self.contrast[layer], places, (ours - share[:, None] * (all_ - ours)).cpu().numpy())
+            np.add.at(self.contrast[layer], places, (ours - share * (all_ - ours)).cpu().numpy())
             np.add.at(self.written[layer], places, all_.cpu().numpy())
         np.add.at(self.steps, places, 1)
         self._said.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -58,23 +58,33 @@ def retrieval_tasks(tasks: Sequence[Task]) -> list[Task]:
     return [task for task in tasks if task.ability == "retrieval" and task.mode == "generate"]
 
 
-def draw(subject: Subject, tasks: Sequence[Task], samples: int, seed: int) -> list[Sample]:
-    """So many samples, spread evenly over tasks and their grids; the same ones for the same seed.
+def draw(
+    subject: Subject, tasks: Sequence[Task], samples: int, seed: int, without: Collection[tuple[int, ...]] = ()
+) -> list[Sample]:
+    """So many samples, spread evenly over tasks and their grids; the same ones for the same seed. None of the prompts `without`.
 
     Needles that the model's window leaves out are left out here: no head could have seen them.
     """
     check_count(samples)
-    if not subject.anatomy.heads:
-        raise NeedleworkError(f"{subject.anatomy.architecture} has no attention heads, so there is nothing to rank")
     if not tasks:
         raise NeedleworkError("no task asks for something that stands in its prompt; give one of kind niah, mqar or phone_book")
     drawn: list[Sample] = []
     for number, task in enumerate(tasks):
         wanted = samples * (number + 1) // len(tasks) - samples * number // len(tasks)
-        drawn += _spread(list(_of_task(subject, task, wanted, seed)), wanted)
+        drawn += _spread(list(_of_task(subject, task, wanted, seed, without)), wanted)
+    if not drawn and without:
+        raise NeedleworkError(
+            f"no samples are left that nothing was ranked or chosen by ({len(without)} were drawn already): give the task"
+            " more prompts, or fewer --samples"
+        )
     if not drawn:
         raise NeedleworkError("no needle of these tasks lies in the model's window; choose shorter lengths")
     return drawn
+
+
+def check_heads(subject: Subject) -> None:
+    if not subject.anatomy.heads:
+        raise NeedleworkError(f"{subject.anatomy.architecture} has no attention heads, so there is nothing to rank")
 
 
 def check_count(samples: int) -> None:
@@ -82,7 +92,7 @@ def check_count(samples: int) -> None:
         raise NeedleworkError(f"samples={samples!r} must be a whole number, at least 1 and at most {MOST_SAMPLES:,}")
 
 
-def _of_task(subject: Subject, task: Task, wanted: int, seed: int) -> Iterator[Sample]:
+def _of_task(subject: Subject, task: Task, wanted: int, seed: int, without: Collection[tuple[int, ...]]) -> Iterator[Sample]:
     tokenizer, anatomy = _tokenizer(subject), subject.anatomy
     extent = task.extent()
     if extent is not None and "samples" in type(task).model_fields:
@@ -91,7 +101,7 @@ def _of_task(subject: Subject, task: Task, wanted: int, seed: int) -> Iterator[S
     most, stop = task.ending(tokenizer)
     eos = getattr(subject.model.generation_config, "eos_token_id", None)
     ends = stop_tokens(eos, () if stop is None else (stop,), partial(subject.encode, continuation=True))
-    seen: set[tuple[int, ...]] = set()
+    seen = set(without)
     for item in task.items(tokenizer, seed, anatomy.window, anatomy.max_tokens):
         if item.facts.get("in_window", True) and item.spans.get("needle") and item.prompt not in seen:
             seen.add(item.prompt)

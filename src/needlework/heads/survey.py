@@ -13,7 +13,7 @@ from needlework.heads.dynamic import Comparison, compare
 from needlework.heads.judging import RANDOM, RANDOM_ORDERS, Curve, SmallestSet, curves, smallest_set
 from needlework.heads.methods import Method
 from needlework.heads.rank import Ranked, Steps, origin, rank_by
-from needlework.heads.samples import Sample, check_count, draw, untouched
+from needlework.heads.samples import Sample, check_count, check_heads, draw, untouched
 from needlework.interventions.ranking import Origin, Ranking, jsonable
 from needlework.stats import Estimate, accuracy
 from needlework.tasks.base import Task
@@ -119,8 +119,13 @@ def survey(
     if not methods and not given:
         raise NeedleworkError("give at least one method to rank heads by, or a ranking to be judged")
     ranked = _Samples(subject, tasks, settings)
-    for ranking in given.values():
+    check_heads(subject)
+    for label, ranking in given.items():
         ranking.check(subject.anatomy, subject.body.weights)
+        if ranking.seed in (settings.seed + CHOSEN, settings.seed + JUDGED):
+            raise NeedleworkError(
+                f"{label}: this ranking is of samples of seed {ranking.seed}, which it would be judged on; give another --seed"
+            )
     again = [method for method in methods if settings.retest and method.kind in CHEAP]
     with Steps(1 + len(methods) + len(again) + 2 * settings.judge + settings.dynamic, shown) as steps:
         with steps.step("asking the untouched model") as progress:
@@ -161,7 +166,8 @@ class _Samples:
     def at(self, purpose: int) -> list[Sample]:
         if purpose not in self._drawn:
             count = self.settings.samples if purpose in (RANKED, AGAIN) else self.settings.held_out
-            self._drawn[purpose] = draw(self.subject, self.tasks, count, self.settings.seed + purpose)
+            taken = {sample.item.prompt for drawn in self._drawn.values() for sample in drawn}  # some tasks know no seeds
+            self._drawn[purpose] = draw(self.subject, self.tasks, count, self.settings.seed + purpose, taken)
         return self._drawn[purpose]
 
 

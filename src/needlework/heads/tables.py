@@ -15,7 +15,7 @@ from needlework.heads.agreement import Agreement
 from needlework.heads.judging import RANDOM
 from needlework.heads.methods import table
 from needlework.heads.survey import Survey
-from needlework.stats import percent
+from needlework.stats import number, percent
 from needlework.terminal import Sheet
 
 BEST_HEADS = 10
@@ -86,8 +86,8 @@ def _best_heads(survey: Survey) -> Grid:
     rows = []
     for place, head in enumerate(ranking.order[:BEST_HEADS], 1):
         name = f"{head.layer}.{head.index}"
-        score = f"{ranking.scores[head]:.3f}" if ranking.scores else "–"
-        spread = f"[{intervals[name][0]:.3f}, {intervals[name][1]:.3f}]" if name in intervals else "–"
+        score = number(ranking.scores[head]) if ranking.scores else "–"
+        spread = f"[{number(intervals[name][0])}, {number(intervals[name][1])}]" if name in intervals else "–"
         rows.append((str(place), name, score, spread))
     return Grid(f"best heads by {survey.best}", ("place", "layer.head", "score", "95 %"), rows, ())
 

@@ -15,6 +15,7 @@ from needlework.errors import NeedleworkError, check_plain, shown
 from needlework.files import read_text, whole
 
 FORMAT, VERSION = "needlework ranking", 1
+OF_TENSORS = "tensors:"  # begins the hash of a model that comes from no file
 MOST_BYTES = 64 * 2**20  # of a file: a hundred times the largest model's
 _CURE = "give a file that `needlework heads` or Ranking.save wrote"
 
@@ -128,10 +129,11 @@ class Ranking(BaseModel):
             raise NeedleworkError(
                 f"{self._named} does not cover heads {[tuple(head) for head in missing[:5]]} of this model: rank it anew"
             )
-        if weights and self.model.weights and weights != self.model.weights:
+        kinds = {name.startswith(OF_TENSORS) for name in (weights, self.model.weights)}  # those of files say nothing of tensors
+        if weights and self.model.weights and len(kinds) == 1 and weights != self.model.weights:
             raise NeedleworkError(
-                f"{self._named} is of other weights ({self.model.weights[:8]}, {self.model.architecture}) than this model has"
-                f" ({weights[:8]}): rank it anew, or, if the order is meant for it all the same, give ranking.unsigned()"
+                f"{self._named} is of other weights ({self.model.weights[:16]}, {self.model.architecture}) than this model has"
+                f" ({weights[:16]}): rank it anew, or, if the order is meant for it all the same, give ranking.unsigned()"
             )
 
     def unsigned(self) -> Ranking:

@@ -19,6 +19,7 @@ from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
 from needlework.interventions.attention import rankings
 from needlework.interventions.base import Intervention
+from needlework.interventions.ranking import OF_TENSORS
 from needlework.model.attention import NAME, Forward, Observer, current
 from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family
@@ -291,4 +292,4 @@ def _tensors_hash(model: nn.Module) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()[:32]
+    return f"{OF_TENSORS}{total.hexdigest()[:32]}"

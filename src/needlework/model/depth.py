@@ -71,7 +71,10 @@ class Stack:
 
     def __init__(self, layers: Sequence[nn.Module], attention: Mapping[int, nn.Module], mixers: Mapping[nn.Module, int]) -> None:
         self.layers, self.attention = layers, attention
-        self.top = max((*attention, *mixers.values()))  # above it, tokens do not see each other
+        mixing = (*attention, *mixers.values())
+        self.top = max(mixing, default=0)  # above it, tokens do not see each other
+        # Where it holds attention and a mixer, the one may read all that the other says: then every token of it counts.
+        self.lone_top = mixing.count(self.top) == 1
         self._mixing = {*attention.values(), *mixers}
 
     @staticmethod

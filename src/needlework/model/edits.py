@@ -114,7 +114,7 @@ class LayerEdits:
         q, k = block.q_positions[:, None, :, None], block.k_positions[:, None, None, :]
         near = (k > q - tokens) | (k < sinks)
         before = k <= q if block.visible is None else block.visible
-        forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, (before & ~near).sum((1, 2, 3)))
+        forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, _pairs(before & ~near))
         return before & near
 
     def scores_of_probabilities(self, block: Block, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
@@ -162,8 +162,8 @@ class LayerEdits:
             new = torch.where(e.renormalize[:, None, None, None], scaled, new)
         count = forward.tally.add
         touched = torch.where(e.balanced[:, None], True, factor != 1)[:, None, None] & visible & act
-        count(layer, forward.phase, "columns_touched", forward.slots, touched.sum((1, 2, 3)))
-        count(layer, forward.phase, "columns_exposed", forward.slots, (exposed & act).sum((1, 2, 3)))
+        count(layer, forward.phase, "columns_touched", forward.slots, _pairs(touched))
+        count(layer, forward.phase, "columns_exposed", forward.slots, _pairs(exposed & act))
         return torch.where(act, new, p)
 
     def _balanced(self, p: Tensor, exposed: Tensor) -> Tensor:
@@ -316,6 +316,12 @@ def keeps_from_sdpa(of_row: Sequence[Act]) -> bool:
         isinstance(act, (acts.LimitKeys, acts.ExposeColumns)) or (isinstance(act, acts.KeepBest) and scores_attention(act.by))
         for act in of_row
     )
+
+
+def _pairs(of_heads: Tensor) -> Tensor:
+    """[rows] how many pairs of query and key are marked for any head, [rows, 1 or heads, queries, keys]: for how many heads, is
+    a matter of who else is in the batch."""
+    return of_heads.any(1).sum((1, 2))
 
 
 def _pick(x: Tensor | None, rows: Tensor) -> Tensor | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from needlework.errors import NeedleworkError
 from needlework.model.attention import Forward, current
 from needlework.model.body import Body
 from needlework.model.edits import LayerEdits
@@ -37,6 +38,11 @@ class _Gated(LayerEdits):
 @contextmanager
 def differentiable(body: Body) -> Iterator[None]:
     """A session in which gates get gradients; weights get none."""
+    if body.streams:
+        raise NeedleworkError(
+            "gates are differentiated without a cache, and the heads of this model stream by theirs: rank the model that it was"
+            " pruned from, or choose another method, such as leave_one_out"
+        )
     with body.session(gradients=True), ExitStack() as stack:
         for parameter in body.model.parameters():
             if parameter.requires_grad:

@@ -18,14 +18,17 @@ def text(record: dict[str, Any], name: str) -> str:
 def summary(record: dict[str, Any]) -> str:
     """The card in a few lines."""
     heads, costs, weights = record["heads"], record["costs"], record["weight_bytes"]
-    lines = [f"{heads['kept']} of {heads['before']} heads kept; loads with {record['loads_with']}"]
+    streams = sum(len(layer["streaming_kv_heads"]) for layer in record["layers"].values())
+    did = f"{heads['kept']} of {heads['before']} heads kept" if record["others"] == "none" else f"{streams} kv heads stream"
+    lines = [f"{did}; loads with {record['loads_with']}"]
     lines += [
         f"{_WORDS[x['ability']]}: {_estimate(x['before'], x)} before, {_estimate(x['after'], x)} after" for x in record["figures"]
     ]
     lines.append(f"weights: {weights['before']:,} bytes before, {weights['after']:,} after")
     if costs:
         a, b = costs["before"], costs["after"]
-        lines.append(f"cache: {a['kv_bytes_per_token']:,.0f} bytes per token before, {b['kv_bytes_per_token']:,.0f} after")
+        cached = f"cache of {costs['tokens']:,} tokens, bytes for each"
+        lines.append(f"{cached}: {a['kv_bytes_per_token']:,.0f} before, {b['kv_bytes_per_token']:,.0f} after")
         for key, name in (("prefill_seconds", f"prefill of {costs['tokens']:,} tokens"), ("decode_ms_per_token", "decode")):
             lines.append(f"{name}: {b[key] / a[key]:.2f} of the time before")
     return "\n".join(lines)
@@ -34,12 +37,14 @@ def summary(record: dict[str, Any]) -> str:
 def _head(record: dict[str, Any], name: str) -> str:
     heads = record["heads"]
     if record["others"] == "none":
-        did = f"{heads['before'] - heads['kept']} of its {heads['before']} attention heads were taken out of the weights"
+        did = (
+            f"from which {heads['before'] - heads['kept']} of its {heads['before']} attention heads were taken out of the weights"
+        )
     else:
-        did = f"all kv heads without one of {heads['kept']} kept heads hold the first tokens and a window only"
+        did = f"in which kv heads that none of {heads['kept']} chosen heads reads hold few tokens ({record['others']})"
     return f"""# {name}
 
-`{record["model"]}` ({record["architecture"]}), from which {did} by needlework {record["needlework"]}.
+`{record["model"]}` ({record["architecture"]}), {did}; made by needlework {record["needlework"]}.
 It computes what the whole model computes under `{record["equals"]}`; that was tried before it was written."""
 
 

@@ -24,6 +24,7 @@ from needlework.zoo.shelf import RECORD
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
+FIGURES_SEED = 1000  # heads are ranked on small seeds
 DEPTHS = (0, 25, 50, 75, 100)
 ROOM = 40  # words that question and answer need around the context of a toy prompt, at most
 TEXTS = 64  # for perplexity
@@ -33,7 +34,7 @@ LONG, STEPS, REPEATS = 2048, 32, 3  # tokens of context, decoded ones and measur
 class Asked:
     """All samples of a task for one model, as requests."""
 
-    def __init__(self, subject: Subject, task: Task, seed: int = 0) -> None:
+    def __init__(self, subject: Subject, task: Task, seed: int = FIGURES_SEED) -> None:
         anatomy, tokenizer = subject.anatomy, demanded(subject)
         self.subject, self.task = subject, task
         self.items: list[Item] = list(task.items(tokenizer, seed, anatomy.window, anatomy.max_tokens))
@@ -70,7 +71,7 @@ def demanded(subject: Subject) -> Any:
 
 def retrieval(subject: Subject, samples: int) -> Task:
     """Needles in haystacks of a length that the model was trained for, as far as that is known."""
-    each = max(1, samples // len(DEPTHS))
+    each = max(1, -(-samples // len(DEPTHS)))
     if toy.is_toy(demanded(subject)):
         return make_task(
             {"kind": "niah", "lengths": [longest(subject) - ROOM], "depths": DEPTHS, "samples": each, "distractors": 3}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Keep = int | float | str | Path | Ranking | Sequence[tuple[int, int]]
 METHOD = "needle_mass"  # the cheapest: one pass
-RANKING_SAMPLES, RANKING_SEED = 100, 1  # figures are measured on seed 0
+RANKING_SAMPLES, RANKING_SEED = 100, 1  # figures are measured on another one (figures.py)
 _NUMBER = r"\d+(?:\.\d+)?"
 _HOW = "give a number of heads (10), a share of them (0.33), or a ranking, with or without a number: heads.json, heads.json:10"
 
