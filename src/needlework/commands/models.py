@@ -155,9 +155,7 @@ def prune(
     others: Annotated[
         str, typer.Option(help="What stays of the other heads: none, or window=64,sinks=4 (they stream, weights stay).")
     ] = "none",
-    samples: Annotated[
-        int, typer.Option(min=0, help="Needles for the card, rounded up to all depths; 0: none.")
-    ] = 1000,
+    samples: Annotated[int, typer.Option(min=0, help="Needles for the card, rounded up to all depths; 0: none.")] = 1000,
     as_json: Json = False,
 ) -> None:
     """Write a checkpoint that is really smaller: heads leave the weights, kv heads and caches go with their groups.
