@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from textwrap import fill
 from typing import Annotated
 
 import typer
@@ -136,6 +137,7 @@ def heads(
         return typer.echo(json.dumps(found.to_dict(), indent=1))
     for grid in tables.grids(found):
         show(grid.sheet())
+    typer.echo(fill(tables.legend(found), 80))
     if found.smallest:
         say(f"smallest set: {found.smallest.text()}", stderr=False)
     return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None

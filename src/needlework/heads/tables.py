@@ -55,6 +55,17 @@ def grids(survey: Survey) -> list[Grid]:
     return found
 
 
+def legend(survey: Survey) -> str:
+    """What the columns mean, and what they were measured on."""
+    made = survey.settings
+    judged = f", judged on {made.held_out} others of each of two more seeds" if survey.curves else ""
+    return (
+        f"Ranked on {made.samples} samples of {', '.join(survey.tasks)}, seed {made.seed}{judged}. Area: under retrieval against"
+        " heads kept. Halves, other seed: rank correlation, and overlap of the best heads, of two rankings by one method."
+        " Heads of equal score stand in the order of the model."
+    )
+
+
 def _rankings(survey: Survey) -> Grid:
     floor = survey.curves.get(RANDOM)
     rows = []
@@ -158,7 +169,7 @@ def _page(survey: Survey, out: Path) -> str:
     parts = [f"<h1>Heads of {escape(survey.model.name)}</h1>"]
     if survey.smallest:
         parts.append(f"<p>{escape(survey.smallest.text())}.</p>")
-    parts += [grid.html() for grid in grids(survey)]
+    parts += [f"<p>{escape(legend(survey))}</p>", *(grid.html() for grid in grids(survey))]
     for name in pictures.NAMES:
         if (out / f"{name}.svg").exists():
             svg = (out / f"{name}.svg").read_text(encoding="utf-8")
