@@ -133,6 +133,21 @@ def experiment(place: Place) -> None:
     check(all(word in page for word in ("my-griffin", "tiny-jamba", "near", "far")), "the report names models and tasks")
 
 
+def use(place: Place) -> None:
+    """Heads of a directory of one's own are ranked, and it is pruned by the file that comes of it."""
+    few = ["--by", "copy_score", "--samples", "10", "--held-out", "10", "--no-dynamic"]
+    place.run("needlework", "heads", "my-griffin", *few, "--out", "heads")
+    place.run(
+        "needlework", "prune", "my-griffin", "--keep", "heads/ranking-copy_score.json:6", "--samples", "50", "--out", "small"
+    )
+    found = json.loads((place.work / "small" / "pruning.json").read_text(encoding="utf-8"))["figures"][0]
+    check(found["after"]["value"] >= 0.9, f"6 of 20 heads find {found['after']['value']:.0%} of the needles")
+    small = json.loads(place.run("needlework", "inspect", "small", "--json"))
+    check(small["heads"] == 6, "the directory has 6 heads")
+    told = place.run("needlework", "run", "plan.yaml", "--out", "elsewhere", "--ray", expect=2)
+    check("needlework[ray]" in told, "without Ray it is told how to get it")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="needlework-wheel-") as folder:
         place = Place(Path(folder).resolve())
@@ -140,6 +155,7 @@ def main() -> None:
         look(place)
         ask(place)
         experiment(place)
+        use(place)
     print("the wheel works as installed")
 
 
