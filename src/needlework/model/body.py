@@ -29,6 +29,7 @@ from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, holder, ho
 from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
 from needlework.model.session import slow_kernel_hints, turn
+from needlework.model.streaming import ENTRY
 from needlework.receipts import Tally
 
 Kernels = Literal["fast", "stock"]
@@ -286,9 +287,9 @@ def _train(modules: Sequence[nn.Module]) -> None:
         module.training = True
 
 
-def _tensors_hash(model: nn.Module) -> str:
-    """Which weights these are, of a model that comes from no file."""
-    total = hashlib.sha256()
+def _tensors_hash(model: Any) -> str:
+    """Which weights these are, and which of their heads stream, of a model that comes from no file."""
+    total = hashlib.sha256(repr(getattr(model.config, ENTRY, None)).encode())
     for name, tensor in sorted(model.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
