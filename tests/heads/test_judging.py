@@ -165,7 +165,7 @@ def test_tasks_come_from_plans() -> None:
 def test_dynamic_choice_is_recorded_as_it_acts() -> None:
     """Against the attention patterns themselves: at every token, the heads of least entropy in each layer."""
     share, some = 0.15, drawn()[:2]
-    found = dynamic.picks(subject(), some, share, quiet)
+    found = dynamic.picks(subject(), some, quiet, share)
     expected = dict.fromkeys(subject().anatomy.heads, 0)
     for sample in some:
         with nw.observe(subject(), patterns=True) as watch:

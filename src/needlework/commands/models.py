@@ -12,6 +12,7 @@ import typer
 import needlework as nw
 from needlework.options import (
     FAILED,
+    ClusterOptions,
     Interventions,
     Json,
     LoadingOptions,
@@ -107,13 +108,14 @@ def heads(
     methods: Annotated[bool, typer.Option("--methods", help="List the methods and do nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="New directory for rankings, numbers, pictures and a page.")] = None,
     as_json: Json = False,
+    cluster: ClusterOptions = None,
 ) -> None:
     """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
 
     Rankings are judged on samples that they have not seen. docs/heads.md says what each method and number means. With
     --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut.
     """
-    from needlework.experiments.heads import check_methods, heads_of, recurrent_side_of
+    from needlework.experiments.heads import check_methods, heads_of, opened, recurrent_side_of
     from needlework.heads import recurrent_views, tables
     from needlework.heads.survey import Settings
 
@@ -125,13 +127,16 @@ def heads(
     tables.check_out(out, export)
     check_methods(by)
     settings = Settings(samples, held_out, seed, keep, share, judge, dynamic, retest)
-    subject = nw.load(model, **loading)
+    name, shown = Path(model).name, not as_json
+    with opened(model, cluster, **loading) as subject:
+        if recurrent:
+            side = recurrent_side_of(subject, task, samples, seed, progress=shown)
+        else:
+            found = heads_of(subject, by, task, settings, files=import_, name=name, progress=shown)
     if recurrent:
-        side = recurrent_side_of(subject, task, samples, seed, progress=not as_json)
         if out:
-            recurrent_views.save(side, out, Path(model).name)
+            recurrent_views.save(side, out, name)
         return show(recurrent_views.table(side), side.to_dict(), as_json)
-    found = heads_of(subject, by, task, settings, files=import_, name=Path(model).name, progress=not as_json)
     written = tables.save(found, out, export) if out else []
     if as_json:
         return typer.echo(json.dumps(found.to_dict(), indent=1))

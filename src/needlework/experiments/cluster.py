@@ -160,5 +160,9 @@ class Actor:
     def checkup(self, quick: bool) -> Any:
         return examined(self.model, quick)
 
+    def do(self, piece: Any, samples: Sequence[Any]) -> Any:
+        assert isinstance(self.model, LoadedSubject)
+        return self.model.do(piece, samples)
+
     def share(self) -> float:
         return float(getattr(self.model, "share", float)())

@@ -107,6 +107,22 @@ class Foreman:
                 answers, fault = outcome
                 yield Reply(done.unit, answers, over=True, error=_named(fault) if fault else None)
 
+    def do(self, piece: Any, slices: Sequence[Any], told: Callable[[float], None]) -> list[Any]:
+        """What came of a piece on each slice; `told` hears every second or so how much of it all is done."""
+        jobs = [_Job("do", (piece, some)) for some in slices]
+        left = iter(jobs)
+        found: dict[_Job, Any] = {}
+
+        def tick() -> None:
+            told((len(found) + sum(job.share for _, job in self._busy.values())) / len(jobs))
+
+        for job, outcome in self._through(lambda: next(left, None), tick):
+            if isinstance(outcome, Exception):
+                raise outcome
+            found[job] = outcome
+        told(1.0)
+        return [found[job] for job in jobs]
+
     def share(self, unit: Unit | None = None) -> float:
         return next((job.share for _, job in list(self._busy.values()) if job.unit is unit), 0.0)
 
@@ -121,7 +137,9 @@ class Foreman:
             raise outcome
         return outcome
 
-    def _through(self, take: Callable[[], _Job | None]) -> Generator[tuple[_Job, Any], None, None]:
+    def _through(
+        self, take: Callable[[], _Job | None], tick: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[_Job, Any], None, None]:
         """Every job and what came of it, as they end. At most one job a worker is under way, and one waits."""
         while True:
             self._hand_out(take)
@@ -130,6 +148,7 @@ class Foreman:
             ended = self._look_around()
             self._hand_out(take)  # who is idle works on while the answers are written
             yield from ended
+            tick()
 
     def _hand_out(self, take: Callable[[], _Job | None]) -> None:
         while True:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from needlework.errors import NeedleworkError
+from needlework.experiments.cluster import Cluster
 from needlework.experiments.shipped import get
 from needlework.heads import foreign
 from needlework.heads.judging import SmallestSet
@@ -83,6 +85,20 @@ def heads_of(
         raise NeedleworkError(f"two rankings are called {twice[0]!r}, after a method or a file; give a file another name")
     given = {file.stem: foreign.read(file, subject.anatomy) for file in files}
     return survey(subject, tasks_of(task, subject), methods, settings or Settings(), given=given, name=name, shown=progress)
+
+
+@contextmanager
+def opened(model: str, cluster: Cluster | None, **loading: Any) -> Iterator[Subject]:
+    """The model that heads are ranked of: loaded here, or held by workers of a cluster."""
+    if cluster is None:
+        from needlework.subject import load
+
+        yield load(model, **loading)
+        return
+    from needlework.experiments.distant import distant
+
+    with distant(model, cluster, **loading) as subject:
+        yield subject
 
 
 def recurrent_side_of(subject: Subject, task: Tasks, samples: int, seed: int, progress: bool = False) -> RecurrentSide:

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, shown
 from needlework.experiments.plan import Model
 from needlework.heads.methods import Seen, chosen
+from needlework.heads.pieces import Piece
 from needlework.interventions import Ranking
 from needlework.model.files import fetch, read_tokenizer, tokenizer_hash, weights_hash
 from needlework.requests import Answer, Request, stop_tokens
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from needlework.checkup.findings import Checkup
     from needlework.engine.budget import Costs
     from needlework.subject import Subject
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -188,13 +191,25 @@ class LoadedSubject:
 
     def __init__(self, subject: Subject, model: Model) -> None:
         self.subject, self.model = subject, model
+        self._share: float | None = None  # of a piece that is under way
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         for i, answer in self.subject.engine.run(requests):
             yield i, self.subject.with_text(answer)
 
+    def do(self, piece: Piece[T], samples: Sequence[Any]) -> T:
+        """Work on samples that needs the model itself; while it lasts, it says how much of it is done."""
+
+        def progress(share: float) -> None:
+            self._share = share
+
+        try:
+            return piece(self.subject, samples, progress)
+        finally:
+            self._share = None
+
     def share(self) -> float:
-        return self.subject.engine.share
+        return self.subject.engine.share if self._share is None else self._share
 
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]:
         from needlework.observation import observe

@@ -18,6 +18,7 @@ from needlework.anatomy import Anatomy, Head
 from needlework.errors import NeedleworkError
 from needlework.heads.answers import Question, answer_tokens, questions, some
 from needlework.heads.methods import Scores, method
+from needlework.heads.pieces import in_pieces
 from needlework.interventions.acts import Act, ChangeOutputs, Place, Scene
 from needlework.interventions.attention import AblateAttention, AblateHeads, OnlyHeads
 from needlework.interventions.base import NONE, Intervention, Part
@@ -188,18 +189,28 @@ def patching(subject: Subject, items: Sequence[Item], *, seed: int, progress: Pr
     kept = [i for i, gap in enumerate(gaps) if gap >= _LEAST_GAP]
     if not kept:
         raise NeedleworkError("patching: the twins' needles do not make the right answer less likely, so nothing can be restored")
+    used = [asked[i] for i in kept]
+    patched = np.concatenate(in_pieces(subject, _patched, used, progress))
+    each = (patched - in_twin[kept, None]) / gaps[kept, None]
+    return Scores.of_samples(each, **evidence(used, items), gap=float(gaps[kept].mean()))
+
+
+def _patched(subject: Subject, asked: Sequence[Question], progress: Progress) -> np.ndarray:
+    """Log-likelihood of the answer in the twin with what each head says to the prompt, [questions, heads]."""
     heads, each = subject.anatomy.heads, []
     at_once = max(1, _ROWS_AT_ONCE // len(heads))
-    for start in range(0, len(kept), at_once):
-        some = kept[start : start + at_once]
-        tapes = {i: Tape() for i in some}
-        ask(subject, [Trial(asked[i], _Changed(function=tapes[i].record)) for i in some])
-        trials = [Trial(_twin(asked[i]), _Changed(function=tapes[i].playing(h), layers=(h.layer,))) for i in some for h in heads]
-        share = (start / len(kept), (start + len(some)) / len(kept))
-        patched = ask(subject, trials, progress=progress, span=share).log_p.reshape(len(some), len(heads))
-        each.append((patched - in_twin[some, None]) / gaps[some, None])
-    used = [asked[i] for i in kept]
-    return Scores.of_samples(np.concatenate(each), **evidence(used, items), gap=float(gaps[kept].mean()))
+    for start in range(0, len(asked), at_once):
+        some = asked[start : start + at_once]
+        tapes = [Tape() for _ in some]
+        ask(subject, [Trial(one, _Changed(function=tape.record)) for one, tape in zip(some, tapes, strict=True)])
+        trials = [
+            Trial(_twin(one), _Changed(function=tape.playing(head), layers=(head.layer,)))
+            for one, tape in zip(some, tapes, strict=True)
+            for head in heads
+        ]
+        share = (start / len(asked), (start + len(some)) / len(asked))
+        each.append(ask(subject, trials, progress=progress, span=share).log_p.reshape(len(some), len(heads)))
+    return np.concatenate(each)
 
 
 def _twin(question: Question) -> Question:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,6 +12,7 @@ import numpy as np
 from needlework.heads.answers import Question, questions
 from needlework.heads.causal import Progress, Trial, ask, evidence, keeping
 from needlework.heads.methods import Scores, method
+from needlework.heads.pieces import in_one_piece
 from needlework.interventions.base import Intervention
 from needlework.tasks.base import Item
 
@@ -134,7 +136,13 @@ def _affordable(heads: int, samples: int, budget: int) -> list[int]:
 def greedy(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress, budget: int = 16384) -> Scores:
     """Backward elimination. In each round every head that is left is left out once, on all samples, and those go whose absence
     costs the least log P: one a round, or as many as a budget of so many forwards demands. The score is the place in that order.
+
+    Heads that cost alike go by the last bits of what was computed, so that one worker does all of it, in the same batches.
     """
+    return in_one_piece(subject, partial(_eliminated, budget=budget), items, progress)
+
+
+def _eliminated(subject: Subject, items: Sequence[Item], progress: Progress, budget: int) -> Scores:
     asked, heads = questions(subject, items), subject.anatomy.heads
     rounds = _affordable(len(heads), len(asked), budget)
     left = list(range(len(heads)))

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from needlework.errors import NeedleworkError
-from needlework.heads.answers import questions
+from needlework.heads.answers import Question, questions
 from needlework.heads.causal import Progress, evidence
 from needlework.heads.methods import Scores, method
+from needlework.heads.pieces import in_pieces
 from needlework.model.attention import Block, Forward
 from needlework.model.gates import answer_log_p, differentiable
 from needlework.requests import Request
@@ -126,6 +127,11 @@ def locos(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progr
     asked = [question for question in questions(subject, items) if question.item.spans.get("needle")]
     if not asked:
         raise NeedleworkError("locos: the samples have no span named 'needle', so what is read from the needle is not known")
+    return Scores.of_samples(np.concatenate(in_pieces(subject, _written, asked, progress)), **evidence(asked, items))
+
+
+def _written(subject: Subject, asked: Sequence[Question], progress: Progress) -> np.ndarray:
+    """What each head writes towards the answer because it looks at the needle, [questions, heads]."""
     writing = Writing(subject, len(asked))
     requests = [
         Request(x.item.prompt, max_new_tokens=len(x.answer), spans=x.item.spans, forced=x.answer, sample=i)
@@ -137,7 +143,7 @@ def locos(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progr
                 raise NeedleworkError(f"{asked[i].item.id}: {answer.error}")
             progress((done + 1) / len(requests))
     sums = np.concatenate([writing.contrast[layer.index] for layer in subject.anatomy.attention_layers], 1)
-    return Scores.of_samples(sums / writing.steps[:, None], **evidence(asked, items))
+    return np.asarray(sums / writing.steps[:, None])
 
 
 @method(
@@ -148,6 +154,11 @@ def locos(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progr
 def gradient(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
     """A first-order guess of `leave_one_out`, of all heads by one backward pass: d log P / d gate where every gate is 1."""
     asked = questions(subject, items)
+    return Scores.of_samples(np.concatenate(in_pieces(subject, _slopes, asked, progress)), **evidence(asked, items))
+
+
+def _slopes(subject: Subject, asked: Sequence[Question], progress: Progress) -> np.ndarray:
+    """By the gate of each head, [questions, heads]."""
     order = sorted(range(len(asked)), key=lambda i: len(asked[i].item.prompt))
     each = np.zeros((len(asked), len(subject.anatomy.heads)))
     with differentiable(subject.body):
@@ -158,4 +169,4 @@ def gradient(subject: Subject, items: Sequence[Item], *, seed: int, progress: Pr
             (slope,) = torch.autograd.grad(log_p.sum(), gates)
             each[some] = slope.double().cpu().numpy()
             progress((start + len(some)) / len(order))
-    return Scores.of_samples(each, **evidence(asked, items))
+    return each

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError
 from needlework.heads.causal import keeping
 from needlework.heads.judging import mean
-from needlework.heads.looking import Spotter, entropy, watching
+from needlework.heads.looking import Spotter, entropy, stacked, watching
+from needlework.heads.pieces import in_pieces
 from needlework.heads.samples import Progress, Sample, clusters, correct
 from needlework.interventions.acts import Phase
 from needlework.interventions.attention import KeepHeads
@@ -61,6 +63,15 @@ class Picks(Spotter):
         self.kept = kept
         self.counts: dict[tuple[int, Phase], Tensor] = {}
 
+    @classmethod
+    def joined(cls, parts: Sequence[Picks]) -> Picks:
+        """Picks in some samples and then in others, as those in all of them."""
+        if len(parts) == 1:
+            return parts[0]
+        whole = cls(sum(part.samples for part in parts), parts[0].kept)
+        whole.counts = stacked([part.counts for part in parts], [part.samples for part in parts])
+        return whole
+
     def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
         heads = probabilities.shape[1]
         order = entropy(probabilities).argsort(dim=1, stable=True)[:, : self.kept[layer]]  # [rows, k, queries]; ties as there
@@ -77,7 +88,7 @@ class Picks(Spotter):
         return torch.cat([torch.as_tensor(counts) for counts in each], 1).cpu().numpy()
 
 
-def picks(subject: Subject, samples: Sequence[Sample], share: float, progress: Progress) -> Picks:
+def picks(subject: Subject, samples: Sequence[Sample], progress: Progress, share: float) -> Picks:
     """What dynamic selection picks while it acts, on some samples."""
     kept = {layer: heads_of_share(share, part.query_heads) for layer, part in subject.anatomy.attention_parts()}
     spotter = Picks(len(samples), kept)
@@ -129,7 +140,7 @@ def compare(
 ) -> Comparison:
     """All ways on the same samples; what dynamic selection uses is recorded on others."""
     anatomy = subject.anatomy
-    spotter = picks(subject, recording, share, lambda done: progress(done / 3))
+    spotter = Picks.joined(in_pieces(subject, partial(picks, share=share), recording, lambda done: progress(done / 3)))
     per_layer = tuple(spotter.kept[layer.index] for layer in anatomy.attention_layers)
     use = Use(anatomy.heads, spotter.all_heads("prefill", "decode"), spotter.all_heads("decode"), per_layer)
     ways_to_try = [("all heads", f"{len(use.heads)} of {len(use.heads)}", [NONE]), *_ways(ranking, use, share, anatomy)]

@@ -7,6 +7,7 @@ their far keys. Here it multiplies what the head says, so that a closed gate is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from needlework.heads.answers import Question, questions
 from needlework.heads.causal import Progress, evidence
 from needlework.heads.methods import Scores, method
+from needlework.heads.pieces import in_one_piece
 from needlework.model.gates import answer_log_p, differentiable
 from needlework.tasks.base import Item
 
@@ -38,6 +40,21 @@ def learned(
     gate: a gate closes if its head is worth less than its share of that. Of gates that end alike, the one that was open for
     longer is better: the score is the mean over all steps.
     """
+    piece = partial(_trained, seed=seed, steps=steps, rows=rows, penalty=penalty, rate=rate)
+    return in_one_piece(subject, piece, items, progress)
+
+
+def _trained(
+    subject: Subject,
+    items: Sequence[Item],
+    progress: Progress,
+    *,
+    seed: int,
+    steps: int,
+    rows: int,
+    penalty: float,
+    rate: float,
+) -> Scores:
     asked, body = questions(subject, items), subject.body
     batches = _alike(asked, rows)
     draw = np.random.default_rng(seed)

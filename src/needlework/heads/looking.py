@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from needlework.errors import NeedleworkError
+from needlework.heads.pieces import in_pieces
 from needlework.model.attention import Block, Forward
 from needlework.requests import Request
 from needlework.tasks import toy
@@ -77,6 +79,23 @@ def watching(subject: Subject, spotter: Spotter) -> Iterator[None]:
         subject.body.observer = before
 
 
+K = TypeVar("K")
+
+
+def stacked(parts: Sequence[dict[K, Tensor]], samples: Sequence[int]) -> dict[K, Tensor]:
+    """Sums [samples, heads] of several slices of samples as those of all; what a slice does not name is 0 there."""
+    widths = {key: sums.shape[1] for part in parts for key, sums in part.items()}
+    return {
+        key: torch.cat(
+            [
+                part[key].cpu() if key in part else torch.zeros(count, width, dtype=torch.float64)
+                for part, count in zip(parts, samples, strict=True)
+            ]
+        )
+        for key, width in widths.items()
+    }
+
+
 class Look(Spotter):
     """Sums for every sample and head: [samples, heads] by layer and name."""
 
@@ -85,6 +104,16 @@ class Look(Spotter):
         self.sums: dict[tuple[int, str], Tensor] = {}
         self.copied = torch.zeros(samples, dtype=torch.float64)  # tokens said that stand in the needle
         self._looked: dict[int, Tensor] = {}  # layer -> position that each row's heads look at most, this step
+
+    @classmethod
+    def joined(cls, looks: Sequence[Look]) -> Look:
+        """Looks at some samples and then at others, as one at all of them."""
+        if len(looks) == 1:
+            return looks[0]
+        whole = cls(sum(look.samples for look in looks))
+        whole.sums = stacked([look.sums for look in looks], [look.samples for look in looks])
+        whole.copied = torch.cat([look.copied for look in looks])
+        return whole
 
     def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
         slots, p = forward.slots, probabilities
@@ -176,13 +205,17 @@ def look(subject: Subject, items: Sequence[Item], progress: Progress, null: bool
         looks = {}
         _LOOKS[subject] = (key, looks)
     if null not in looks:
-        spotter, requests = Look(len(items)), _requests(items)
-        if null:
-            requests = [_without_question(subject, *pair) for pair in zip(items, requests, strict=True)]
-        with watching(subject, spotter):
-            for done, (i, answer) in enumerate(subject.engine.run(requests)):
-                if answer.error:
-                    raise NeedleworkError(f"{items[i].id}: {answer.error}")
-                progress((done + 1) / len(requests))
-        looks[null] = spotter
+        looks[null] = Look.joined(in_pieces(subject, partial(_looked, null=null), items, progress))
     return looks[null]
+
+
+def _looked(subject: Subject, items: Sequence[Item], progress: Progress, null: bool) -> Look:
+    spotter, requests = Look(len(items)), _requests(items)
+    if null:
+        requests = [_without_question(subject, *pair) for pair in zip(items, requests, strict=True)]
+    with watching(subject, spotter):
+        for done, (i, answer) in enumerate(subject.engine.run(requests)):
+            if answer.error:
+                raise NeedleworkError(f"{items[i].id}: {answer.error}")
+            progress((done + 1) / len(requests))
+    return spotter

@@ -1,0 +1,175 @@
+"""`needlework heads` on workers: the rankings and numbers of one process, whoever dies while they are made."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_cluster import Nodes, nodes, until  # noqa: F401
+from test_foreman import FakeCluster
+from typer.testing import CliRunner
+
+import needlework as nw
+from needlework.cli import app
+from needlework.errors import NeedleworkError
+from needlework.experiments import cluster, distant, heads
+from needlework.experiments.cluster import Cluster
+from needlework.heads.gates import learned
+from needlework.heads.survey import Settings
+from needlework.interventions.ranking import Ranking
+from needlework.requests import Request
+
+MODEL = "tiny-griffin-small"
+CHEAP = ["copy_score", "question_mass", "entropy", "locos", "gradient"]
+
+
+def same(a: Any, b: Any, at: str = "") -> None:
+    """Equal but for the last bits of numbers."""
+    if isinstance(a, float) and isinstance(b, (int, float)):
+        assert math.isclose(a, b, rel_tol=1e-5, abs_tol=1e-5), (at, a, b)
+    elif isinstance(a, dict):
+        assert list(a) == list(b), at
+        for key in a:
+            same(a[key], b[key], f"{at}/{key}")
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b), at
+        for i, pair in enumerate(zip(a, b, strict=True)):
+            same(*pair, f"{at}/{i}")
+    else:
+        assert a == b, (at, a, b)
+
+
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def here(one_thread: None) -> nw.Subject:
+    return nw.load(MODEL)
+
+
+class Pooled(Cluster):
+    """A cluster whose workers are objects in this process, with the model that is here; some of them die."""
+
+    fake: FakeCluster
+
+    def joined(self) -> Any:
+        return self.fake.joined()
+
+
+@contextmanager
+def workers(monkeypatch: pytest.MonkeyPatch, here: nw.Subject, **options: Any) -> Iterator[tuple[nw.Subject, FakeCluster]]:
+    monkeypatch.setattr(distant, "UNIT_REQUESTS", 8)
+    monkeypatch.setattr(distant, "PIECE_SAMPLES", 4)
+    monkeypatch.setattr("needlework.subject.load", lambda *_, **__: here)
+    monkeypatch.setattr(cluster, "node", lambda: "")
+    pooled = Pooled()
+    object.__setattr__(pooled, "fake", FakeCluster(options))
+    with distant.distant(MODEL, pooled) as subject:
+        yield subject, pooled.fake
+
+
+def seldom(worker: int, call: int, method: str) -> bool:
+    """Two workers die at what they are given after some calls."""
+    return worker in (1, 2) and call >= 4 and method in ("ask", "do")
+
+
+def test_a_survey_by_workers_of_whom_some_die_is_that_of_one_process(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(samples=6, held_out=6, random_orders=1)
+    alone = heads.heads_of(here, CHEAP, "niah", settings)
+    with workers(monkeypatch, here, dies=seldom) as (subject, fake):
+        spread = heads.heads_of(subject, CHEAP, "niah", settings)
+    same(alone.to_dict(), spread.to_dict())
+    (pool,) = fake.pools
+    assert len(pool.workers) == 5, "two died, and others took their place"
+    assert pool.most > 1, "several worked at the same time"
+
+
+@pytest.mark.parametrize("method", ["leave_one_out", "add_one_in_decode", "patching", "greedy"])
+def test_each_way_to_rank_is_put_together_as_in_one_process(
+    method: str, here: nw.Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = nw.rank(here, method, samples=6)
+    with workers(monkeypatch, here) as (subject, fake):
+        spread = nw.rank(subject, method, samples=6)
+    assert isinstance(alone, Ranking)
+    assert isinstance(spread, Ranking)
+    same(alone.to_dict(), spread.to_dict())
+    asked = sum(len(requests) for _, requests in fake.pools[0].handed)
+    assert (asked <= 6) == (method == "greedy"), "the untouched model is asked by all, greedy search by one worker"
+
+
+def test_gates_are_trained_by_one_worker(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    items = [sample.item for sample in heads.draw(here, heads.tasks_of("niah", here), 4, 0)]
+    score = partial(learned, items=items, seed=0, steps=2)
+    told: list[float] = []
+    alone = score(here, progress=lambda share: None)
+    with workers(monkeypatch, here) as (subject, _):
+        spread = score(subject, progress=told.append)
+    assert (alone.values == spread.values).all()
+    same(dict(alone.evidence), dict(spread.evidence))
+    assert told[-1] == 1.0
+
+
+def test_the_recurrent_side_goes_to_workers_too(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = heads.recurrent_side_of(here, "niah", 4, 0)
+    with workers(monkeypatch, here) as (subject, _):
+        same(alone.to_dict(), heads.recurrent_side_of(subject, "niah", 4, 0).to_dict())
+
+
+def test_a_unit_holds_all_requests_of_its_prompts_in_the_order_of_their_length() -> None:
+    prompts = [(1, 2, 3), (4, 5), (1, 2, 3), (6, 7), (8,)] * 20
+    cut = list(distant._slices([Request(prompt) for prompt in prompts]))
+    assert sorted(i for places in cut for i in places) == list(range(100))
+    assert [len(places) for places in cut] == [80, 20] or max(map(len, cut)) < distant.UNIT_REQUESTS + 40
+    assert all(len({n for n, places in enumerate(cut) if any(prompts[i] == p for i in places)}) == 1 for p in set(prompts))
+    lengths = [len(prompts[i]) for places in cut for i in places]
+    assert lengths == sorted(lengths)
+
+
+def test_what_workers_refuse_is_refused_in_their_words(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    with workers(monkeypatch, here) as (subject, _), pytest.raises(NeedleworkError, match="has no layer 99"):
+        list(subject.engine.run([Request((1, 2, 3), "ablate_attention(layers=[99])")]))
+    doomed = workers(monkeypatch, here, dies=lambda worker, call, method: method == "do")
+    with doomed as (subject, _), pytest.raises(NeedleworkError, match="ended 3 workers.*take fewer workers or larger nodes"):
+        nw.rank(subject, "copy_score", samples=4)
+
+
+def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    done = CliRunner().invoke(app, ["heads", MODEL, "--ray"])
+    assert done.exit_code == 2
+    assert "pip install 'needlework[ray]'" in done.output
+
+
+@pytest.mark.slow
+def test_a_worker_killed_in_the_middle_changes_no_ranking(nodes: Nodes, tmp_path: Path, one_thread: None) -> None:  # noqa: F811
+    words = [MODEL, "--by", "copy_score", "--by", "leave_one_out", "--by", "greedy", "--samples", "40", "--held-out", "60"]
+    out, alone = tmp_path / "out", tmp_path / "alone"
+    command = [sys.executable, "-m", "needlework", "heads", *words]
+    process = subprocess.Popen([*command, "--out", str(out), "--ray", nodes.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    os.kill(until(process, nodes.workers)[0], signal.SIGKILL)
+    _, said = process.communicate(timeout=280)
+    assert process.returncode == 0, said
+    assert b"a worker was lost" in said, said
+    done = CliRunner().invoke(app, ["heads", *words, "--out", str(alone)])
+    assert done.exit_code == 0, done.output
+    files = sorted(path.name for path in alone.glob("*.json"))
+    assert len(files) == 4
+    for name in files:
+        same(json.loads((alone / name).read_text()), json.loads((out / name).read_text()), name)
