@@ -24,7 +24,8 @@ QUIET_STOP = "stop_quietly"  # the handler of `__main__`, until a command begins
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 EXAMPLES: list[str] = []  # one for each command, in the order of the commands
 F = TypeVar("F", bound=Callable[..., None])
-Model = Annotated[str, typer.Argument(help="A directory, a .gguf file, a hub id, or a name from `needlework zoo`.")]
+MODEL_HELP = "A directory, a .gguf file, a hub id, or a name from `needlework zoo`."
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
 PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan in YAML, or a shipped one's name (`needlework plans`).")]
 PlanModels = Annotated[
     list[str],
@@ -91,13 +92,24 @@ class _Command(TyperCommand):
     """A command whose option --ray may stand without an address."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if "--ray" in args:
-            from needlework.experiments.cluster import LOCAL, is_address
+        if "--ray" not in args:
+            return super().parse_args(ctx, args)
+        from needlework.experiments.cluster import LOCAL, is_address
 
-            after = args.index("--ray") + 1
-            if not (args[after:] and is_address(args[after])):
-                args = [*args[:after], LOCAL, *args[after:]]
-        return super().parse_args(ctx, args)
+        after = args.index("--ray") + 1
+        following = "".join(args[after : after + 1])
+        if following and is_address(following):
+            return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, [*args[:after], LOCAL, *args[after:]])
+        except Exception as error:  # typer has no public name for a wrong use of a command
+            if "unexpected extra argument" not in str(error).lower() or following.startswith("-"):
+                raise
+            raise typer.BadParameter(
+                f"--ray {shown(following)} is no address of a Ray cluster, and without it there is an argument too many; give"
+                " --ray alone or --ray local (a cluster of this machine), --ray auto, or --ray HOST:PORT of its head node",
+                ctx,
+            ) from None
 
 
 @contextmanager

@@ -162,7 +162,9 @@ def test_a_worker_killed_in_the_middle_changes_no_ranking(nodes: Nodes, tmp_path
     words = [MODEL, "--by", "copy_score", "--by", "leave_one_out", "--by", "greedy", "--samples", "40", "--held-out", "60"]
     out, alone = tmp_path / "out", tmp_path / "alone"
     command = [sys.executable, "-m", "needlework", "heads", *words]
-    process = subprocess.Popen([*command, "--out", str(out), "--ray", nodes.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*command, "--out", str(out), "--ray", nodes.address], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     os.kill(until(process, nodes.workers)[0], signal.SIGKILL)
     _, said = process.communicate(timeout=280)
     assert process.returncode == 0, said

@@ -12,6 +12,7 @@ import typer
 import needlework as nw
 from needlework.options import (
     FAILED,
+    MODEL_HELP,
     ClusterOptions,
     Interventions,
     Json,
@@ -84,8 +85,8 @@ def doctor(
 
 @command("needlework heads tiny-griffin --out heads-of-griffin")
 def heads(
-    model: Model,
     loading: LoadingOptions,
+    model: Annotated[str | None, typer.Argument(help=f"{MODEL_HELP} --methods needs none.", show_default=False)] = None,
     by: Annotated[
         list[str], typer.Option(help="A method, or all; may be repeated. Default: those that look once, and greedy.")
     ] = [],  # noqa: B006
@@ -122,6 +123,8 @@ def heads(
     if methods:
         listed = tables.methods()
         return show(listed.sheet(), [dict(zip(listed.columns, row, strict=True)) for row in listed.rows], as_json)
+    if model is None:
+        raise nw.NeedleworkError("which model? e.g. `needlework heads tiny-griffin`; `needlework zoo` lists those that are here")
     if recurrent and (by or import_ or export):
         raise nw.NeedleworkError("--recurrent ranks groups of the recurrent side: it goes without --by, --import and --export")
     tables.check_out(out, export)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from textwrap import fill
 from typing import Any
 
 from needlework.experiments.actors import room
@@ -16,6 +17,7 @@ from needlework.experiments.plan import Plan
 from needlework.experiments.run import chunked
 from needlework.experiments.trials import Work, expand
 
+WIDTH = 80  # of a terminal
 LAPTOP_CORES, LAPTOP_BYTES = 8, 32e9
 _SPARE = 1.15  # of the weights: prompts and answers want room, too
 
@@ -46,16 +48,20 @@ class Placement:
         return asdict(self)
 
     def text(self) -> str:
-        heads = ("model", "questions", "units", "weights", "workers here", "hours here", "laptop", "GPUs", "1 worker", "8 GPUs")
-        rows = [heads, *(_cells(place) for place in self.places)]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
-        lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+        notes = (
+            f"here: {self.here}",
+            f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB; times of one worker and of eight"
+            " GPUs come from published peaks (docs/scale.md) and are not measured",
+        )
+        sizes = ("model", "questions", "units", "weights", "workers here", "GPUs a worker")
+        times = ("time", "here", "laptop", "one GPU worker", "8 GPUs")
         return "\n".join(
             [
-                *lines,
-                f"here: {self.here}",
-                f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB that a worker needs; hours"
-                " of one worker and of eight GPUs come from published peaks (docs/scale.md) and are not measured",
+                *_columns([sizes, *map(_sizes, self.places)]),
+                "",
+                *_columns([times, *map(_times, self.places)]),
+                "",
+                *(fill(note, WIDTH) for note in notes),
             ]
         )
 
@@ -98,22 +104,30 @@ def _on(work: Work, device: str) -> Work:
     return replace(work, model=replace(work.model, model=replace(model, loading=model.loading.but(device=device))))
 
 
-def _cells(place: Place) -> Sequence[str]:
+def _columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
+
+
+def _sizes(place: Place) -> Sequence[str]:
     return (
         place.model,
         f"{place.questions:,}",
         f"{place.units:,}",
         f"{place.weights_bytes / 1e9:,.1f} GB",
         f"{place.workers:,}",
-        _hours(place.here_hours),
-        _hours(place.laptop_hours),
         str(place.gpus_per_worker),
-        _hours(place.gpu_hours),
-        _hours(place.gpus8_hours),
     )
 
 
-def _hours(hours: float | None) -> str:
+def _times(place: Place) -> Sequence[str]:
+    return (place.model, *map(_time, (place.here_hours, place.laptop_hours, place.gpu_hours, place.gpus8_hours)))
+
+
+def _time(hours: float | None) -> str:
     if hours is None:
         return "no room"
-    return f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+    seconds = 3600 * hours
+    if seconds < 1:
+        return "below 1 s"
+    return f"{seconds:.0f} s" if seconds < 60 else f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"

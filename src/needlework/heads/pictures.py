@@ -15,6 +15,7 @@ from needlework.heads.survey import Survey
 from needlework.report.charts import COLORS, EDGE, HEAT, STYLE, write
 from needlework.stats import Estimate, percent
 
+_BESIDE = 1.8  # between curves, in points
 NAMES = ("heads", "curves", "static-or-dynamic")
 
 
@@ -59,7 +60,8 @@ def _maps(survey: Survey) -> Any:
         ranking = survey.rankings[name]
         values = ranking.scores or {head: float(-i) for i, head in enumerate(ranking.order)}
         grid = np.array([[values.get(Head(layer.index, i), np.nan) for i in range(across)] for layer in layers])
-        ax.imshow(grid, cmap=heat, aspect="auto", interpolation="nearest")
+        image = ax.imshow(grid, cmap=heat, aspect="auto", interpolation="nearest")
+        _scale(canvas, ax, image, grid, "" if ranking.scores else "place")
         place = {layer.index: row for row, layer in enumerate(layers)}
         for head in ranking.top(heads_of_share(SHARE, len(ranking.order))):
             ax.plot(head.index, place[head.layer], "o", markersize=2.6, color=EDGE, markeredgecolor="white", markeredgewidth=0.3)
@@ -74,16 +76,26 @@ def _maps(survey: Survey) -> Any:
     return canvas
 
 
+def _scale(canvas: Any, ax: Any, image: Any, grid: np.ndarray, label: str) -> None:
+    """A colour bar with the lowest and the highest score of a map: each has a scale of its own."""
+    ends = sorted({float(np.nanmin(grid)), float(np.nanmax(grid))})
+    bar = canvas.colorbar(image, ax=ax, ticks=ends, fraction=0.08, pad=0.03, aspect=12)
+    bar.ax.set_yticklabels([f"{1 - end:.0f}" if label else f"{end:.2g}" for end in ends])
+    bar.ax.tick_params(labelsize=5.5, length=1.5)
+    bar.set_label(label, fontsize=5.5)
+
+
 def _curves(survey: Survey) -> Any:
-    """Retrieval against heads kept, with the area under each curve."""
+    """Retrieval against heads kept, with the area under each curve. Points of several curves stand side by side, not in a heap."""
     canvas = _canvas(5.2, 3.2)
     ax = canvas.subplots()
     ordered = sorted(survey.curves.values(), key=lambda curve: -curve.area.value)
     colored = [curve for curve in ordered if curve.name != RANDOM]
     for i, curve in enumerate(colored):
-        _line(ax, curve, COLORS[1 + i % (len(COLORS) - 1)], "-" if i < len(COLORS) - 1 else "--")
+        aside = _BESIDE * (i - (len(ordered) - 1) / 2)
+        _line(ax, curve, COLORS[1 + i % (len(COLORS) - 1)], "-" if i < len(COLORS) - 1 else "--", aside)
     if RANDOM in survey.curves:
-        _line(ax, survey.curves[RANDOM], COLORS[0], ":")
+        _line(ax, survey.curves[RANDOM], COLORS[0], ":", _BESIDE * (len(ordered) - 1) / 2)
     heads = ordered[0].heads
     if survey.smallest:
         ax.axvline(len(survey.smallest.heads), color=EDGE, linewidth=0.8, linestyle="--")
@@ -103,11 +115,16 @@ def _curves(survey: Survey) -> Any:
     return canvas
 
 
-def _line(ax: Any, curve: Curve, color: str, style: str) -> None:
+def _line(ax: Any, curve: Curve, color: str, style: str, aside: float) -> None:
+    """Points with bars for their intervals, moved aside by so many points of the paper: the axis is no plain scale."""
+    from matplotlib.transforms import ScaledTranslation
+
     points = [curve.at(k) for k in curve.ks]
     label = f"{curve.name} {percent(curve.area.value)}"
-    ax.plot(curve.ks, [p.value for p in points], style, color=color, linewidth=1.3, marker="o", markersize=2.2, label=label)
-    ax.fill_between(curve.ks, [p.low for p in points], [p.high for p in points], color=color, alpha=0.1, linewidth=0)
+    moved = ax.transData + ScaledTranslation(aside / 72, 0, ax.figure.dpi_scale_trans)
+    spread = np.maximum([[p.value - p.low for p in points], [p.high - p.value for p in points]], 0)
+    looks = {"linewidth": 1.1, "marker": "o", "markersize": 2.2, "elinewidth": 0.6, "capsize": 1.0, "capthick": 0.6}
+    ax.errorbar(curve.ks, [p.value for p in points], yerr=spread, fmt=style, color=color, label=label, transform=moved, **looks)
 
 
 def _dynamic(survey: Survey) -> Any:

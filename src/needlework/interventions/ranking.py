@@ -16,6 +16,7 @@ from needlework.files import read_text, whole
 
 FORMAT, VERSION = "needlework ranking", 1
 OF_TENSORS = "tensors:"  # begins the hash of a model that comes from no file
+AND_CONFIG = "+"  # and what follows it is of its configuration; older files lack that
 MOST_BYTES = 64 * 2**20  # of a file: a hundred times the largest model's
 _CURE = "give a file that `needlework heads` or Ranking.save wrote"
 
@@ -130,10 +131,11 @@ class Ranking(BaseModel):
                 f"{self._named} does not cover heads {[tuple(head) for head in missing[:5]]} of this model: rank it anew"
             )
         kinds = {name.startswith(OF_TENSORS) for name in (weights, self.model.weights)}  # those of files say nothing of tensors
-        if weights and self.model.weights and len(kinds) == 1 and weights != self.model.weights:
+        both = zip(weights.split(AND_CONFIG), self.model.weights.split(AND_CONFIG), strict=False)  # as far as both say it
+        if weights and self.model.weights and len(kinds) == 1 and any(ours != theirs for ours, theirs in both):
             raise NeedleworkError(
-                f"{self._named} is of other weights ({self.model.weights[:16]}, {self.model.architecture}) than this model has"
-                f" ({weights[:16]}): rank it anew, or, if the order is meant for it all the same, give ranking.unsigned()"
+                f"{self._named} is of other weights ({_short(self.model.weights)}, {self.model.architecture}) than this model has"
+                f" ({_short(weights)}): rank it anew, or, if the order is meant for it all the same, give ranking.unsigned()"
             )
 
     def unsigned(self) -> Ranking:
@@ -221,3 +223,8 @@ def read_json(path: Path | str) -> Any:
         if isinstance(error, NeedleworkError):
             raise
         raise NeedleworkError(f"{path}: is no JSON ({str(error)[:100]}); {_CURE}") from None
+
+
+def _short(weights: str) -> str:
+    tensors, mark, config = weights.partition(AND_CONFIG)
+    return tensors[:16] + mark + config[:4]

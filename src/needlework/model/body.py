@@ -19,11 +19,11 @@ from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
 from needlework.interventions.attention import rankings
 from needlework.interventions.base import Intervention
-from needlework.interventions.ranking import OF_TENSORS
+from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
 from needlework.model.attention import NAME, Forward, Observer, current
 from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family
-from needlework.model.files import weights_hash
+from needlework.model.files import config_hash, weights_hash
 from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, holder, hooked
 from needlework.model.patches import fast_kernels
@@ -288,9 +288,9 @@ def _train(modules: Sequence[nn.Module]) -> None:
 
 
 def _tensors_hash(model: Any) -> str:
-    """Which weights these are, and which of their heads stream, of a model that comes from no file."""
+    """Which weights these are, which of their heads stream, and what is computed with them, of a model from no file."""
     total = hashlib.sha256(repr(getattr(model.config, ENTRY, None)).encode())
     for name, tensor in sorted(model.state_dict().items()):
         total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return f"{OF_TENSORS}{total.hexdigest()[:32]}"
+    return f"{OF_TENSORS}{total.hexdigest()[:32]}{AND_CONFIG}{config_hash(model.config.to_dict())}"

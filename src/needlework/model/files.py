@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -173,6 +173,18 @@ def weights_hash(place: Path) -> str:
     kept = {key: value for key, value in config.items() if key not in _NOT_THE_MODEL}
     text = hash_files(weight_files(place)) + json.dumps(kept, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """Of a configuration in memory, what changes answers: no names, paths, versions, and nothing that is private to a session."""
+
+    def kept(value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {key: kept(one) for key, one in value.items() if key not in _NOT_THE_MODEL and not str(key).startswith("_")}
+
+    text = json.dumps(kept(config), sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def hash_files(files: Iterable[Path]) -> str:

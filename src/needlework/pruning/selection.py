@@ -22,6 +22,7 @@ Keep = int | float | str | Path | Ranking | Sequence[tuple[int, int]]
 METHOD = "needle_mass"  # the cheapest: one pass
 RANKING_SAMPLES, RANKING_SEED = 100, 1  # figures are measured on another one (figures.py)
 _NUMBER = r"\d+(?:\.\d+)?"
+_SAY_HOW_MANY = "say how many of them stay, e.g. heads.json:10"
 _HOW = "give a number of heads (10), a share of them (0.33), or a ranking, with or without a number: heads.json, heads.json:10"
 
 
@@ -50,17 +51,23 @@ def choose(subject: Subject, keep: Keep, progress: bool = False) -> Choice:
     every = subject.anatomy.heads
     if not every:
         raise NeedleworkError(f"{subject.anatomy.architecture} has no attention heads that could be pruned")
+    named = not isinstance(keep, (Ranking, int, float)) and not _is_file(keep)
     if ranking is not None:
+        if named and (unknown := [head for head in ranking.order if head not in set(every)]):
+            raise NeedleworkError(
+                f"heads {' '.join(f'{head.layer}.{head.index}' for head in unknown[:5])} are to stay, which"
+                f" {subject.anatomy.architecture} has not; `needlework inspect` shows those that there are"
+            )
         _check(ranking, subject.anatomy, subject.body.weights if ranking.model.weights else "")
     elif count is not None:
         _count(count, len(every))  # before anything is measured
         ranking = by_needle_mass(subject, progress)
     assert ranking is not None
     if count is None and len(ranking.order) == len(every):
-        raise NeedleworkError(f"the ranking has all {len(every)} heads: say how many of them stay, e.g. heads.json:10")
+        raise NeedleworkError(f"all {len(every)} heads are {'named: name fewer' if named else f'ranked: {_SAY_HOW_MANY}'}")
     number = len(ranking.order) if count is None else _count(count, len(every))
     if number > len(ranking.order):
-        raise NeedleworkError(f"{number} heads are to stay, and the ranking has {len(ranking.order)}")
+        raise NeedleworkError(f"{number} heads are to stay, and the ranking file has {len(ranking.order)}")
     return Choice(ranking.top(number), ranking)
 
 
@@ -76,7 +83,7 @@ def _read(keep: Keep) -> tuple[Ranking | None, int | float | None]:
     text = str(keep).strip()
     if re.fullmatch(_NUMBER, text):
         return None, _number(text)
-    if re.fullmatch(r"\d+\.\d+(\s+\d+\.\d+)+", text):
+    if not _is_file(text):
         return Ranking.parse(text), None
     file, mark, number = text.rpartition(":")
     if mark and re.fullmatch(_NUMBER, number) and not Path(text).exists():
@@ -84,6 +91,11 @@ def _read(keep: Keep) -> tuple[Ranking | None, int | float | None]:
     if not Path(text).is_file():
         raise NeedleworkError(f"--keep {shown(text)} is no file and no number; {_HOW}")
     return Ranking.load(text), None
+
+
+def _is_file(keep: Keep) -> bool:
+    """Neither heads in a list, nor by name: "2.0 2.5"."""
+    return isinstance(keep, (str, Path)) and not re.fullmatch(r"\d+\.\d+(\s+\d+\.\d+)+", str(keep).strip())
 
 
 def _number(text: str) -> int | float:
