@@ -77,6 +77,13 @@ def test_bad_input_has_exit_code_2(arguments: list[str], says: str) -> None:
     assert (code, says in " ".join(said.split())) == (2, True), said
 
 
+def test_methods_are_listed_without_a_model_and_nothing_else_is_done_without_one() -> None:
+    code, said = run("--methods", "--json")
+    assert (code, [row["method"] for row in json.loads(said)]) == (0, list(table())), said
+    code, said = run("--samples", "6")
+    assert (code, "which model?" in said) == (2, True), said
+
+
 def test_a_plan_without_retrieval_is_refused(tmp_path: Path) -> None:
     plan = "models: [tiny-griffin-small]\nexperiments: {text: {tasks: [{kind: perplexity}], interventions: none}}\n"
     (tmp_path / "plan.yaml").write_text(plan)

@@ -128,6 +128,22 @@ def test_a_model_from_a_file_is_known_by_its_file_and_one_in_memory_by_its_tenso
     assert nw.wrap(model).body.weights != wrapped
 
 
+def test_a_model_in_memory_is_known_by_its_configuration_too_and_older_rankings_stay_good() -> None:
+    model = cases.build("llama")
+    weights = nw.wrap(model).body.weights
+    model.config.transformers_version, model.config._name_or_path = "9.9", "elsewhere"
+    assert nw.wrap(model).body.weights == weights, "names and versions change no answer"
+    model.config.rms_norm_eps *= 10
+    subject = nw.wrap(model)
+    assert subject.body.weights != weights
+    heads, (tensors, _) = subject.anatomy.heads, weights.split("+")
+    with pytest.raises(nw.NeedleworkError, match="is of other weights"):
+        Ranking(order=heads, model=Origin(weights=weights)).check(subject.anatomy, subject.body.weights)
+    Ranking(order=heads, model=Origin(weights=tensors)).check(subject.anatomy, subject.body.weights)  # it knew no more
+    with pytest.raises(nw.NeedleworkError, match="is of other weights"):
+        Ranking(order=heads, model=Origin(weights=tensors[:-1] + "x")).check(subject.anatomy, subject.body.weights)
+
+
 def test_heads_that_are_not_there_are_refused_in_keep_heads() -> None:
     subject = cases.subject("llama")
     with pytest.raises(nw.NeedleworkError, match=r"the ranking has heads \[\(7, 3\)\], which LlamaForCausalLM has not"):

@@ -92,9 +92,23 @@ def test_so_many_of_a_ranking(llama: Path, tmp_path: Path) -> None:
     assert choose(whole, f"{tmp_path}/all.json:0.25").heads == ranking.order[:4]
     assert choose(whole, tmp_path / "five.json").heads == ranking.order[:5]
     assert choose(whole, f"{tmp_path}/all.json:3").said_by == "ranking by mine, on 9 samples of niah"
-    for keep, why in ((tmp_path / "all.json", "say how many"), (f"{tmp_path}/five.json:6", "the ranking has 5")):
+    for keep, why in ((tmp_path / "all.json", "say how many"), (f"{tmp_path}/five.json:6", "the ranking file has 5")):
         with pytest.raises(nw.NeedleworkError, match=why):
             choose(whole, keep)
+
+
+def test_heads_that_were_named_are_not_called_a_ranking(llama: Path) -> None:
+    whole = nw.load(llama)
+    every = " ".join(f"{head.layer}.{head.index}" for head in whole.anatomy.heads)
+    named = [(0, 0), (9, 9)]
+    for keep, why in (
+        ("0.0 9.9", "heads 9.9 are to stay, which"),
+        (named, "heads 9.9 are"),
+        (every, "heads are named: name fewer"),
+    ):
+        with pytest.raises(nw.NeedleworkError, match=why) as told:
+            choose(whole, keep)
+        assert "ranking" not in str(told.value)
 
 
 def test_what_is_pruned_already_and_what_is_quantised_is_refused(llama: Path, tmp_path: Path) -> None:

@@ -79,6 +79,20 @@ def test_the_option_may_stand_without_an_address(
     assert "give --ray, too" in refused.output
 
 
+@pytest.mark.parametrize(
+    "words", [["run", "demo", "--ray", "nonsense"], ["run", "--ray", "head", "demo"], ["heads", "x", "--ray", "y"]]
+)
+def test_a_word_that_is_no_address_is_named_with_what_would_be_one(words: list[str]) -> None:
+    refused = CliRunner().invoke(app, words)
+    said = " ".join(refused.output.replace("│", " ").split())
+    assert refused.exit_code == 2, said
+    assert f"--ray '{words[words.index('--ray') + 1]}' is no address of a Ray cluster" in said, said
+    assert "--ray HOST:PORT of its head node" in said
+    other = CliRunner().invoke(app, ["run", "demo", "more", "--ray", "--workers", "2"])
+    assert other.exit_code == 2
+    assert "no address" not in other.output, "what follows is an option: the word too many is another one"
+
+
 def test_a_node_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = Cluster(threads=torch.get_num_threads()).models()
     info = source.look(Model("here", "griffin", "tiny-griffin-small"))

@@ -146,7 +146,7 @@ def test_what_workers_refuse_is_refused_in_their_words(here: nw.Subject, monkeyp
     with workers(monkeypatch, here) as (subject, _), pytest.raises(NeedleworkError, match="has no layer 99"):
         list(subject.engine.run([Request((1, 2, 3), "ablate_attention(layers=[99])")]))
     doomed = workers(monkeypatch, here, dies=lambda worker, call, method: method == "do")
-    with doomed as (subject, _), pytest.raises(NeedleworkError, match="ended 3 workers.*take fewer workers or larger nodes"):
+    with doomed as (subject, _), pytest.raises(NeedleworkError, match=r"ended 3 workers.*take fewer workers or larger nodes"):
         nw.rank(subject, "copy_score", samples=4)
 
 

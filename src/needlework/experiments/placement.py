@@ -50,8 +50,8 @@ class Placement:
     def text(self) -> str:
         notes = (
             f"here: {self.here}",
-            f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB; times of one worker and of eight"
-            " GPUs come from published peaks (docs/scale.md) and are not measured",
+            f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB; times of one worker and of"
+            " eight GPUs come from published peaks (docs/scale.md) and are not measured",
         )
         sizes = ("model", "questions", "units", "weights", "workers here", "GPUs a worker")
         times = ("time", "here", "laptop", "one GPU worker", "8 GPUs")

@@ -86,7 +86,7 @@ def _scale(canvas: Any, ax: Any, image: Any, grid: np.ndarray, label: str) -> No
 
 
 def _curves(survey: Survey) -> Any:
-    """Retrieval against heads kept, with the area under each curve. Points of several curves stand side by side, not in a heap."""
+    """Retrieval against heads kept, with the area under each curve. Points of several curves stand side by side."""
     canvas = _canvas(5.2, 3.2)
     ax = canvas.subplots()
     ordered = sorted(survey.curves.values(), key=lambda curve: -curve.area.value)
