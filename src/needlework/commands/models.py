@@ -114,8 +114,8 @@ def heads(
     """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
 
     Rankings are judged on samples that they have not seen. docs/heads.md says what each method and number means. With
-    --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut. On several workers:
-    `needlework heads tiny-griffin --ray --workers 2`.
+    --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut. On
+    several workers: `needlework heads tiny-griffin --ray --workers 2`.
     """
     from needlework.experiments.heads import check_methods, heads_of, opened, recurrent_side_of
     from needlework.heads import recurrent_views, tables

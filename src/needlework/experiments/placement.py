@@ -53,7 +53,7 @@ class Placement:
             f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB; times of one worker and of"
             " eight GPUs come from published peaks (docs/scale.md) and are not measured",
         )
-        sizes = ("model", "questions", "units", "weights", "workers here", "GPUs a worker")
+        sizes = ("model", "questions", "units", "weights", "workers", "GPUs each")
         times = ("time", "here", "laptop", "one GPU worker", "8 GPUs")
         return "\n".join(
             [

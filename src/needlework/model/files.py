@@ -178,10 +178,12 @@ def weights_hash(place: Path) -> str:
 def config_hash(config: Mapping[str, Any]) -> str:
     """Of a configuration in memory, what changes answers: no names, paths, versions, and nothing that is private to a session."""
 
+    dropped = (*_NOT_THE_MODEL, "architectures")  # which is set when a model is saved
+
     def kept(value: Any) -> Any:
         if not isinstance(value, Mapping):
             return value
-        return {key: kept(one) for key, one in value.items() if key not in _NOT_THE_MODEL and not str(key).startswith("_")}
+        return {key: kept(one) for key, one in value.items() if key not in dropped and not str(key).startswith("_")}
 
     text = json.dumps(kept(config), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
