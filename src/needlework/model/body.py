@@ -122,6 +122,15 @@ class Body:
             stack.callback(_train, training)
             yield
 
+    @contextmanager
+    def chunks_of(self, tokens: int) -> Iterator[None]:
+        """While open, chunks have at most so many tokens; 0 leaves them as they are."""
+        usual, self.chunk = self.chunk, min(self.chunk, tokens or self.chunk)
+        try:
+            yield
+        finally:
+            self.chunk = usual
+
     def _hooked(self, rows: Rows, memory: Memory) -> AbstractContextManager[None]:
         """Hooks on the modules that this batch acts on and on no other: torch is slower through hooked modules."""
         dropped = {layer for layer, edits in rows.attention.items() if edits.dropped is not None}

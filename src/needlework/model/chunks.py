@@ -65,7 +65,7 @@ def sdpa_in_blocks(
 
 
 def _on_cpu(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kwargs: dict[str, Any]) -> Tensor:
-    """What `sdpa_attention_forward` computes, bit for bit; but a CPU's kernel reads keys of several query heads where they lie."""
+    """What `sdpa_attention_forward` computes, bit for bit; a CPU's kernel reads keys of several query heads where they lie."""
     if kwargs["position_bias"] is not None:
         mask = create_position_bias_mask(kwargs["position_bias"], mask, False, query, key)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=kwargs.get("scaling"), enable_gqa=True)
