@@ -29,6 +29,7 @@ from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, holder, hooked
 from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
+from needlework.model.room import room_for
 from needlework.model.session import slow_kernel_hints, turn
 from needlework.model.streaming import ENTRY
 from needlework.receipts import Tally
@@ -189,12 +190,13 @@ class Body:
         if positions is None:
             positions = torch.arange(start, start + n, device=self.device).expand(ids.shape[0], -1)
         logits = []
-        for part in self._parts(start, n, rows, phase):
-            self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
-            last = part.stop == n
-            out = self._forward(ids[:, part], positions[:, part], memory, phase, rows, tally, keep == "all")
-            if keep == "all" or last:
-                logits.append(out)
+        with room_for(memory.cache, start + n) if n > self.chunk else nullcontext():
+            for part in self._parts(start, n, rows, phase):
+                self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
+                last = part.stop == n
+                out = self._forward(ids[:, part], positions[:, part], memory, phase, rows, tally, keep == "all")
+                if keep == "all" or last:
+                    logits.append(out)
         return torch.cat(logits, 1) if len(logits) > 1 else logits[0]
 
     def _parts(self, start: int, n: int, rows: Rows, phase: Phase) -> list[slice]:
