@@ -94,8 +94,18 @@ def table(anatomy: Anatomy, name: str = "") -> Group:
     reason = f"\nno recurrent side to switch off: {anatomy.no_mixer_reason}" if anatomy.no_mixer_reason else ""
     mixers = sorted({f"{part.mixer} ({part.made_of})" for _, part in anatomy.recurrent_parts()})
     notes = f"* at a context of 2,048 tokens; {window}; mixer: {', '.join(mixers) or 'none'}"
+    notes += f"; {_long_prompts(anatomy)}"
     title = f"{name}: {anatomy.architecture} ({anatomy.model_type})".removeprefix(": ")
     return Group(Text(title), rows, totals, Text(f"\n{notes}{reason}"))
+
+
+def _long_prompts(anatomy: Anatomy) -> str:
+    from needlework.model.chunks import CHUNK_TOKENS
+    from needlework.model.families import family
+
+    if family(anatomy.model_type).continues_prefill(fast=True):
+        return f"long prompts are read in chunks of {CHUNK_TOKENS:,} tokens"
+    return "long prompts are read in one piece: its state does not take a second one"
 
 
 def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answer]) -> Table:

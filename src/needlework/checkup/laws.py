@@ -138,8 +138,11 @@ def continued_is_one_shot(case: Case) -> Finding:
     found = 0.0
     for option, logprobs in zip(options, answer.option_logprobs, strict=True):
         found = worst(found, case.follows(logprobs, case.subject.logits([start + option])[0, cut - 1 : -1], option))
-    how = "in two pieces" if case.subject.body.continues else "token by token after the first piece, as this model needs it"
-    return near(found, case.between_routes, f"{case.tokens} tokens read {how} against one forward")
+    body = case.subject.body
+    how, long = "in two pieces", f"long prompts are read in chunks of {body.chunk:,} tokens"
+    if not body.continues:
+        how, long = "token by token after the first piece, as this model needs it", "long prompts are read in one piece"
+    return near(found, case.between_routes, f"{case.tokens} tokens read {how} against one forward; {long}")
 
 
 def forked_rows_do_not_mix(case: Case) -> Finding:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
@@ -12,6 +12,7 @@ import torch
 from needlework.engine.reading import readings_of
 from needlework.errors import NeedleworkError
 from needlework.model.body import Body
+from needlework.model.chunks import LEAST_CHUNK
 from needlework.requests import Prepared
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class Costs:
     head: int = 0  # weights that are multiplied with where a token is to be said
     experts: float = 0.0  # part of all weights
     active: float = 1.0  # part of the experts that a token goes through
+    chunk: int = 0  # the most tokens of a prompt that are read at once; 0: all of them
 
     @staticmethod
     def of(body: Body, value_bytes: int | None = None) -> Costs:
@@ -59,11 +61,16 @@ class Costs:
             embedding,
             experts / anatomy.parameters,
             active,
+            body.chunk if body.continues else 0,
         )
 
-    def prompt(self, tokens: int) -> int:
+    def prompt(self, tokens: int, one_piece: bool = False) -> int:
         """Peak while a prompt is read, its memory included."""
-        return tokens * (2 * self.kv_per_token + self.activations_per_token) + self.state
+        return tokens * 2 * self.kv_per_token + self.reading(tokens, one_piece) + self.state
+
+    def reading(self, tokens: int, one_piece: bool = False) -> int:
+        """What a forward takes while a prompt is read: all of it at once, or a chunk at a time."""
+        return (tokens if one_piece or not self.chunk else min(tokens, self.chunk)) * self.activations_per_token
 
     def row(self, item: Prepared) -> int:
         """What one request adds: a row that decodes, or one for each option: their tokens are read at once, all logits kept."""
@@ -77,19 +84,33 @@ class Costs:
     def batch(self, items: Sequence[Prepared]) -> int:
         """Rows that are read and go on together: each reading once, and each prompt that several of them are of once more."""
         readings = _Readings()
-        return sum(map(self.row, items)) + sum(map(readings.add, items)) * self.prompt(items[0].prefill_tokens)
+        return sum(self.row(item) + readings.add(item) * self.prompt(item.prefill_tokens, item.one_piece) for item in items)
 
-    def check(self, limit: int | None, items: Iterable[Prepared]) -> None:
-        """Refuse a limit that not even one request at a time stays within, with the least that does."""
+    def within(self, limit: int | None, items: Iterable[Prepared]) -> Costs:
+        """What it takes with chunks as small as this limit wants them.
+
+        Refuses a limit that not even one request at a time stays within, with the least that does.
+        """
         if limit is None:
-            return
-        needs, tokens = max(((self.batch([item]), item.tokens_read) for item in items), default=(0, 0))
+            return self
+        items, costs = list(items), self
+        while (most := max(((costs.batch([item]), item.tokens_read) for item in items), default=(0, 0)))[0] > limit:
+            smaller = costs.in_smaller_chunks()
+            if smaller is None:
+                break
+            costs = smaller
+        needs, tokens = most
         if needs > limit:
             raise NeedleworkError(
                 f"memory: {amount(limit)} is too little: one request of {tokens:,} tokens takes about {amount(needs)}, beside"
                 f" {amount(self.weights)} of weights and what Python and its libraries take (about 500MiB). Give"
                 f" {amount(needs)} or more, or shorter prompts"
             )
+        return costs
+
+    def in_smaller_chunks(self) -> Costs | None:
+        """With chunks of half the size; None where they are all of a prompt, or as small as they get."""
+        return replace(self, chunk=self.chunk // 2) if self.chunk >= 2 * LEAST_CHUNK else None
 
 
 class _Readings:
@@ -124,10 +145,11 @@ class Budget:
     def __init__(self, body: Body, limit: int | None) -> None:
         self.given = limit
         self.limit = limit or default_limit(body.device)
-        self.costs = Costs.of(body)
+        self.costs = self._usual = Costs.of(body)
 
-    def check(self, items: Iterable[Prepared]) -> None:
-        self.costs.check(self.given, items)
+    def check(self, items: Iterable[Prepared]) -> Costs:
+        """What these requests take, in chunks that fit; refuses them if none do."""
+        return self._usual.within(self.given, items)
 
     def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Track]) -> bool:
         """Whether a batch may be read while these trials decode."""
@@ -146,7 +168,7 @@ class Budget:
         readings, used = _Readings(), 0
         for pair in sorted(requests, key=order):
             item = pair[1]
-            row, prompt = self.costs.row(item), self.costs.prompt(item.prefill_tokens)
+            row, prompt = self.costs.row(item), self.costs.prompt(item.prefill_tokens, item.one_piece)
             cost = row + readings.add(item) * prompt
             other = batch and (
                 batch[0][1].prefill_tokens != item.prefill_tokens or batch[0][1].request.decodes_last != item.request.decodes_last

@@ -92,7 +92,8 @@ class Depth:
         """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, reading in enumerate(readings):
-            prompts[reading.tokens].append(i)
+            if len(reading.tokens) <= self.body.chunk or not self.body.continues:  # of long ones, what is recorded would be large
+                prompts[reading.tokens].append(i)
         shared = [i for members in prompts.values() if len(members) > 1 for i in members]
         if not shared or not self._possible():
             return {}

@@ -60,8 +60,9 @@ class Engine:
         for item in prepared:
             self.body.check_length(item.tokens_read)
             self.body.check_rankings(item.request.intervention)
-        self.budget.check(prepared)
-        with self.body.session():  # before anything of this engine is set: another thread's run may not be over
+        costs = self.budget.check(prepared)
+        with self.body.session(), self.body.chunks_of(costs.chunk):  # before anything of this engine is set: another
+            self.budget.costs = costs  # thread's run may not be over
             self.reader = Reader(self.body, self.depth)
             readings = [reading for item in prepared for reading in readings_of(item).values() if reading.tokens]
             self._to_read = sum({reading.key: len(reading.tokens) for reading in readings}.values())
@@ -86,7 +87,7 @@ class Engine:
             except Exception as error:
                 if not out_of_memory(error):
                     raise
-                self._halve(batch, pending, error)
+                self._halve(batch, pending, error, reading=True)
             else:
                 self._answered += sum(_answer_tokens(item) for _, item in batch)
                 yield from answers
@@ -124,15 +125,27 @@ class Engine:
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            self._halve(batch, pending, error)
+            self._halve(batch, pending, error, reading=True)
             return decoder, []
 
-    def _halve(self, batch: Batch, pending: deque[Batch], error: Exception) -> None:
+    def _halve(self, batch: Batch, pending: deque[Batch], error: Exception, reading: bool = False) -> None:
         if len(batch) == 1:
+            if reading and self._shorter_chunks(batch[0][1]):
+                pending.appendleft(batch)
+                return
             raise MemoryError(f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory") from error
         fewer = self._most = (len(batch) + 1) // 2  # also for what joins later: it would run out again
         logger.warning("out of memory with %d rows: going on with %d", len(batch), fewer)
         pending.extendleft(reversed(list(self.budget.batches(batch, fewer))))
+
+    def _shorter_chunks(self, item: Prepared) -> bool:
+        """From now on, chunks are half as long; False if that would not help this request."""
+        costs = self.budget.costs.in_smaller_chunks()
+        if costs is None or item.one_piece or item.prefill_tokens <= costs.chunk:
+            return False
+        self.budget.costs, self.body.chunk = costs, costs.chunk
+        logger.warning("out of memory with one prompt: going on in chunks of %d tokens", costs.chunk)
+        return True
 
     def _start(self, batch: Batch) -> tuple[Decoder | None, list[Track]]:
         """Read what the batch shares, fork it, and take the first token where prefill produces it."""

@@ -76,7 +76,7 @@ def run(
     works = [expand(asked, source.look(model)) for model in asked.models.values()]
     for work in works:
         if work.model.costs is not None:
-            work.model.costs.check(source.memory_bytes, _largest(work))
+            work.model.costs.within(source.memory_bytes, _largest(work))
     with claimed(out) as folder, cluster.joined() if cluster else nullcontext(alone) as hire:
         store = Store(folder, create=True)
         try:

@@ -22,6 +22,7 @@ from transformers.masking_utils import and_masks, causal_mask_function, padding_
 
 from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
+from needlework.model.chunks import sdpa_in_blocks, too_large
 from needlework.model.edits import LayerEdits
 from needlework.model.keys import Keys, OwnKeys, SharedPrefix
 from needlework.model.streaming import Split, SplitKeys
@@ -30,7 +31,8 @@ from needlework.requests import Request
 
 NAME = "needlework"
 SDPA_BLOCK = 128  # queries
-FEWEST_QUERIES = 16  # of a block
+FEWEST_QUERIES = 16  # of a block with up to MANY_KEYS keys; with more there are fewer, so that blocks do not grow with the prompt
+MANY_KEYS = 8192
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one query block; small blocks stay in cache
 
 
@@ -121,7 +123,7 @@ def _mask(
     """Stock SDPA's mask when nothing is touched; else a stand-in without memory that the attention function recognises."""
     forward = _CURRENT.get()
     args = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-    if forward is None or not forward.own_maths:
+    if forward is None or not (forward.own_maths or (too_large(q_length, kv_length) and not forward.dense_masks)):
         stock: Tensor | None = sdpa_mask(*args, **kwargs)
         return stock
     if forward.dense_masks or kwargs.get("use_vmap"):
@@ -185,6 +187,8 @@ def _sdpa(
 ) -> Tensor:
     """Stock SDPA. On a CPU it computes hidden keys too, so with fast kernels a long mask is cut into blocks of queries."""
     queries = query.shape[2]
+    if mask is not None and mask.untyped_storage().data_ptr() in forward.masks:
+        return sdpa_in_blocks(module, query, key, value, _block_mask(forward, mask, OwnKeys(key, value), len(query)), kwargs)
     if not forward.fast or mask is None or mask.dtype != torch.bool or queries < 2 * SDPA_BLOCK or query.device.type != "cpu":
         whole: Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
         return whole
@@ -195,6 +199,18 @@ def _sdpa(
         visible_to_it = (key[:, :, first:last], value[:, :, first:last], mask[:, :, part, first:last])
         parts.append(sdpa_attention_forward(module, query[:, :, part], *visible_to_it, **kwargs)[0])
     return torch.cat(parts, 1)
+
+
+def _block_mask(forward: Forward, mask: Tensor, keys: Keys, rows: int) -> Callable[[slice], tuple[Tensor, int, int]]:
+    """The mask of a block of queries, over the range of keys that any of them sees; made when it is asked for."""
+
+    def of(queries: slice) -> tuple[Tensor, int, int]:
+        visible = _visible(forward, mask, rows, queries, keys.count, mask.device)
+        assert visible is not None  # of one query alone no mask is too large
+        first, last = _key_range(visible, keys)
+        return visible[..., first:last], first, last
+
+    return of
 
 
 def _last_query(
@@ -209,6 +225,9 @@ def _last_query(
 ) -> Tensor:
     """Stock SDPA of the last query alone; what the other tokens' heads say, which nothing will read, is left at zero."""
     seen = None if mask is None else mask[:, :, -1:]
+    if mask is not None and mask.untyped_storage().data_ptr() in forward.masks:
+        queries = query.shape[2]
+        seen = _visible(forward, mask, len(query), slice(queries - 1, queries), key.shape[2], query.device)
     last = sdpa_attention_forward(module, query[:, :, -1:], key, value, seen, **kwargs)[0]
     out = last.new_zeros(last.shape[0], query.shape[2], *last.shape[2:])
     out[:, -1:] = last
@@ -272,7 +291,8 @@ def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys) -> i
     window = forward.windows.get(layer) or keys.count
     seen = min(keys.count, window + FEWEST_QUERIES) if keys.sliceable else keys.count
     budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
-    return min(queries, max(FEWEST_QUERIES, budget // (4 * rows * heads * seen)))
+    fewest = max(1, min(FEWEST_QUERIES, FEWEST_QUERIES * MANY_KEYS // seen))
+    return min(queries, max(fewest, budget // (4 * rows * heads * seen)))
 
 
 def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, kwargs: dict[str, Any]) -> Tensor:

@@ -21,6 +21,7 @@ from needlework.interventions.attention import rankings
 from needlework.interventions.base import Intervention
 from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
 from needlework.model.attention import NAME, Forward, Observer, current
+from needlework.model.chunks import CHUNK_TOKENS, chunks
 from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family
 from needlework.model.files import config_hash, weights_hash
@@ -28,6 +29,7 @@ from needlework.model.memory import Memory
 from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, holder, hooked
 from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
+from needlework.model.room import room_for
 from needlework.model.session import slow_kernel_hints, turn
 from needlework.model.streaming import ENTRY
 from needlework.receipts import Tally
@@ -44,6 +46,11 @@ class Rows:
     attention: dict[int, LayerEdits] = field(default_factory=dict)
     mixers: dict[int, MixerEdits] = field(default_factory=dict)
     clears: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # position -> layer -> rows
+
+    @property
+    def one_piece(self) -> bool:
+        """Some row's acts look at all queries of a prompt at once."""
+        return any(edits.needs_all_queries for edits in self.attention.values())
 
     def select(self, rows: Tensor) -> Rows:
         places = {int(row): i for i, row in enumerate(rows)}
@@ -71,6 +78,7 @@ class Body:
         self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
         self.observer: Observer | None = None
         self.last_only: int | None = None  # a layer of whose queries only the last one will be read
+        self.chunk = CHUNK_TOKENS  # the most tokens of a prompt that are read in one forward, where a prefill can go on
         self.device = next(model.parameters()).device
         self.source: Path | None = None  # the directory or file that it was loaded from
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
@@ -114,6 +122,15 @@ class Body:
             self.model.eval()
             stack.callback(_train, training)
             yield
+
+    @contextmanager
+    def chunks_of(self, tokens: int) -> Iterator[None]:
+        """While open, chunks have at most so many tokens; 0 leaves them as they are."""
+        usual, self.chunk = self.chunk, min(self.chunk, tokens or self.chunk)
+        try:
+            yield
+        finally:
+            self.chunk = usual
 
     def _hooked(self, rows: Rows, memory: Memory) -> AbstractContextManager[None]:
         """Hooks on the modules that this batch acts on and on no other: torch is slower through hooked modules."""
@@ -173,19 +190,24 @@ class Body:
         if positions is None:
             positions = torch.arange(start, start + n, device=self.device).expand(ids.shape[0], -1)
         logits = []
-        for part in self._parts(start, n, rows):
-            self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
-            last = part.stop == n
-            out = self._forward(ids[:, part], positions[:, part], memory, phase, rows, tally, keep == "all")
-            if keep == "all" or last:
-                logits.append(out)
+        with room_for(memory.cache, start + n) if n > self.chunk else nullcontext():
+            for part in self._parts(start, n, rows, phase):
+                self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
+                last = part.stop == n
+                out = self._forward(ids[:, part], positions[:, part], memory, phase, rows, tally, keep == "all")
+                if keep == "all" or last:
+                    logits.append(out)
         return torch.cat(logits, 1) if len(logits) > 1 else logits[0]
 
-    def _parts(self, start: int, n: int, rows: Rows) -> list[slice]:
-        """Cut where a state must be cleared first, and into single tokens where the model cannot continue a prefill."""
+    def _parts(self, start: int, n: int, rows: Rows, phase: Phase) -> list[slice]:
+        """Cut where a state must be cleared first, and into single tokens where the model cannot continue a prefill.
+
+        Where it can, long prompts are cut into chunks.
+        """
         if start and n > 1 and not self.continues:
             return [slice(i, i + 1) for i in range(n)]
-        cuts = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n)})
+        long = phase == "prefill" and self.continues and not rows.one_piece
+        cuts = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(chunks(n, self.chunk) if long else ())})
         parts = [slice(a, b) for a, b in pairwise(cuts)]
         if len(parts) > 1 and not self.continues:
             return [parts[0], *(slice(i, i + 1) for i in range(parts[0].stop, n))]
