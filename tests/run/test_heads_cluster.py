@@ -27,6 +27,7 @@ from needlework.experiments import cluster, distant, heads
 from needlework.experiments.cluster import Cluster
 from needlework.heads.coalitions import greedy
 from needlework.heads.gates import learned
+from needlework.heads.looking import Look
 from needlework.heads.survey import Settings
 from needlework.interventions.ranking import Ranking
 from needlework.requests import Request
@@ -142,6 +143,21 @@ def test_a_unit_holds_all_requests_of_its_prompts_in_the_order_of_their_length()
     assert all(len({n for n, places in enumerate(cut) if any(prompts[i] == p for i in places)}) == 1 for p in set(prompts))
     lengths = [len(prompts[i]) for places in cut for i in places]
     assert lengths == sorted(lengths)
+
+
+def test_slices_are_put_together_in_the_order_of_their_samples() -> None:
+    slices = []
+    for count, value in ((2, 1.0), (1, 5.0)):
+        look = Look(count)
+        look.copied += value
+        look.sums[0, "queries"] = torch.full((count, 3), value, dtype=torch.float64)
+        slices.append(look)
+    slices[1].sums[4, "copies"] = torch.full((1, 2), 7.0, dtype=torch.float64)
+    whole = Look.joined(slices)
+    assert whole.samples == 3
+    assert whole.copied.tolist() == [1, 1, 5]
+    assert whole.all_heads("queries").tolist() == [[1] * 3, [1] * 3, [5] * 3]
+    assert whole.all_heads("copies").tolist() == [[0, 0], [0, 0], [7, 7]], "a slice that names it not has none"
 
 
 def test_what_workers_refuse_is_refused_in_their_words(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
