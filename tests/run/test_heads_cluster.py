@@ -145,6 +145,16 @@ def test_a_unit_holds_all_requests_of_its_prompts_in_the_order_of_their_length()
     assert lengths == sorted(lengths)
 
 
+def test_samples_and_the_names_of_rankings_are_those_of_the_loaded_model(
+    here: nw.Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with workers(monkeypatch, here) as (subject, _):
+        for task in ("niah", "recall"):
+            drawn = [heads.draw(one, heads.tasks_of(task, one), 4, 0) for one in (here, subject)]
+            assert drawn[0] == drawn[1], "prompts, and what ends an answer"
+        assert heads.origin(subject) == heads.origin(here)
+
+
 def test_slices_are_put_together_in_the_order_of_their_samples() -> None:
     slices = []
     for count, value in ((2, 1.0), (1, 5.0)):
