@@ -155,6 +155,18 @@ def test_samples_and_the_names_of_rankings_are_those_of_the_loaded_model(
         assert heads.origin(subject) == heads.origin(here)
 
 
+def test_what_nobody_waits_for_any_more_answers_no_later_question(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ([Request((1, start + i, 6), max_new_tokens=2) for i in range(30)] for start in (20, 60))
+    expected = [answer.tokens for answer in here.answer(second)]
+    with workers(monkeypatch, here) as (subject, fake):
+        begun = subject.engine.run(first)
+        next(begun)
+        begun.close()
+        assert any(method == "ask" for _, method, _ in fake.pools[0].under_way.values()), "workers are still at it"
+        answers = dict(subject.engine.run(second))
+    assert [answers[i].tokens for i in range(30)] == expected
+
+
 def test_slices_are_put_together_in_the_order_of_their_samples() -> None:
     slices = []
     for count, value in ((2, 1.0), (1, 5.0)):
