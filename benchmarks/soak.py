@@ -5,9 +5,9 @@
 A round runs plans on models of three makes, one of them stopped in the middle and taken up again, one with trials that fail
 and are tried again; ranks heads, by another method in each round, also of a model that stays loaded; asks lm-eval's tasks;
 examines, prunes and saves a model; builds reports and is refused bad plans, broken models and texts that say nothing. After a
-quarter of the time, and a round for each method, nothing may grow any more: resident memory stays within 5 % of the largest that it was until then; hooks on
-modules, open files, threads and processes are as many as after the second round; and whatever is done again gives what it gave
-before.
+quarter of the time, and a round for each method, nothing may grow any more: resident memory stays within 5 % of the
+largest that it was until then; hooks on modules, open files, threads and processes are as many as after the second round; and
+whatever is done again gives what it gave before.
 """
 
 from __future__ import annotations
