@@ -3,10 +3,11 @@
     python benchmarks/soak.py [MINUTES]      default: 60
 
 A round runs plans on models of three makes, one of them stopped in the middle and taken up again, one with trials that fail
-and are tried again; ranks heads, by another method in each round; asks lm-eval's tasks; examines, prunes and saves a model;
-builds reports and is refused bad plans, broken models and texts that say nothing. After a quarter of the time nothing may grow
-any more: resident memory stays within 5 % of the largest that it was until then; hooks on modules, open files, threads and
-processes are as many as after the second round; and whatever is done again gives what it gave before.
+and are tried again; ranks heads, by another method in each round, also of a model that stays loaded; asks lm-eval's tasks;
+examines, prunes and saves a model; builds reports and is refused bad plans, broken models and texts that say nothing. After a
+quarter of the time, and a round for each method, nothing may grow any more: resident memory stays within 5 % of the
+largest that it was until then; hooks on modules, open files, threads and processes are as many as after the second round; and
+whatever is done again gives what it gave before.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from needlework import zoo
 from needlework.experiments import heads
 from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo
 from needlework.heads import tables
-from needlework.heads.methods import table
+from needlework.heads.methods import chosen, table
 from needlework.heads.survey import Settings
 from needlework.lmeval.evaluate import evaluate
 from needlework.requests import Answer, Request
@@ -69,6 +70,7 @@ REFUSED = (
     PLAN.replace("cloze_choice", "close_choice"),
     PLAN.replace("k={0", "q={0"),
 )
+HOOKED = ("copy_score", "locos", "gradient")  # methods that put something on the model
 MOST_GROWTH = 1.05
 FIRST_ROUNDS = 2  # until everything was imported and compiled
 
@@ -154,6 +156,22 @@ def ranked(folder: Path, model: str, method: str) -> str:
     return digest(found.to_dict())
 
 
+def stayed(subject: nw.Subject, method: str, seed: int) -> str:
+    """On a model that stays loaded, a ranking is stopped in its middle and made again: what is left of it would stay there."""
+    items = [sample.item for sample in heads.draw(subject, heads.tasks_of("niah", subject), 6, seed)]
+    (way,) = chosen([method])
+
+    def stop(share: float) -> None:
+        raise KeyboardInterrupt
+
+    try:
+        way.score(subject, items, seed=seed, progress=stop)
+    except KeyboardInterrupt:
+        values = way.score(subject, items, seed=seed, progress=lambda share: None).values
+        return digest([float(value) for value in values])
+    raise AssertionError("it was not stopped")
+
+
 def evaluated(folder: Path) -> str:
     acts = ["none", "keep_heads(k=2)", "ablate_attention(phase='both')"]
     found = evaluate(SMALL, ["mini-mmlu"], acts, folder / "eval", limit=2, progress=False)
@@ -176,7 +194,7 @@ def reported(folder: Path, model: str) -> str:
     return fingerprint
 
 
-def works(number: int) -> list[tuple[str, Callable[[Path], str]]]:
+def works(number: int, subject: nw.Subject) -> list[tuple[str, Callable[[Path], str]]]:
     """What a round does: a name, equal for what must give the same, and the work itself in a new directory."""
     model = MODELS[number % len(MODELS)]
     attentive = MODELS[number % 2]
@@ -192,6 +210,7 @@ def works(number: int) -> list[tuple[str, Callable[[Path], str]]]:
         (f"other plan {attentive}", lambda folder: run(folder, attentive, OTHER_PLAN)),
         (f"heads {SMALL} {method}", lambda folder: ranked(folder, SMALL, method)),
         *((f"heads {one} copy_score", lambda folder, one=one: ranked(folder, one, "copy_score")) for one in larger),
+        *((f"stays {one} {number % 2}", lambda _, one=one: stayed(subject, one, number % 2)) for one in HOOKED),
         ("eval", evaluated),
         (f"doctor {model}", lambda folder: examined(model)),
         ("pruned", lambda folder: pruned(folder, SMALL)),
@@ -232,15 +251,15 @@ def main() -> int:
     faults: list[str] = []
     early: list[dict[str, Any]] = []  # states of the first quarter
     late: list[dict[str, Any]] = []
-    began, done = time.monotonic(), 0
+    began, done, subject = time.monotonic(), 0, nw.load(SMALL)
     while not late or time.monotonic() - began < 60 * minutes:
         number = len(early) + len(late)
-        for name, work in works(number):
+        for name, work in works(number, subject):
             with tempfile.TemporaryDirectory(prefix="needlework-soak-") as temporary:
                 results.setdefault(name, set()).add(work(Path(temporary)))
             done += 1
         seconds, now = time.monotonic() - began, state()
-        settling = len(early) < FIRST_ROUNDS or seconds < 15 * minutes
+        settling = number < len(table()) or seconds < 15 * minutes
         (early if settling else late).append(now)
         said(number + 1, now, seconds)
         if not settling:

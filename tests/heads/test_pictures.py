@@ -29,6 +29,8 @@ def survey() -> Survey:
 def test_each_map_has_a_colour_bar_from_its_lowest_score_to_its_highest(survey: Survey) -> None:
     canvas = pictures._maps(survey)
     canvas.draw_without_rendering()
+    heads = [tick for ax in canvas.axes if ax.get_xlabel() == "head" for tick in ax.get_xticks()]
+    assert all(tick == int(tick) for tick in heads)
     last = len(survey.anatomy.heads) - 1
     bars = [ax for ax in canvas.axes if ax.get_label() == "<colorbar>"]
     assert [[tick.get_text() for tick in bar.get_yticklabels()] for bar in bars] == [

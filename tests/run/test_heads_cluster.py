@@ -27,6 +27,7 @@ from needlework.experiments import cluster, distant, heads
 from needlework.experiments.cluster import Cluster
 from needlework.heads.coalitions import greedy
 from needlework.heads.gates import learned
+from needlework.heads.looking import Look
 from needlework.heads.survey import Settings
 from needlework.interventions.ranking import Ranking
 from needlework.requests import Request
@@ -142,6 +143,43 @@ def test_a_unit_holds_all_requests_of_its_prompts_in_the_order_of_their_length()
     assert all(len({n for n, places in enumerate(cut) if any(prompts[i] == p for i in places)}) == 1 for p in set(prompts))
     lengths = [len(prompts[i]) for places in cut for i in places]
     assert lengths == sorted(lengths)
+
+
+def test_samples_and_the_names_of_rankings_are_those_of_the_loaded_model(
+    here: nw.Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with workers(monkeypatch, here) as (subject, _):
+        for task in ("niah", "recall"):
+            drawn = [heads.draw(one, heads.tasks_of(task, one), 4, 0) for one in (here, subject)]
+            assert drawn[0] == drawn[1], "prompts, and what ends an answer"
+        assert heads.origin(subject) == heads.origin(here)
+
+
+def test_what_nobody_waits_for_any_more_answers_no_later_question(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = ([Request((1, start + i, 6), max_new_tokens=2) for i in range(30)] for start in (20, 60))
+    expected = [answer.tokens for answer in here.answer(second)]
+    with workers(monkeypatch, here) as (subject, fake):
+        begun = subject.engine.run(first)
+        next(begun)
+        begun.close()
+        assert any(method == "ask" for _, method, _ in fake.pools[0].under_way.values()), "workers are still at it"
+        answers = dict(subject.engine.run(second))
+    assert [answers[i].tokens for i in range(30)] == expected
+
+
+def test_slices_are_put_together_in_the_order_of_their_samples() -> None:
+    slices = []
+    for count, value in ((2, 1.0), (1, 5.0)):
+        look = Look(count)
+        look.copied += value
+        look.sums[0, "queries"] = torch.full((count, 3), value, dtype=torch.float64)
+        slices.append(look)
+    slices[1].sums[4, "copies"] = torch.full((1, 2), 7.0, dtype=torch.float64)
+    whole = Look.joined(slices)
+    assert whole.samples == 3
+    assert whole.copied.tolist() == [1, 1, 5]
+    assert whole.all_heads("queries").tolist() == [[1] * 3, [1] * 3, [5] * 3]
+    assert whole.all_heads("copies").tolist() == [[0, 0], [0, 0], [7, 7]], "a slice that names it not has none"
 
 
 def test_what_workers_refuse_is_refused_in_their_words(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:

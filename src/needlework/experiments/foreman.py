@@ -61,6 +61,7 @@ class _Job:
     deaths: int = 0
     share: float = 0.0
     looking: Call | None = None  # a call that asks for its share
+    dropped: bool = False  # nobody waits for what comes of it any more
 
 
 class Foreman:
@@ -114,7 +115,7 @@ class Foreman:
         found: dict[_Job, Any] = {}
 
         def tick() -> None:
-            told((len(found) + sum(job.share for _, job in self._busy.values())) / len(jobs))
+            told((len(found) + sum(job.share for _, job in self._busy.values() if not job.dropped)) / len(jobs))
 
         for job, outcome in self._through(lambda: next(left, None), tick):
             if isinstance(outcome, Exception):
@@ -141,14 +142,19 @@ class Foreman:
         self, take: Callable[[], _Job | None], tick: Callable[[], None] = lambda: None
     ) -> Generator[tuple[_Job, Any], None, None]:
         """Every job and what came of it, as they end. At most one job a worker is under way, and one waits."""
-        while True:
-            self._hand_out(take)
-            if not self._waiting and not self._busy:
-                return
-            ended = self._look_around()
-            self._hand_out(take)  # who is idle works on while the answers are written
-            yield from ended
-            tick()
+        try:
+            while True:
+                self._hand_out(take)
+                if not self._waiting and all(job.dropped for _, job in self._busy.values()):
+                    return
+                ended = self._look_around()
+                self._hand_out(take)  # who is idle works on while the answers are written
+                yield from ended
+                tick()
+        finally:  # also if whoever asked has stopped listening
+            self._waiting.clear()
+            for _, job in self._busy.values():
+                job.dropped = True
 
     def _hand_out(self, take: Callable[[], _Job | None]) -> None:
         while True:
@@ -181,6 +187,8 @@ class Foreman:
             except Lost as lost:
                 self.pool.stop(worker)
                 job.deaths += 1
+                if job.dropped:
+                    continue
                 if job.deaths < MOST_DEATHS:
                     say(f"a worker was lost ({_short(lost)}); what it was asked is asked again", style="yellow")
                     self._waiting.appendleft(job)
@@ -190,7 +198,7 @@ class Foreman:
                 ended.append((job, error))
                 self._idle.append(worker)
         self._look_at_shares()
-        return ended
+        return [(job, outcome) for job, outcome in ended if not job.dropped]
 
     def _staff(self) -> None:
         present = len(self._idle) + len(self._busy) + len(self._loading)

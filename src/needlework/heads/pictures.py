@@ -68,6 +68,7 @@ def _maps(survey: Survey) -> Any:
         ax.set_title(name)
         step = max(1, len(layers) // 10)
         ax.set_yticks(range(0, len(layers), step), [str(layer.index) for layer in layers][::step])
+        ax.xaxis.get_major_locator().set_params(integer=True)  # there is no head 2.5
         ax.set_xlabel("head")
         ax.set_ylabel("layer")
     for ax in axes.flat[len(names) :]:
@@ -105,7 +106,7 @@ def _curves(survey: Survey) -> Any:
     ticks = [k for k in ordered[0].ks if k in (0, 1, 2, 4, 9, 21, 48, 108) or k == heads]
     ax.set_xticks(ticks, [str(k) for k in ticks])
     ax.minorticks_off()
-    ax.set_xlim(-0.15, 1.05 * heads)
+    ax.set_xlim(-0.15, 1.2 * heads)
     ax.set_ylim(-0.03, 1.05)
     ax.set_yticks([0, 0.5, 1], ["0", "50", "100"])
     ax.set_xlabel(f"heads kept of {heads}, all others silent at every position")

@@ -55,8 +55,8 @@ def choose(subject: Subject, keep: Keep, progress: bool = False) -> Choice:
     if ranking is not None:
         if named and (unknown := [head for head in ranking.order if head not in set(every)]):
             raise NeedleworkError(
-                f"heads {' '.join(f'{head.layer}.{head.index}' for head in unknown[:5])} are to stay, which"
-                f" {subject.anatomy.architecture} has not; `needlework inspect` shows those that there are"
+                f"{subject.anatomy.architecture} has no heads {' '.join(f'{head.layer}.{head.index}' for head in unknown[:5])},"
+                " which are to stay; `needlework inspect` shows those that there are"
             )
         _check(ranking, subject.anatomy, subject.body.weights if ranking.model.weights else "")
     elif count is not None:
