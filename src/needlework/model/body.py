@@ -78,12 +78,12 @@ class Body:
         self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
         self.observer: Observer | None = None
         self.last_only: int | None = None  # a layer of whose queries only the last one will be read
-        self.chunk = CHUNK_TOKENS  # the most tokens of a prompt that are read in one forward, where a prefill can go on
         self.device = next(model.parameters()).device
         self.source: Path | None = None  # the directory or file that it was loaded from
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
         self._open = False
         self._trusted = False  # our own attention maths was seen to agree with the model's
+        self.chunk = CHUNK_TOKENS  # the most tokens of a prompt that are read in one forward, where a prefill can go on
 
     @cached_property
     def weights(self) -> str:
