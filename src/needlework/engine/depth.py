@@ -92,7 +92,7 @@ class Depth:
     def worthwhile(self, readings: Sequence[Reading]) -> dict[int, float]:
         """The places of the readings that are better read this way, together, and how much of the model each is spared.
 
-        Untouched readings among them are recorded, and spared nothing.
+        Untouched readings among them are recorded: since that must be done for the others anyway, they are spared everything.
         """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, reading in enumerate(readings):
@@ -117,7 +117,7 @@ class Depth:
             recordings = max(1, len({door.scored for door in entering.values() if not door.layer}))
             gain = sum(door.share(layers) for door in entering.values()) - (recordings - bool(untouched))
             if gain > 0:
-                chosen |= {i: door.share(layers) for i, door in entering.items()} | dict.fromkeys(untouched, 0.0)
+                chosen |= {i: door.share(layers) for i, door in entering.items()} | dict.fromkeys(untouched, 1.0)
                 used |= set(entering.values())
                 saved += gain * len(tokens)
         untried = sum(door not in self._proven for door in used)
