@@ -56,9 +56,19 @@ def attend(
         check_shape("visible", visible, visible.shape[0] if visible.shape[0] == 1 else rows, queries, keys)
     if left_out is not None:
         check_shape("left_out", left_out, rows, keys)
+    if keep is not None:
+        check_shape("keep", keep, rows)
+    if silenced is not None:
+        check_shape("silenced", silenced, rows, heads)
+    prompts, kv_heads, dim, far = lines.far_keys.shape
+    near, value_dim = lines.near_keys.shape[3], lines.far_values.shape[2]
     check_shape("prompt", lines.prompt, rows)
+    check_shape("query", query, rows, heads // kv_heads * kv_heads, queries, dim)
+    check_shape("near_keys", lines.near_keys, rows, kv_heads, dim, near)
+    check_shape("far_values", lines.far_values, prompts, kv_heads, value_dim, far)
+    check_shape("near_values", lines.near_values, rows, kv_heads, value_dim, near)
     nothing = torch.zeros(rows, 0, dtype=torch.bool)
-    out = torch.empty(rows, queries, heads, lines.far_values.shape[2])
+    out = torch.empty(rows, queries, heads, value_dim)
     off, certainty = torch.empty(rows, queries, heads, dtype=torch.bool), torch.empty(rows, queries, heads)
     block_attention_cpu.forward(
         query.contiguous(),
