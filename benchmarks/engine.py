@@ -1,6 +1,6 @@
 """The engine against the slow way, side by side in one run: equal answers first, then the ratio of times.
 
-    python benchmarks/engine.py [NAME ...]      names: niah, niah-both, niah-16, niah-both-16, wide, leave-one-out, fork, growth, bf16
+    python benchmarks/engine.py [NAME ...]  names: niah, niah-both, niah-16, niah-both-16, wide, leave-one-out, fork, growth, bf16
 
 References run on a stratified sample of the trials (at least 5 %) and are scaled, half of them before the engine and half after
 it; absolute times are notes. On a machine that does other things, the ratio of processor time (one thread) is the steadier one.

@@ -138,7 +138,7 @@ class Depth:
     ) -> Iterator[tuple[list[int], Read]]:
         """Readings of a few prompts, from one recording of them; `place` says which of the prompts each reading is of."""
         groups = self._by_door(items)
-        kinds = list(dict.fromkeys(door.scored for door in groups if door and door.scored)) or [None]
+        kinds: list[tuple[str, int] | None] = list({door.scored for door in groups if door and door.scored}) or [None]
         for kind in kinds:
             served = [door for door in groups if (door.scored if door else None) in (kind, None if kind == kinds[0] else kind)]
             recording = self._record(torch.tensor(prompts, device=self.body.device), [door for door in served if door])
@@ -191,9 +191,10 @@ class Depth:
         rows = body.compile([all_kept] * count, [0] * count, "prefill", torch.arange(count, device=body.device))
         if any(edits.needs_probabilities for edits in rows.attention.values()):
             body.check_own_maths()  # now: it runs the model, which must not be recorded meanwhile
+        heard: dict[int, list[Mapping[str, Tensor]]] = {}
         below = {door.layer - 1 for door in doors if door.layer}
         with self._stack.recorded(recording, below, {door.layer for door in doors if door.after_heads}):
-            body.heard = heard = {}
+            body.heard = heard
             try:
                 recording.logits = body.feed(ids, recording.memory, "prefill", rows, tally)[:, 0]
             finally:

@@ -19,10 +19,6 @@ class Lines(NamedTuple):
     near_keys: Tensor  # [rows, kv_heads, dim, near]
     near_values: Tensor
 
-    @property
-    def count(self) -> int:
-        return self.far_keys.shape[3] + self.near_keys.shape[3]
-
 
 def covers(query: Tensor, value_dim: int) -> bool:
     """Whether queries like these can be given to `attend`."""
@@ -51,7 +47,7 @@ def attend(
     gets nothing, and a row that keeps no head has its entropies left at 0. All floats are fp32, and dims are multiples of 4.
     """
     rows, heads, queries, _ = query.shape
-    keys = lines.count
+    keys = lines.far_keys.shape[3] + lines.near_keys.shape[3]
     if visible is not None:
         check_shape("visible", visible, visible.shape[0] if visible.shape[0] == 1 else rows, queries, keys)
     if left_out is not None:
