@@ -46,6 +46,7 @@ def acts(subject: nw.Subject) -> list[nw.Intervention]:
         each += [nw.KeepHeads(k=1, layers=[last]), nw.KeepHeads(k=2, by="norm", layers=[last]), nw.LimitContext(3, layers=[last])]
         each += [nw.KeepHeads(k=1, by="random", layers=[last]), nw.OnlyHeads(heads=[(layer, 0) for layer in attention])]
         each += [nw.AblateHeads(heads=[(attention[0], 0)]) + nw.KeepHeads(k=1, by="norm", layers=[last], phase="prefill")]
+        each += [nw.KeepHeads(k=2), nw.KeepHeads(k=1, sinks=1), nw.KeepHeads(k=1) + nw.AblateHeads(heads=[(attention[0], 0)])]
     if recurrent:
         each += [nw.ResetState(at=4, layers=[recurrent[-1]])]
     if attention and recurrent:
@@ -163,6 +164,29 @@ def test_layers_below_are_computed_once_and_the_top_for_one_token(monkeypatch: p
     assert total[2, "queries"] == prompts * tokens  # the heads of layer 2 have spoken already
     assert total[2, "feed-forward"] == (prompts + len(asked)) * tokens
     assert total[last, "feed-forward"] == prompts * tokens + len(asked)  # one token a row
+
+
+@pytest.mark.parametrize("by", ["entropy", "l2", "norm", "random"])
+def test_heads_are_scored_once_however_many_are_kept(by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first layer that is acted on has no queries but those of the recording, and its choice is that of every row alone."""
+    subject = cases.subject("llama")
+    asked = [Request(p, nw.KeepHeads(k=k, by=by, layers=[2, 3]), 2) for p in PROMPTS for k in range(4)]
+    asked += [Request(p, nw.KeepHeads(k=1, by="entropy", sinks=2, layers=[2]), 2) for p in PROMPTS]  # by another score
+    alone = [subject.answer([request])[0] for request in asked]
+    subject.answer(asked)  # the doors are proven
+    total = []
+    projection = subject.model.model.layers[2].self_attn.q_proj
+
+    def counting(hidden: Tensor) -> Tensor:
+        total.append(hidden.shape[0] * hidden.shape[1])
+        return type(projection).forward(projection, hidden)
+
+    monkeypatch.setitem(vars(projection), "forward", counting)
+    for fast, slow in zip(subject.answer(asked), alone, strict=True):
+        assert_same(fast, slow)
+    prompts, tokens = len(PROMPTS), len(PROMPTS[0]) - 1
+    decoded = 2 * len(asked)
+    assert sum(total) == prompts * tokens * 2 + decoded  # one recording, and the rarer score
 
 
 class Past(nn.Module):

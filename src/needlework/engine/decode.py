@@ -28,6 +28,12 @@ class Track:
     margins: list[float] = field(default_factory=list)
     finish: Finish | None = None
     error: str = ""
+    steps: int = field(init=False)  # asked of its request once, not at every token
+    stop: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.prepared.request
+        self.steps, self.stop = request.steps, frozenset() if request.forced else frozenset(request.stop)
 
     def take(self, token: int, logprob: float, margin: float, finite: bool) -> None:
         """Write one step down."""
@@ -37,10 +43,9 @@ class Track:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.margins.append(margin)
-        request = self.prepared.request
-        if not request.forced and token in request.stop:
+        if token in self.stop:
             self.finish = "stop"
-        elif len(self.tokens) >= self.prepared.request.steps:
+        elif len(self.tokens) >= self.steps:
             self.finish = "length"
 
     def answer(self) -> Answer:

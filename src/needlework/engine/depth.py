@@ -8,7 +8,7 @@ is no plain stack of layers is read as a whole.
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens
-from needlework.interventions.acts import Act, ClearState, DropRecurrent, SilenceHeads
+from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
+from needlework.interventions.scores import RANDOM
 from needlework.model.body import Body
 from needlework.model.depth import Entry, Recording, Stack
 from needlework.model.edits import keeps_from_sdpa
@@ -36,6 +37,7 @@ class Door(NamedTuple):
     layer: int
     after_heads: bool  # what the heads of this layer say is known, too
     last_only: bool = True  # the topmost layer computes no more than the next token needs
+    scored: tuple[str, int] | None = None  # by which score, without how many first tokens, the heads of this layer are kept
 
     def share(self, layers: int) -> float:
         """How much of the model lies below it."""
@@ -61,10 +63,12 @@ class Depth:
         if self._stack is None or not acts or any(isinstance(act, ClearState) for act in acts):
             return []  # states are cleared between forwards
         layer = min(act.layer for act in acts)
-        silences = all(isinstance(act, SilenceHeads) and not act.means for act in acts if act.layer == layer)
+        here = [act for act in acts if act.layer == layer]
+        silences = all(isinstance(act, KeepBest) or (isinstance(act, SilenceHeads) and not act.means) for act in here)
         after = [True] * silences + [False] * (layer > 0)
         shortcuts = (True, False) if self._stack.lone_top else (False,)
-        return [Door(layer, after_heads, last_only) for after_heads in after for last_only in shortcuts]
+        scored = next(((act.by, act.sinks) for act in here if isinstance(act, KeepBest)), None)
+        return [Door(layer, heads, last_only, scored if heads else None) for heads in after for last_only in shortcuts]
 
     def _possible(self) -> bool:
         """An observer sees every row in every layer; and what hooks of others do, skipped layers would not do or do twice."""
@@ -88,7 +92,7 @@ class Depth:
     def worthwhile(self, readings: Sequence[Reading]) -> dict[int, float]:
         """The places of the readings that are better read this way, together, and how much of the model each is spared.
 
-        Untouched readings among them are recorded, and spared nothing.
+        Untouched readings among them are recorded: since that must be done for the others anyway, they are spared everything.
         """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, reading in enumerate(readings):
@@ -111,9 +115,10 @@ class Depth:
         for tokens, members in prompts.items():
             entering = {i: door for i in members if (door := doors.get(i))}
             untouched = [i for i in members if not readings[i].item.acts["prefill"]]
-            gain = sum(door.share(layers) for door in entering.values()) - (not untouched)
+            recordings = max(1, len({door.scored for door in entering.values() if not door.layer}))
+            gain = sum(door.share(layers) for door in entering.values()) - (recordings - bool(untouched))
             if gain > 0:
-                chosen |= {i: door.share(layers) for i, door in entering.items()} | dict.fromkeys(untouched, 0.0)
+                chosen |= {i: door.share(layers) for i, door in entering.items()} | dict.fromkeys(untouched, 1.0)
                 used |= set(entering.values())
                 saved += gain * len(tokens)
         untried = sum(door not in self._proven for door in used)
@@ -133,21 +138,46 @@ class Depth:
         self, prompts: Sequence[tuple[int, ...]], items: Mapping[int, Prepared], place: Mapping[int, int], remember: bool
     ) -> Iterator[tuple[list[int], Read]]:
         """Readings of a few prompts, from one recording of them; `place` says which of the prompts each reading is of."""
+        groups = self._by_door(items)
+        kinds: list[tuple[str, int] | None] = list({door.scored for door in groups if door and door.scored}) or [None]
+        for kind in kinds:
+            served = [door for door in groups if (door.scored if door else None) in (kind, None if kind == kinds[0] else kind)]
+            recording = self._record(torch.tensor(prompts, device=self.body.device), [door for door in served if door])
+            self.whole_passes += recording.ids.numel()
+            yield from self._go_on({door: groups[door] for door in served}, recording, items, place, remember)
+
+    def _by_door(self, items: Mapping[int, Prepared]) -> dict[Door | None, list[int]]:
+        """Readings by where they enter; None: they are untouched. One recording notes one score: rarer ones are taken where heads
+        need not have spoken."""
+        doors = {i: self.door(item) for i, item in items.items()}
+        common = Counter(door.scored for door in doors.values() if door and door.scored).most_common(1)
         groups: dict[Door | None, list[int]] = defaultdict(list)
-        for i, item in items.items():
-            groups[self.door(item)].append(i)
-        recording = self._record(torch.tensor(prompts, device=self.body.device), [door for door in groups if door])
-        self.whole_passes += recording.ids.numel()
+        for i, door in doors.items():
+            if door and door.scored and door.scored != common[0][0]:
+                door = next((d for d in self._doors(items[i]) if not d.scored and self.proven(d)), door)
+            groups[door].append(i)
+        return groups
+
+    def _go_on(
+        self,
+        groups: Mapping[Door | None, list[int]],
+        recording: Recording,
+        items: Mapping[int, Prepared],
+        place: Mapping[int, int],
+        remember: bool,
+    ) -> Iterator[tuple[list[int], Read]]:
+        """Readings that one recording serves."""
+        tokens = recording.ids.shape[1]
         for door, members in groups.items():
             members.sort(key=lambda i: keeps_from_sdpa(items[i].acts["prefill"]))
-            for some in by_pieces(members, len(prompts[0]), self.body):
+            for some in by_pieces(members, tokens, self.body):
                 rows = torch.tensor([place[i] for i in some], device=self.body.device)
                 if door is None:
                     memory = recording.memory.select(rows) if remember else None
                     yield some, Read(memory, recording.logits[rows], [recording.receipts[place[i]] for i in some])
                     continue
                 acts, samples = [items[i].acts["prefill"] for i in some], [items[i].sample for i in some]
-                self.whole_passes += len(some) * len(prompts[0]) * (1 - door.share(len(self.body.anatomy.layers)))
+                self.whole_passes += len(some) * tokens * (1 - door.share(len(self.body.anatomy.layers)))
                 yield some, self._enter(door, recording, rows, acts, samples, remember)
 
     def _record(self, ids: Tensor, doors: Sequence[Door]) -> Recording:
@@ -155,10 +185,24 @@ class Depth:
         assert self._stack is not None
         body, count = self.body, len(ids)
         recording, tally = Recording(ids, body.new_memory(count)), Tally(count)
-        rows = body.compile([()] * count, [0] * count, "prefill", torch.arange(count, device=body.device))
+        notes = {(door.layer, *door.scored) for door in doors if door.scored and door.scored[0] != RANDOM}
+        all_kept = [
+            KeepBest(layer, body.anatomy.attention(layer).query_heads, by, sinks=sinks) for layer, by, sinks in notes
+        ]  # nothing is acted on
+        rows = body.compile([all_kept] * count, [0] * count, "prefill", torch.arange(count, device=body.device))
+        if any(edits.needs_probabilities for edits in rows.attention.values()):
+            body.check_own_maths()  # now: it runs the model, which must not be recorded meanwhile
+        heard: dict[int, list[Mapping[str, Tensor]]] = {}
         below = {door.layer - 1 for door in doors if door.layer}
         with self._stack.recorded(recording, below, {door.layer for door in doors if door.after_heads}):
-            recording.logits = body.feed(ids, recording.memory, "prefill", rows, tally)[:, 0]
+            body.heard = heard
+            try:
+                recording.logits = body.feed(ids, recording.memory, "prefill", rows, tally)[:, 0]
+            finally:
+                body.heard = None
+        recording.scores = {
+            layer: {name: torch.cat([b[name] for b in blocks], 1) for name in blocks[0]} for layer, blocks in heard.items()
+        }
         recording.receipts = [tally.receipt(i) for i in range(count)]
         return recording
 
@@ -174,7 +218,9 @@ class Depth:
         """Rows that go on from recorded ones, each under its own acts."""
         assert self._stack is not None
         body, count = self.body, len(rows)
-        memory, tally, entry = body.new_memory(count), Tally(count), Entry(recording, rows, *door)
+        part = body.anatomy.layers[door.layer].attention
+        entry = Entry(recording, rows, door.layer, door.after_heads, door.last_only, part.query_heads if part else 0)
+        memory, tally = body.new_memory(count), Tally(count)
         compiled = body.compile(acts, samples, "prefill", torch.arange(count, device=body.device))
         if any(edits.needs_probabilities for edits in compiled.attention.values()):
             body.check_own_maths()  # now: it runs the model, which must not be entered meanwhile
@@ -210,6 +256,8 @@ class Depth:
     def _acts_at(self, door: Door) -> list[Act]:
         """Something that changes the layer, whatever it is made of."""
         acts: list[Act] = [SilenceHeads(door.layer, frozenset({0}))] if self.body.anatomy.layers[door.layer].attention else []
+        if door.scored:
+            acts = [KeepBest(door.layer, 1, door.scored[0], sinks=door.scored[1])]
         mixed = any(mixer.layer == door.layer for mixer in self.body.mixers)
         return acts + [DropRecurrent(door.layer)] * (mixed and not door.after_heads)
 

@@ -24,6 +24,7 @@ from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
 from needlework.model.chunks import sdpa_in_blocks, too_large
 from needlework.model.edits import LayerEdits
+from needlework.model.fused import fused_block, fuses
 from needlework.model.keys import Keys, OwnKeys, SharedPrefix
 from needlework.model.streaming import Split, SplitKeys
 from needlework.receipts import Tally
@@ -63,6 +64,7 @@ class Forward:
     fast: bool = False  # what is computed may be cut into other pieces than the model's own
     dense_masks: bool = False  # the model computes with its masks: hand it real ones
     last_only: int | None = None  # the layer of whose queries only the last one will be read
+    heard: dict[int, list[Any]] | None = None  # by layer: if given, what its heads are scored with is noted, block by block
     masks: dict[int, tuple[MaskSpec, Tensor]] = field(default_factory=dict)  # by storage address of the stand-in
 
     own_maths: bool = field(init=False)  # probabilities or masks are touched, so that stock SDPA cannot be asked
@@ -264,10 +266,11 @@ def _blockwise(
     edits, keys = forward.edits.get(layer), _keys(forward, key, value, heads)
     positions = keys.positions(forward.positions)
     out = query.new_empty(rows, queries, heads, keys.value_dim)
-    step = _block_queries(forward, layer, query, keys)
+    fused = fuses(forward, layer, query, keys, kwargs)
+    step = _block_queries(forward, layer, query, keys, 1 if fused else 4 * heads)
     if edits is not None and edits.needs_all_queries:
         step = queries
-    for start in range(0, queries, step):
+    for start in range(_first_query(forward, layer, out), queries, step):
         part = slice(start, min(start + step, queries))
         if isinstance(keys, SplitKeys):
             visible = _visible_by_position(forward, layer, positions, part)
@@ -278,28 +281,43 @@ def _blockwise(
             visible = _visible_by_position(forward, layer, positions, part)
         else:
             visible = _visible(forward, mask, rows, part, keys.count, query.device)
-        first, last = _key_range(visible, keys)
+        first, last = (0, keys.count) if fused else _key_range(visible, keys)
         seen = None if visible is None else visible[..., first:last]
         block = Block(part, slice(first, last), seen, forward.positions[:, part], positions[:, first:last], keys)
-        out[:, part] = _one_block(forward, layer, block, query[:, :, part], kwargs)
+        out[:, part] = _one_block(forward, layer, block, query[:, :, part], kwargs, fused)
     return out
 
 
-def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys) -> int:
+def _first_query(forward: Forward, layer: int, out: Tensor) -> int:
+    """0; or the last query, where nothing will read what others are told and what is counted for them is known."""
+    queries, heads = out.shape[1:3]
+    edits = forward.edits.get(layer)
+    off = 0 if edits is None else edits.always_off(heads)
+    if layer != forward.last_only or queries == 1 or off is None:
+        return 0
+    out.zero_()
+    if edits is not None:
+        forward.tally.add(layer, forward.phase, "heads_zeroed", forward.slots, off * (queries - 1))
+    return queries - 1
+
+
+def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys, pair_bytes: int) -> int:
     """How many queries make a block: as many as fit, but never so few that calling costs more than computing."""
-    rows, heads, queries, _ = query.shape
+    rows, _, queries, _ = query.shape
     window = forward.windows.get(layer) or keys.count
     seen = min(keys.count, window + FEWEST_QUERIES) if keys.sliceable else keys.count
     budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
     fewest = max(1, min(FEWEST_QUERIES, FEWEST_QUERIES * MANY_KEYS // seen))
-    return min(queries, max(fewest, budget // (4 * rows * heads * seen)))
+    return min(queries, max(fewest, budget // (pair_bytes * rows * seen)))
 
 
-def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, kwargs: dict[str, Any]) -> Tensor:
+def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, kwargs: dict[str, Any], fused: bool) -> Tensor:
     edits, keys, scaling = forward.edits.get(layer), block.source, kwargs.get("scaling")
     if edits is not None and edits.limit is not None:
         block.visible = edits.limit_keys(forward, layer, block)
     scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if fused:
+        return fused_block(forward, layer, block, scaled)
     scores = keys.scores(scaled, block.keys.start, block.keys.stop).float()  # [rows, heads, queries, keys]
     if (bias := kwargs.get("position_bias")) is not None:
         if bias.shape[-1] != keys.count:

@@ -78,6 +78,7 @@ class Body:
         self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
         self.observer: Observer | None = None
         self.last_only: int | None = None  # a layer of whose queries only the last one will be read
+        self.heard: dict[int, list[Any]] | None = None  # where the scores of heads are noted, if anyone asks for them
         self.device = next(model.parameters()).device
         self.source: Path | None = None  # the directory or file that it was loaded from
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
@@ -245,6 +246,7 @@ class Body:
             self.kernels == "fast",
             self.family.dense_masks,
             self.last_only,
+            self.heard,
         )
         if forward.own_maths:
             self.check_own_maths()

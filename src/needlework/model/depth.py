@@ -45,6 +45,7 @@ class Recording:
     receipts: list[Receipt] = field(init=False)
     outputs: dict[int, Any] = field(default_factory=dict)  # layer -> what it returned
     said: dict[int, Said] = field(default_factory=dict)  # by attention layer
+    scores: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # layer -> scores of its heads [rows, tokens, heads]
 
     def output(self, layer: int, rows: Tensor, tokens: slice) -> Any:
         """What a layer returned, for these rows and tokens."""
@@ -58,8 +59,9 @@ class Entry:
     recording: Recording
     rows: Tensor  # [rows] the recorded row that each of them goes on from
     layer: int  # the first that is computed
-    after_heads: bool  # of this layer, all that its heads say is recorded, too: it is silenced and projected
+    after_heads: bool  # of this layer, all that its heads say is recorded, too: some are silenced, and the rest is projected
     last_only: bool  # in the topmost layer, nothing is computed that the next token does not need
+    heads: int  # of its attention
 
     def remembered(self, half: str, cache_layer: int) -> bool:
         """Whether this part of the memory is the recorded one."""
@@ -163,19 +165,21 @@ def _listening(recording: Recording, layer: int, attention: nn.Module) -> Iterat
 
 def _silencing(entry: Entry, fed: slice) -> Callable[..., Any]:
     """In place of an attention module: its heads' recorded words, some of them silenced, go to its output projection."""
-    said, layer = entry.recording.said[entry.layer], entry.layer
+    said, layer, rows = entry.recording.said[entry.layer], entry.layer, entry.rows
+    scores = {name: values[rows] for name, values in entry.recording.scores.get(layer, {}).items()}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         now = get_current()
         assert now is not None
         edits, tokens = now.edits[layer], said.heads.shape[1]
-        assert edits.silenced is not None
-        heads = said.heads[:, fed].index_select(0, entry.rows.to(said.heads.device))
-        by_head = heads.view(*heads.shape[:2], edits.silenced.shape[1], -1)
-        by_head.masked_fill_(edits.silenced[:, None, :, None], 0.0)
+        positions = torch.arange(tokens, device=rows.device).expand(len(rows), -1)
+        off = edits.switched_off(layer, positions, entry.heads, scores)
+        assert off is not None
+        heads = said.heads[:, fed].index_select(0, rows.to(said.heads.device))
+        heads.view(*heads.shape[:2], entry.heads, -1).masked_fill_(off[:, fed, :, None], 0.0)
         # Counted for all tokens: what is not fed was silenced by never being read again.
         now.tally.add(layer, now.phase, "positions", now.slots, tokens)
-        now.tally.add(layer, now.phase, "heads_zeroed", now.slots, edits.silenced.sum(1) * tokens)
+        now.tally.add(layer, now.phase, "heads_zeroed", now.slots, off.sum((1, 2)))
         out = said.projection(heads)
         return out if said.alone else (out, *said.others)
 

@@ -184,7 +184,10 @@ class LayerEdits:
         """Silence heads and apply functions to outputs [rows, queries, heads, dim]; counts what it zeroed."""
         if self.functions:
             out = self._change_outputs(forward, layer, out.clone(), queries)
-        off = self._switched_off(forward, layer, out, queries, scores or {})
+        scores = self._all_scores(out, scores or {})
+        if self.keep is not None and forward.heard is not None:
+            forward.heard.setdefault(layer, []).append(scores)
+        off = self.switched_off(layer, forward.positions[:, queries], out.shape[2], scores)
         if off is None:
             return out
         forward.tally.add(layer, forward.phase, "heads_zeroed", forward.slots, off.sum((1, 2)))
@@ -200,33 +203,44 @@ class LayerEdits:
             out[row] = changed
         return out
 
-    def _switched_off(
-        self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor]
-    ) -> Tensor | None:
+    def switched_off(self, layer: int, positions: Tensor, heads: int, scores: Mapping[str, Tensor]) -> Tensor | None:
+        """[rows, queries, heads] which heads say nothing; None: no act decides that. `scores` of all names but the random one."""
         off: Tensor | None = None
         if self.keep is not None:
-            score = self._score(forward, layer, out, queries, scores)
+            score = self._score(layer, positions, heads, scores)
             order = score.argsort(dim=-1, descending=True, stable=True)  # ties go to the lower head index
             places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
             rank = torch.empty_like(order).scatter_(-1, order, places)
             off = rank >= self.keep.k[:, None, None]
         if self.silenced is not None:
-            silenced = self.silenced[:, None].expand(out.shape[:3])
+            silenced = self.silenced[:, None].expand(*positions.shape, heads)
             off = silenced if off is None else off | silenced
         return off
 
-    def _score(self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor]) -> Tensor:
+    def always_off(self, heads: int) -> Tensor | None:
+        """[rows] how many heads are off at every query, where that is known before any of them has spoken."""
+        if self.functions or self.limit is not None or self.expose is not None or (self.keep and self.silenced is not None):
+            return None
+        if self.keep is not None:
+            return heads - self.keep.k.clamp(0, heads)
+        return None if self.silenced is None else self.silenced.sum(1)
+
+    def _all_scores(self, out: Tensor, scores: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """With those of outputs, if a row asks for one and heads were not scored before."""
+        names = self.keep.names if self.keep is not None else ()
+        lacking = not all(name in scores or name == RANDOM for name in names)
+        return {**scores, **self.scores_of_outputs(out)} if lacking else scores
+
+    def _score(self, layer: int, positions: Tensor, heads: int, scores: Mapping[str, Tensor]) -> Tensor:
         """One score for each row, query and head: the one that the row asks for. [rows, queries, heads]"""
         assert self.keep is not None
         by_name = {**scores}
-        if not all(name in by_name or name == RANDOM for name in self.keep.names):
-            by_name |= self.scores_of_outputs(out)
         if RANDOM in self.keep.names:
-            by_name[RANDOM] = hash_scores(self.keep, layer, forward.positions[:, queries], out.shape[2])
+            by_name[RANDOM] = hash_scores(self.keep, layer, positions, heads)
         if len(self.keep.names) == 1:
             return by_name[self.keep.names[0]]
         stacked = torch.stack([by_name[name].float() for name in self.keep.names])
-        return stacked.gather(0, self.keep.by[None, :, None, None].expand(1, *out.shape[:3]))[0]
+        return stacked.gather(0, self.keep.by[None, :, None, None].expand(1, *positions.shape, heads))[0]
 
 
 def _shaped(values: Any, shape: Sequence[int], name: str) -> Tensor:

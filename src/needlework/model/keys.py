@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from needlework.kernels.block_attention import Lines, lines_of
+
 
 class Keys(Protocol):
     count: int
@@ -49,6 +51,12 @@ class OwnKeys:
         # Caches keep the newest keys, so the last key belongs to the last token that is fed now.
         return q_positions[:, -1:] + torch.arange(1 - self.count, 1, device=q_positions.device)
 
+    @functools.cached_property
+    def lines(self) -> Lines:
+        rows = self.key.shape[0]
+        nothing = (x.new_empty(*x.shape[:2], x.shape[3], 0) for x in (self.key, self.value))
+        return Lines(*lines_of(self.key, self.value), torch.arange(rows), *nothing)
+
     def scores(self, query: Tensor, first: int, last: int) -> Tensor:
         rows, heads, queries, _ = query.shape
         key = self.key[:, :, first:last]
@@ -73,6 +81,11 @@ class Prefix:
     order: Tensor  # [prompts, readers] the rows that read each prompt, padded with any row
     place: Tensor  # [rows] flat index of each row in `order`
     straight: bool  # rows lie as in `order` already: nothing needs to be moved
+
+    @functools.cached_property
+    def lines(self) -> tuple[Tensor, Tensor]:
+        """Read at every step, so they are kept for as long as the same prompts are."""
+        return lines_of(self.key, self.value)
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, positions: Tensor, prompt: Tensor, start: Tensor, complete: bool = True) -> Prefix:
@@ -122,6 +135,10 @@ class SharedPrefix:
         self.prefix, self.own = prefix, OwnKeys(key, value)
         self.length = prefix.key.shape[2]
         self.count, self.value_dim = self.length + self.own.count, value.shape[3]
+
+    @functools.cached_property
+    def lines(self) -> Lines:
+        return Lines(*self.prefix.lines, self.prefix.prompt, *lines_of(self.own.key, self.own.value))
 
     def _gather(self, x: Tensor) -> Tensor:
         """[rows, heads, queries, n] -> [prompts, kv_heads, readers * group * queries, n]"""
