@@ -102,7 +102,7 @@ def test_examples_are_read_once_for_each_subject_and_intervention(name: str, mon
     subject = cases.subject(name)
     some = [nw.NONE, nw.KeepHeads(k=1), nw.KeepHeads(k=4), nw.AblateAttention(site="block")]  # of 4 heads: the third is nothing
     engine = Engine(subject.body)
-    answers(engine, asked(some)[:2])  # what must be proven of the model is proven now
+    answers(engine, asked(some))  # what must be proven of the model is proven now
     fed = Fed(monkeypatch)
     answers(engine, asked(some))
     begun = [tokens for at, tokens in fed.rows if at == 0]
@@ -157,7 +157,7 @@ def test_a_model_that_looks_ahead_is_not_padded() -> None:
     with subject.body.session():
         assert not Padding(subject.body).proven()
         assert Padding(cases.subject("llama").body)._proven is None
-    requests = [Request(prompt[:n], options=LETTERS) for prompt, n in zip(PROMPTS, (5, 9, 7), strict=False)]
+    requests = [Request(tuple(cases.tokens(n, seed=n).tolist()), options=LETTERS) for n in (5, 9, 7)]
     for request, answer in zip(requests, answers(subject.engine, requests), strict=True):
         same(answer, subject.answer([request])[0])
 
@@ -187,14 +187,24 @@ def test_room_for_stems_is_counted() -> None:
         same(answer, other)
     assert not tight.reader._stems
     assert free.reader._stems
-    stem = costs.prompt(max(map(len, STEMS)))
-    with subject.body.session():
-        sizes = []
-        for stems_of in (free.reader.stems_of, lambda item: ()):
-            pairs = list(enumerate(_prepared(subject, requests)))
-            some = Engine(subject.body, 3 * one + stem).budget.batches(pairs, 256, stems_of, free.padding.allowed)
-            sizes.append([len(batch) for batch in some])
-    assert max(sizes[0]) < max(sizes[1])
+    limit = 3 * one + costs.prompt(max(map(len, STEMS)))
+    items = _prepared(subject, requests)
+
+    def most(stems_of: Any) -> int:
+        """What the largest batch takes, stems included, if batches are cut for these stems."""
+        with subject.body.session():
+            cut = Engine(subject.body, limit).budget.batches(list(enumerate(items)), 256, stems_of, free.padding.allowed)
+            batches = [[item for _, item in batch] for batch in cut]
+        assert max(map(len, batches)) > 1
+        return max(map(taken, batches))
+
+    def taken(batch: list[Any]) -> int:
+        longest, stems = max(item.prefill_tokens for item in batch), [free.reader.stems_of(item) for item in batch]
+        kept = {id(stem): costs.prompt(len(stem.tokens)) for chain in stems for stem in chain}
+        readings = {item.group for item in batch}
+        return sum(map(costs.row, batch)) + len(readings) * costs.prompt(longest) + sum(kept.values())
+
+    assert most(free.reader.stems_of) <= limit < most(lambda item: ())
 
 
 def _prepared(subject: nw.Subject, requests: list[Request]) -> list[Any]:
