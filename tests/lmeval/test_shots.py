@@ -13,6 +13,7 @@ import torch
 
 from needlework.toy.words import SPECIAL, VOCABULARY
 
+pytestmark = pytest.mark.slow
 WORDS = [word for word in VOCABULARY if word not in SPECIAL]
 SUBJECTS = {"anatomy": 4, "world_religions": 9}  # words of the shortest question
 SHOTS, QUESTIONS = 5, 3

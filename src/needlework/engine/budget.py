@@ -161,10 +161,10 @@ class Budget:
         begins: dict[object, int] = {}  # beginnings, and beginnings under acts, are numbered as they come
 
         def order(pair: tuple[int, Prepared]) -> tuple[object, ...]:
-            item, shelf = pair[1], (-1, -1)
+            item, shelf = pair[1], list[int]()
             if may[id(item)] and (chain := chains[id(item)]):
                 first = chain[-1].tokens
-                shelf = tuple(begins.setdefault(key, len(begins)) for key in (first, (first, *item.group[1:])))
+                shelf = [begins.setdefault(key, len(begins)) for key in (first, (first, *item.group[1:]))]
             return (may[id(item)], shelf, -item.prefill_tokens, item.request.boundary, item.request.prompt, pair[0])
 
         batch, filled = list[tuple[int, Prepared]](), _Filled(self.costs)

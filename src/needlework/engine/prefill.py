@@ -120,9 +120,9 @@ class Reader:
         if body.observer is not None:
             body.observer.begin([x.request for x in items], body.device)
         tally = Tally(len(readings))
-        even = min(map(len, rest)) == fed
-        ends = "last" if even else torch.tensor([len(tokens) - 1 for tokens in rest], device=body.device)
-        logits = body.feed(ids, memory, "prefill", rows, tally, keep=ends)[:, 0]
+        ends = torch.tensor([len(tokens) - 1 for tokens in rest], device=body.device)
+        padded = min(map(len, rest)) < fed
+        logits = body.feed(ids, memory, "prefill", rows, tally, keep=ends if padded else "last")[:, 0]
         self.tokens_read += sum(map(len, rest))
         return logits, [without_padding(tally.receipt(i), len(tokens), fed) for i, tokens in enumerate(rest)]
 

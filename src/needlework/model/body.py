@@ -175,7 +175,7 @@ class Body:
         start = memory.length
         if positions is None:
             positions = torch.arange(start, start + n, device=self.device).expand(ids.shape[0], -1)
-        logits = []
+        logits: list[Tensor] = []
         for part in self._parts(start, n, rows):
             self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
             last = part.stop == n
