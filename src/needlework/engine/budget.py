@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
 
-from needlework.engine.reading import readings_of
+from needlework.engine.reading import Reading, readings_of
 from needlework.errors import NeedleworkError
 from needlework.model.body import Body
 from needlework.model.chunks import LEAST_CHUNK
@@ -17,6 +17,7 @@ from needlework.requests import Prepared
 
 if TYPE_CHECKING:
     from needlework.engine.decode import Track
+    from needlework.engine.prefill import Stem
 
 _ACTIVATIONS = 24  # values kept per token and hidden unit while a layer runs, seen over the families
 
@@ -75,6 +76,8 @@ class Costs:
     def row(self, item: Prepared) -> int:
         """What one request adds: a row that decodes, or one for each option: their tokens are read at once, all logits kept."""
         steps, options = item.request.steps, len(item.request.options)
+        if options and steps == 1:
+            return 12 * self.vocabulary  # its reading tells of all options: nothing is forked
         own_keys = steps if self.shareable else steps + item.prefill_tokens
         scores = 4 * self.heads * (item.prefill_tokens + steps)
         kept = steps if options else 1
@@ -151,36 +154,79 @@ class Budget:
         """What these requests take, in chunks that fit; refuses them if none do."""
         return self._usual.within(self.given, items)
 
-    def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Track]) -> bool:
-        """Whether a batch may be read while these trials decode."""
+    def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Track], kept: int = 0) -> bool:
+        """Whether a batch may be read while these trials decode and stems of so many bytes are kept."""
         items = [item for _, item in batch]
         now = sum(self.costs.row(track.prepared) for track in running)
-        return now + self.costs.batch(items) <= self.limit
+        return now + kept + self.costs.batch(items) <= self.limit
 
-    def batches(self, requests: Sequence[tuple[int, Prepared]], most: int) -> Iterator[list[tuple[int, Prepared]]]:
-        """Batches of one length that fit, the longest first; requests that share readings stay together where they can."""
+    def fits_beside(self, reading: Reading, stems: Sequence[Stem]) -> bool:
+        """Whether there is room for a request beside the stems that it starts from."""
+        filled = _Filled(self.costs)
+        filled.add(reading.item, stems)
+        return filled.bytes <= self.limit
+
+    def batches(
+        self,
+        requests: Sequence[tuple[int, Prepared]],
+        most: int,
+        stems_of: Callable[[Prepared], Sequence[Stem]] = lambda item: (),
+        padded: Callable[[Prepared], bool] = lambda item: False,
+    ) -> Iterator[list[tuple[int, Prepared]]]:
+        """Batches that fit, the longest first; requests that share readings stay together where they can.
+
+        A batch is of one length, but for requests that may be `padded`: of these, who start from one stem stand together, so
+        that few stems are kept at a time.
+        """
+        may = {id(item): padded(item) for _, item in requests}
+        chains = {id(item): stems_of(item) for _, item in requests}
+        begins: dict[object, int] = {}  # beginnings, and beginnings under acts, are numbered as they come
 
         def order(pair: tuple[int, Prepared]) -> tuple[object, ...]:
-            item = pair[1]
-            return (-item.prefill_tokens, item.request.boundary, item.request.prompt, pair[0])
+            item, shelf = pair[1], list[int]()
+            if may[id(item)] and (chain := chains[id(item)]):
+                first = chain[-1].tokens
+                shelf = [begins.setdefault(key, len(begins)) for key in (first, (first, *item.group[1:]))]
+            return (may[id(item)], shelf, -item.prefill_tokens, item.request.boundary, item.request.prompt, pair[0])
 
-        batch: list[tuple[int, Prepared]] = []
-        readings, used = _Readings(), 0
+        batch, filled = list[tuple[int, Prepared]](), _Filled(self.costs)
         for pair in sorted(requests, key=order):
             item = pair[1]
-            row, prompt = self.costs.row(item), self.costs.prompt(item.prefill_tokens, item.one_piece)
-            cost = row + readings.add(item) * prompt
-            other = batch and (
-                batch[0][1].prefill_tokens != item.prefill_tokens or batch[0][1].request.decodes_last != item.request.decodes_last
-            )
-            if batch and (other or used + cost > self.limit or len(batch) >= most):
+            filled.add(item, chains[id(item)])
+            if batch and (_other(batch[0][1], item, may) or filled.bytes > self.limit or len(batch) >= most):
                 yield batch
-                batch, readings, used = [], _Readings(), 0
-                cost = row + readings.add(item) * prompt
+                batch, filled = [], _Filled(self.costs)
+                filled.add(item, chains[id(item)])
             batch.append(pair)
-            used += cost
         if batch:
             yield batch
+
+
+class _Filled:
+    """What a batch takes so far: rows, readings as long as its longest, and the stems that they start from."""
+
+    def __init__(self, costs: Costs) -> None:
+        self._costs, self._readings, self._stems = costs, _Readings(), dict[int, int]()
+        self._rows = self._read = self._longest = 0
+        self._one_piece = False
+
+    def add(self, item: Prepared, stems: Sequence[Stem]) -> None:
+        self._rows += self._costs.row(item)
+        self._read += self._readings.add(item)
+        self._longest = max(self._longest, item.prefill_tokens)
+        self._one_piece |= item.one_piece
+        self._stems |= {id(stem): self._costs.prompt(len(stem.tokens)) for stem in stems}
+
+    @property
+    def bytes(self) -> int:
+        read = self._read * self._costs.prompt(self._longest, self._one_piece)
+        return self._rows + read + sum(self._stems.values())
+
+
+def _other(one: Prepared, item: Prepared, may: Mapping[int, bool]) -> bool:
+    """Whether two requests cannot be read in one batch."""
+    alike = one.prefill_tokens == item.prefill_tokens and one.request.decodes_last == item.request.decodes_last
+    return may[id(one)] != may[id(item)] or not (alike or may[id(one)])
 
 
 def out_of_memory(error: Exception) -> bool:

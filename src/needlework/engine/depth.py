@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens
+from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens, watched
 from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
 from needlework.interventions.scores import RANDOM
 from needlework.model.body import Body
@@ -71,10 +71,8 @@ class Depth:
         return [Door(layer, heads, last_only, scored if heads else None) for heads in after for last_only in shortcuts]
 
     def _possible(self) -> bool:
-        """An observer sees every row in every layer; and what hooks of others do, skipped layers would not do or do twice."""
-        if self._stack is None or self.body.observer is not None:
-            return False
-        return not any(module._forward_hooks or module._forward_pre_hooks for module in self.body.model.modules())
+        """What observers and hooks of others do, skipped layers would not do or do twice."""
+        return self._stack is not None and not watched(self.body)
 
     def proven(self, door: Door) -> bool:
         """Whether entering there gives what the whole model gives. Tried once; needs an open session."""

@@ -2,7 +2,8 @@
 
 Requests that agree on their prompt and on what is done to it in prefill share one reading of it. Prompts of one length
 are read together; then their memory is forked: each request gets a row of its own that reads the shared keys where they
-lie. Rows of all lengths decode as one batch, which is refilled as rows finish; options are scored in one forward.
+lie. Rows of all lengths decode as one batch, which is refilled as rows finish; options are scored in one forward, and where
+all are single tokens no forward is needed: what the prompt's reading says of the next token has all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from needlework.engine.budget import Budget, out_of_memory
 from needlework.engine.decode import NOT_FINITE, Decoder, Track, choose
 from needlework.engine.depth import Depth
 from needlework.engine.diagnosis import first_bad_layer
+from needlework.engine.padding import Padding
 from needlework.engine.prefill import Reader
 from needlework.engine.reading import group, readings_of
 from needlework.engine.score import score
@@ -38,8 +40,8 @@ class Engine:
         self.body = body
         self.budget = Budget(body, memory_bytes)
         self._alone, self._most = False, ROWS_AT_ONCE
-        self.depth = Depth(body)
-        self.reader = Reader(body, self.depth)  # of the newest run; its counts say how much was shared
+        self.depth, self.padding = Depth(body), Padding(body)
+        self.reader = Reader(body, self.depth, self.padding)  # of the newest run; its counts say how much was shared
         self._to_read, self._to_answer, self._answered = 0, 0, 0  # tokens, of the run that goes on
 
     @property
@@ -63,21 +65,27 @@ class Engine:
         costs = self.budget.check(prepared)
         with self.body.session(), self.body.chunks_of(costs.chunk):  # before anything of this engine is set: another
             self.budget.costs = costs  # thread's run may not be over
-            self.reader = Reader(self.body, self.depth)
+            self.reader = Reader(self.body, self.depth, self.padding)
             readings = [reading for item in prepared for reading in readings_of(item).values() if reading.tokens]
             self._to_read = sum({reading.key: len(reading.tokens) for reading in readings}.values())
             self._to_answer, self._answered = sum(map(_answer_tokens, prepared)), 0
-            self.reader.expect(readings)
+            self.reader.expect(readings, self.budget.fits_beside)
             scored = [pair for pair in enumerate(prepared) if pair[1].request.options]
             continued = [pair for pair in enumerate(prepared) if not pair[1].request.options]
             self._most = ROWS_AT_ONCE
             try:
-                yield from self._score(deque(self.budget.batches(scored, ROWS_AT_ONCE)))
-                pending = deque(self.budget.batches(continued, ROWS_AT_ONCE))
+                yield from self._score(deque(self._batches(scored, ROWS_AT_ONCE)))
+                pending = deque(self._batches(continued, ROWS_AT_ONCE))
                 self._alone = len(pending) == 1
                 yield from self._decode(pending)
             finally:
                 self._to_read = self._to_answer = 0
+
+    def _batches(self, requests: Batch, most: int) -> Iterator[Batch]:
+        return self.budget.batches(requests, most, self.reader.stems_of, self.padding.allowed)
+
+    def _fits(self, batch: Batch, decoder: Decoder) -> bool:
+        return self.budget.fits(batch, decoder.alive(), self.reader.kept_bytes)
 
     def _score(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
         while pending:
@@ -97,7 +105,11 @@ class Engine:
         while pending or decoder:
             room = decoder is None or (decoder.memory.ragged and 2 * len(decoder) <= self._most)
             try:
-                if pending and room and (decoder is None or self.budget.fits(pending[0], decoder.alive())):
+                if (
+                    pending
+                    and room
+                    and (decoder is None or self.budget.fits(pending[0], decoder.alive(), self.reader.kept_bytes))
+                ):
                     decoder, finished = self._admit(pending.popleft(), decoder, pending)
                 else:
                     assert decoder is not None
@@ -136,7 +148,7 @@ class Engine:
             raise MemoryError(f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory") from error
         fewer = self._most = (len(batch) + 1) // 2  # also for what joins later: it would run out again
         logger.warning("out of memory with %d rows: going on with %d", len(batch), fewer)
-        pending.extendleft(reversed(list(self.budget.batches(batch, fewer))))
+        pending.extendleft(reversed(list(self._batches(batch, fewer))))
 
     def _shorter_chunks(self, item: Prepared) -> bool:
         """From now on, chunks are half as long; False if that would not help this request."""

@@ -2,19 +2,22 @@
 
 A common beginning is called a stem. Stems are found with a prefix tree, which is pruned by what each branch would cost.
 Readings of one prompt that begin to differ at some layer share the layers below it instead, where that saves more.
+Readings that nothing will go on from may be of several lengths: they stand padded in one forward.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch import Tensor
 
 from needlework.engine.depth import Depth
-from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens
+from needlework.engine.padding import PAD, Padding, without_padding
+from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens, readings_of
 from needlework.model.body import Body
 from needlework.model.edits import keeps_from_sdpa
 from needlework.model.memory import Memory
@@ -25,16 +28,29 @@ from needlework.requests import Prepared
 class Reader:
     """Reads prompts for the engine. Stems are kept for as long as somebody will still start from them."""
 
-    def __init__(self, body: Body, depth: Depth) -> None:
-        self.body, self.depth = body, depth
+    def __init__(self, body: Body, depth: Depth, padding: Padding | None = None) -> None:
+        self.body, self.depth, self.padding = body, depth, padding or Padding(body)
         self.prompts_read = self.tokens_asked = 0
         self.tokens_read = 0.0  # each counted by the share of the model that it went through
         self._stems: dict[tuple[object, ...], Stem] = {}  # reading -> stem that it starts from
         self._kept: dict[int, tuple[Memory, Receipt]] = {}  # id of a stem -> what reading it left
         self._waiting: dict[int, int] = {}
 
-    def expect(self, readings: Sequence[Reading]) -> None:
-        """Announce all readings to come, so that shared beginnings are found before anything is read."""
+    @property
+    def kept_bytes(self) -> int:
+        """What stems take that somebody will still start from."""
+        return sum(memory.nbytes() for memory, _ in self._kept.values())
+
+    def stems_of(self, item: Prepared) -> list[Stem]:
+        """The stem that a request's prompt starts from and those that this one starts from, the longest first."""
+        return _chain(self._stems.get(readings_of(item)["own"].key))
+
+    def expect(self, readings: Sequence[Reading], fits: Callable[[Reading, Sequence[Stem]], bool] | None = None) -> None:
+        """Announce all readings to come, so that shared beginnings are found before anything is read.
+
+        `fits` says whether there is room for a reading beside the stems that it starts from; where there is none, it starts
+        from nothing.
+        """
         if not self.body.continues:
             return
         distinct = list({reading.key: reading for reading in readings}.values())
@@ -45,7 +61,7 @@ class Reader:
         for alike in by_acts.values():
             stems = find_stems([reading.tokens for reading in alike.values()], forward_tokens(self.body))
             saved_by_depth = sum(len(reading.tokens) * deep.get(key, 0.0) for key, reading in alike.items())
-            if saved_by_depth < _saved(stems):
+            if saved_by_depth < _saved(stems) and (fits is None or _all_fit(list(alike.values()), stems, fits)):
                 self._stems |= {key: stem for key, stem in zip(alike, stems, strict=True) if stem is not None}
         for stem in {id(stem): stem for stem in self._stems.values()}.values():
             ancestor: Stem | None = stem
@@ -54,14 +70,14 @@ class Reader:
                 ancestor = ancestor.parent
 
     def read(self, readings: Sequence[Reading], remember: bool = True) -> Read:
-        """Read prompts of one length, each under its own acts. What nothing will go on from needs no memory."""
+        """Read prompts, each under its own acts. What nothing will go on from needs no memory, and may be of any length."""
         done: list[tuple[list[int], Read]] = []
         whole = [i for i, reading in enumerate(readings) if reading.key not in self._stems]
         deep = self.depth.worthwhile([readings[i] for i in whole])
         together = {whole[i]: readings[whole[i]] for i in deep}
-        if together:
+        for length in dict.fromkeys(len(reading.tokens) for reading in together.values()):
             before = self.depth.whole_passes
-            done += self.depth.read(together, remember)
+            done += self.depth.read({i: x for i, x in together.items() if len(x.tokens) == length}, remember)
             self.tokens_read += self.depth.whole_passes - before
         parts: dict[int, list[int]] = defaultdict(list)  # tokens already read -> readings
         for i, reading in enumerate(readings):
@@ -69,51 +85,89 @@ class Reader:
                 stem = self._stems.get(reading.key)
                 parts[len(stem.tokens) if stem else 0].append(i)
         for known, members in parts.items():
-            # Rows that need attention probabilities stand together: they keep the others of their forward from SDPA.
-            members.sort(key=lambda i: keeps_from_sdpa(readings[i].item.acts["prefill"]))
-            for some in by_pieces(members, len(readings[0].tokens) - known, self.body):
+            for some in self._pieces(readings, members, known):
                 done.append((some, self._continue([readings[i] for i in some], remember)))
         self.prompts_read += len(readings)
         self.tokens_asked += sum(len(reading.tokens) for reading in readings)
         return _joined(done)
 
+    def _pieces(self, readings: Sequence[Reading], members: list[int], known: int) -> Iterator[list[int]]:
+        """Members that have as many tokens behind them, forward by forward."""
+        lengths = {len(readings[i].tokens) - known for i in members}
+        # Rows that need attention probabilities stand together: they keep the others of their forward from SDPA.
+        members.sort(key=lambda i: keeps_from_sdpa(readings[i].item.acts["prefill"]))
+        if len(lengths) == 1:
+            yield from by_pieces(members, lengths.pop(), self.body)
+            return
+        for _, alike in groupby(members, key=lambda i: keeps_from_sdpa(readings[i].item.acts["prefill"])):
+            some = list(alike)
+            for piece in self.padding.pieces([len(readings[i].tokens) - known for i in some]):
+                yield [some[place] for place in piece]
+
     def _continue(self, readings: Sequence[Reading], remember: bool) -> Read:
         """Readings that have as many tokens behind them, in one batch."""
-        starts = [self._start(self._stems.get(reading.key), reading.item) for reading in readings]
-        memories = [memory for memory, _ in starts if memory is not None]
-        memory = Memory.join(memories) if memories else self.body.new_memory(len(readings))
+        memory, before = self._start([(self._stems.get(reading.key), reading.item) for reading in readings])
         logits, receipts = self._feed(readings, memory)
-        return Read(memory if remember else None, logits, [a + b for (_, a), b in zip(starts, receipts, strict=True)])
+        return Read(memory if remember else None, logits, [a + b for a, b in zip(before, receipts, strict=True)])
 
     def _feed(self, readings: Sequence[Reading], memory: Memory) -> tuple[Tensor, list[Receipt]]:
         body, rest = self.body, [reading.tokens[memory.length :] for reading in readings]
-        ids = torch.tensor(rest, device=body.device)
+        fed = max(map(len, rest))
+        ids = torch.tensor([tokens + (PAD,) * (fed - len(tokens)) for tokens in rest], device=body.device)
         slots = torch.arange(len(readings), device=body.device)
         items = [reading.item for reading in readings]
         rows = body.compile([x.acts["prefill"] for x in items], [x.sample for x in items], "prefill", slots)
         if body.observer is not None:
             body.observer.begin([x.request for x in items], body.device)
         tally = Tally(len(readings))
-        logits = body.feed(ids, memory, "prefill", rows, tally)[:, 0]
-        self.tokens_read += ids.numel()
-        return logits, [tally.receipt(i) for i in range(len(readings))]
+        ends = torch.tensor([len(tokens) - 1 for tokens in rest], device=body.device)
+        padded = min(map(len, rest)) < fed
+        logits = body.feed(ids, memory, "prefill", rows, tally, keep=ends if padded else "last")[:, 0]
+        self.tokens_read += sum(map(len, rest))
+        return logits, [without_padding(tally.receipt(i), len(tokens), fed) for i, tokens in enumerate(rest)]
 
-    def _start(self, stem: Stem | None, item: Prepared) -> tuple[Memory | None, Receipt]:
-        """A memory of the stem that may be written to, and what reading it did."""
-        if stem is None:
-            return None, Receipt()
-        if id(stem) not in self._kept:
-            before, receipt = self._start(stem.parent, item)
-            memory = before if before is not None else self.body.new_memory(1)
-            _, receipts = self._feed([Reading(item, stem.tokens)], memory)
-            self._kept[id(stem)] = (memory, receipt + receipts[0])
-        memory, receipt = self._kept[id(stem)]
-        self._waiting[id(stem)] -= 1
-        if self._waiting[id(stem)] > 0:
-            memory = memory.select(torch.zeros(1, dtype=torch.int64, device=self.body.device))
-        else:  # the last reader may have the memory itself
-            del self._kept[id(stem)]
-        return memory, receipt
+    def _start(self, starts: Sequence[tuple[Stem | None, Prepared]]) -> tuple[Memory, list[Receipt]]:
+        """A memory that may be written to, of the stem of each row, and what reading it did. Stems are of one length, or none."""
+        stems = {id(stem): (stem, item) for stem, item in starts if stem is not None}
+        if not stems:
+            return self.body.new_memory(len(starts)), [Receipt()] * len(starts)
+        self._read_stems(stems)
+        kept = {name: self._kept[name] for name in stems}
+        for stem, _ in starts:
+            self._waiting[id(stem)] -= 1
+            if self._waiting[id(stem)] <= 0:
+                self._kept.pop(id(stem), None)
+        joined = Memory.join([memory for memory, _ in kept.values()])
+        receipts = [kept[id(stem)][1] for stem, _ in starts]
+        if len(starts) == 1 and self._waiting[id(starts[0][0])] <= 0:  # the last reader may have the memory itself
+            return joined, receipts
+        place = {name: i for i, name in enumerate(kept)}
+        rows = torch.tensor([place[id(stem)] for stem, _ in starts], device=self.body.device)
+        return joined.select(rows), receipts
+
+    def _read_stems(self, stems: Mapping[int, tuple[Stem, Prepared]]) -> None:
+        """Read those of these stems that are not there yet, each under the acts of one that starts from it."""
+        new: dict[tuple[int, int], list[tuple[Stem, Prepared]]] = defaultdict(list)
+        for name, (stem, item) in stems.items():
+            if name not in self._kept:
+                new[len(stem.tokens), stem.new_tokens].append((stem, item))
+        for (_, tokens), alike in new.items():
+            for some in by_pieces(alike, tokens, self.body):
+                memory, before = self._start([(stem.parent, item) for stem, item in some])
+                _, receipts = self._feed([Reading(item, stem.tokens) for stem, item in some], memory)
+                for i, (stem, _) in enumerate(some):
+                    own = memory if len(some) == 1 else memory.select(torch.tensor([i], device=self.body.device))
+                    self._kept[id(stem)] = own, before[i] + receipts[i]
+
+
+def _all_fit(readings: Sequence[Reading], stems: Sequence[Stem | None], fits: Callable[[Reading, Sequence[Stem]], bool]) -> bool:
+    """Whether each reading fits beside the stems that it starts from."""
+    return all(stem is None or fits(reading, _chain(stem)) for reading, stem in zip(readings, stems, strict=True))
+
+
+def _chain(stem: Stem | None) -> list[Stem]:
+    """A stem and those that it starts from, the longest first."""
+    return [] if stem is None else [stem, *_chain(stem.parent)]
 
 
 def _joined(done: Sequence[tuple[list[int], Read]]) -> Read:

@@ -67,6 +67,13 @@ def forward_tokens(body: Body) -> float:
     return _FORWARD_FLOPS.get(body.device.type, 1e9) / (2 * body.anatomy.parameters)
 
 
+def watched(body: Body) -> bool:
+    """Whether someone sees every row in every layer: an observer, or hooks of others."""
+    if body.observer is not None:
+        return True
+    return any(module._forward_hooks or module._forward_pre_hooks for module in body.model.modules())
+
+
 def by_pieces(members: Sequence[T], tokens: int, body: Body) -> Iterator[list[T]]:
     """Readings of so many tokens each, as many at a time as one forward takes best. What watches is shown all at once."""
     most = PIECE_TOKENS.get(body.device.type)

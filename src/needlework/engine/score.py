@@ -33,7 +33,7 @@ class _Option:
 def score(body: Body, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> list[tuple[int, Answer]]:
     """The options of every request scored: one reading serves all that continue it."""
     readings, places = group([item for _, item in batch])
-    read = reader.read(readings)
+    read = reader.read(readings, remember=any(item.request.steps > 1 for _, item in batch))
     rows = [_Option(places[b]["own"], item, option) for b, (_, item) in enumerate(batch) for option in item.request.options]
     if body.observer is not None:
         body.observer.begin([row.item.request for row in rows], body.device)
@@ -62,15 +62,15 @@ def _one_length(body: Body, read: Read, rows: Mapping[int, _Option], tally: Tall
     """Log-likelihoods of every token of these options, and whether each is the model's first choice; by row."""
     place = torch.tensor([row.place for row in rows.values()], device=body.device)
     tokens = torch.tensor([row.tokens for row in rows.values()], device=body.device)
-    heads = read.logits[place][:, None]  # [rows, 1, vocabulary] predicts each option's first token
+    first = read.logits.log_softmax(-1)  # [readings, vocabulary] of the first token of every option that continues the reading
+    logprobs, greedy = first[place, tokens[:, 0]][:, None], first.argmax(-1)[place] == tokens[:, 0]
     if tokens.shape[1] > 1:
         slots = torch.tensor(list(rows), device=body.device)
         assert read.memory is not None
-        heads = torch.cat([heads, _continuations(body, read.memory, place, list(rows.values()), tokens, slots, tally)], 1)
-    logprobs = heads.log_softmax(-1)
-    of_tokens = logprobs.gather(2, tokens[..., None])[..., 0].tolist()
-    greedy = (logprobs.argmax(-1) == tokens).all(1).tolist()
-    return {r: (tuple(logs), best) for r, logs, best in zip(rows, of_tokens, greedy, strict=True)}
+        later = _continuations(body, read.memory, place, list(rows.values()), tokens, slots, tally).log_softmax(-1)
+        logprobs = torch.cat([logprobs, later.gather(2, tokens[:, 1:, None])[..., 0]], 1)
+        greedy &= (later.argmax(-1) == tokens[:, 1:]).all(1)
+    return {r: (tuple(logs), best) for r, logs, best in zip(rows, logprobs.tolist(), greedy.tolist(), strict=True)}
 
 
 def _continuations(

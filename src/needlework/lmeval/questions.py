@@ -150,9 +150,9 @@ def _near(name: str, known: Sequence[str]) -> str:
 
 
 def _manager(names: Sequence[str]) -> Any:
-    """Reading all of lm-eval's own tasks takes seconds: only if one of them is asked for."""
+    """Reading all of lm-eval's own tasks takes seconds: only if one of them is asked for by name."""
     ours = _index(False)
-    return ours if all(ours.match_tasks([name]) for name in names) else _index(True)
+    return ours if all(ours.match_tasks([name]) or Path(name).is_file() for name in names) else _index(True)
 
 
 @functools.cache

@@ -183,20 +183,27 @@ class Body:
         rows: Rows,
         tally: Tally,
         positions: Tensor | None = None,
-        keep: Literal["last", "all"] = "last",
+        keep: Literal["last", "all"] | Tensor = "last",
     ) -> Tensor:
-        """Feed tokens [rows, n]; logits [rows, 1 or n, vocabulary] in fp32. The memory moves on."""
+        """Feed tokens [rows, n]; logits [rows, 1 or n, vocabulary] in fp32. The memory moves on.
+
+        `keep` says after which tokens logits are wanted: the last, all, or in each row the one at this place [rows].
+        """
         n = ids.shape[1]
         start = memory.length
         if positions is None:
             positions = torch.arange(start, start + n, device=self.device).expand(ids.shape[0], -1)
-        logits = []
+        logits: list[Tensor] = []
         with room_for(memory.cache, start + n) if n > self.chunk else nullcontext():
             for part in self._parts(start, n, rows, phase):
                 self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
                 last = part.stop == n
-                out = self._forward(ids[:, part], positions[:, part], memory, phase, rows, tally, keep == "all")
-                if keep == "all" or last:
+                here = (keep - part.start).clamp(0, part.stop - part.start - 1) if isinstance(keep, Tensor) else keep
+                out = self._forward(ids[:, part], positions[:, part], memory, phase, rows, tally, here)
+                if isinstance(keep, Tensor):
+                    found = (keep >= part.start)[:, None, None]
+                    logits = [torch.where(found, out, logits[0]) if logits else out]
+                elif keep == "all" or last:
                     logits.append(out)
         return torch.cat(logits, 1) if len(logits) > 1 else logits[0]
 
@@ -227,7 +234,14 @@ class Body:
                     tally.add(layer, phase, "states_cleared", rows.slots[i : i + 1], 1)
 
     def _forward(
-        self, ids: Tensor, positions: Tensor, memory: Memory, phase: Phase, rows: Rows, tally: Tally, all_logits: bool
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        memory: Memory,
+        phase: Phase,
+        rows: Rows,
+        tally: Tally,
+        keep: Literal["last", "all"] | Tensor,
     ) -> Tensor:
         if not self._open:
             raise RuntimeError("feed a body inside `with body.session():`")
@@ -251,9 +265,15 @@ class Body:
         if forward.own_maths:
             self.check_own_maths()
         with memory.mounted(), current(forward), self._hooked(rows, memory):
-            out = run_model(self.model, ids, positions, memory, logits_to_keep=0 if all_logits else 1)
+            wanted = keep[:, None] if isinstance(keep, Tensor) else int(keep == "last")
+            out = run_model(self.model, ids, positions, memory, logits_to_keep=wanted)
         memory.length += ids.shape[1]
-        logits: Tensor = out.logits if all_logits else out.logits[:, -1:]
+        logits: Tensor = out.logits
+        if isinstance(keep, Tensor):
+            if logits.shape[1] > 1:  # a model that always gives all
+                logits = logits[torch.arange(len(keep), device=keep.device), keep][:, None]
+        elif keep == "last":
+            logits = logits[:, -1:]
         return logits.float()
 
     def check_own_maths(self) -> None:
