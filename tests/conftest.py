@@ -9,9 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, settings
+
+# No clock decides about a test: on a busy machine anything may take long.
+settings.register_profile("no clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("no clock")
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
 

@@ -10,10 +10,13 @@ import pytest
 import yaml
 
 from needlework.errors import ZooError
+from needlework.stats import NOTHING
 from needlework.store import Row
 from needlework.terminal import Bar
-from needlework.training import concentration, grid
+from needlework.training import concentration, grid, seeds
 from needlework.training.grid import Cell
+from needlework.verdicts import Verdict, Word
+from needlework.zoo.shelf import catalog
 
 RECIPE = {
     "architecture": "JambaForCausalLM",
@@ -100,6 +103,47 @@ def test_the_shipped_study_has_the_models_that_it_speaks_of() -> None:
     }
 
 
+def test_a_level_may_be_a_recipe_of_the_zoo_and_its_model_is_taken_from_the_shelf(tmp_path: Path) -> None:
+    asked = grid.find("seeds")
+    made = {cell.name: cell for cell in grid.cells(asked)}
+    assert list(made) == [f"{model}-seed{seed}" for model in ("griffin", "jamba") for seed in (0, 1, 2)]
+    griffin = grid.recipes.find("tiny-griffin")
+    assert made["griffin-seed2"].recipe.hash() == griffin.changed(seed=2).hash()
+    there = grid.trained(asked, tmp_path)
+    assert [cell.name for cell in there] == ["griffin-seed0", "jamba-seed0"]  # as shipped; the others would have to be trained
+    shipped = catalog()["tiny-griffin"].path
+    weights = (tmp_path / "models" / "griffin-seed0" / "model.safetensors").read_bytes()
+    assert weights == (shipped / "model.safetensors").read_bytes()
+
+
+def test_a_study_of_which_nothing_is_trained_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ZooError, match="no trained model of the study 'small'; leave out --no-train"):
+        grid.trained(grid.find(written(tmp_path)), tmp_path / "out")
+
+
+def test_an_unknown_recipe_as_a_level_is_told_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ZooError, match="tiny-griffin"):
+        grid.find(written(tmp_path, vary={"model": {"a": "tiny-grifin", "b": "tiny-jamba"}}))
+
+
+def test_verdicts_are_counted_seed_by_seed() -> None:
+    cells = [cell("adamw", 12, seed) for seed in (0, 1, 2)] + [cell("muon", 12, 0)]
+    judged: list[Verdict] = [
+        *(verdict(one, 1, "supported") for one in cells[:2]),
+        verdict(cells[2], 1, "inconclusive"),
+        verdict(cells[3], 1, "not run"),
+        *(verdict(one, 2, "not run") for one in cells),
+    ]
+    lines = seeds.table(cells, judged).splitlines()
+    assert lines[0] == "| claim | adamw, 12 | muon, 12 |"
+    assert lines[2:] == ["| 1. t | supported 2 of 3, inconclusive 1 of 3 | - |"]  # of claim 2 nothing was run
+    assert seeds.table(cells, []) == ""
+
+
+def verdict(one: Cell, number: int, word: Word) -> Verdict:
+    return Verdict(f"claim{number}", "t", one.name, word, "", NOTHING, number)
+
+
 @pytest.mark.slow
 def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: Path) -> None:
     from needlework.training.study import study
@@ -119,6 +163,11 @@ def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: 
     counted = Bar(8, "steps", shown=False)
     grid.train_all(asked, tmp_path / "out", 2, counted)
     assert counted.count == 8  # steps found done and steps done now are all of them
+    (tmp_path / "out" / "models" / "muon-4-seed0").rename(tmp_path / "away")
+    fewer = study(path, tmp_path / "out", training_seeds=[0], train=False, progress=False)
+    assert len(fewer.models) == 3
+    assert "1 further models of the study are not trained" in fewer.text
+    (tmp_path / "away").rename(tmp_path / "out" / "models" / "muon-4-seed0")
     result = study(path, tmp_path / "out", jobs=2, training_seeds=[0], progress=False)
     assert [model.name for model in result.models] == ["adamw-2-seed0", "adamw-4-seed0", "muon-2-seed0", "muon-4-seed0"]
     assert not any(model.testable for model in result.models)  # two steps teach nothing

@@ -208,13 +208,17 @@ def study(
     seed: Annotated[
         list[int], typer.Option(min=0, help="Training seeds instead of the study's own; give it several times.")
     ] = [],  # noqa: B006
+    train: Annotated[bool, typer.Option(help="Or ask the models that are trained so far, and train no other.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Train a grid of recipes, run one plan on all of them, and say what retrieval in few heads depends on."""
+    """Train a grid of recipes, run one plan on all of them, and say what retrieval in few heads depends on.
+
+    Two come with needlework: `concentration` (optimiser x number of heads) and `seeds` (tiny-griffin and tiny-jamba anew).
+    """
     from needlework.training.concentration import as_json as numbers
     from needlework.training.study import study as run
 
-    result = run(file, out, jobs=jobs, training_seeds=seed, progress=not as_json)
+    result = run(file, out, jobs=jobs, training_seeds=seed, train=train, progress=not as_json)
     typer.echo(json.dumps(numbers(result.models), indent=1) if as_json else plain(result.text))
     if not result.run.sound:
         raise typer.Exit(FAILED)

@@ -7,6 +7,7 @@ models that differ in one thing and are alike in all others, each of them severa
 from __future__ import annotations
 
 import multiprocessing
+import shutil
 from collections.abc import Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -24,10 +25,10 @@ from needlework.experiments.schema import NAME, NAME_RULE
 from needlework.terminal import Bar
 from needlework.training import recipes
 from needlework.training.recipes import Recipe
-from needlework.zoo.shelf import RECORD
+from needlework.zoo.shelf import RECORD, catalog
 
 RECIPE, MODELS, RUN = "recipe.yaml", "models", "run"
-Level = dict[str, Any]  # what a recipe says otherwise
+Level = dict[str, Any] | str  # what a recipe says otherwise; or all of it: a built-in recipe by its name
 
 
 class Study(BaseModel):
@@ -37,7 +38,7 @@ class Study(BaseModel):
 
     name: Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
     about: str = ""
-    recipe: dict[str, Any]
+    recipe: Level = {}
     vary: Annotated[dict[str, dict[str, Level]], Field(min_length=1)]
     training_seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = [0, 1, 2]
     seeds: list[int] = [0]  # of the samples that all models are asked
@@ -109,14 +110,18 @@ def _merged(base: Any, change: Any) -> Any:
     return {**base, **{key: _merged(base.get(key), value) for key, value in change.items()}}
 
 
+def _content(level: Level) -> dict[str, Any]:
+    return recipes.find(level).model_dump(exclude={"name", "seed"}) if isinstance(level, str) else level
+
+
 def cells(study: Study) -> list[Cell]:
     """Every combination of levels with every seed."""
     made = []
     for chosen in product(*(levels.items() for levels in study.vary.values())):
         levels = dict(zip(study.vary, (name for name, _ in chosen), strict=True))
-        content: Any = study.recipe
+        content: Any = _content(study.recipe)
         for _, change in chosen:
-            content = _merged(content, change)
+            content = _merged(content, _content(change))
         for seed in study.training_seeds:
             name = "-".join([*levels.values(), f"seed{seed}"])
             recipe = recipes.checked({**content, "name": name.lower(), "seed": seed}, f"study {study.name}, {name}")
@@ -125,9 +130,13 @@ def cells(study: Study) -> list[Cell]:
 
 
 def train_all(study: Study, out: Path, jobs: int, bar: Bar) -> None:
-    """Train what is not trained yet, `jobs` models at a time, one core each. A study that was stopped goes on where it was."""
+    """Train what is not trained yet, `jobs` models at a time, one core each. A study that was stopped goes on where it was.
+
+    A model of the zoo that one of the recipes made is taken as it is: training it again would give the same weights.
+    """
     waiting = []
     for cell in cells(study):
+        _take_shipped(cell.recipe, out / MODELS / cell.name)
         if finished(out / MODELS / cell.name, cell.recipe):
             bar.found(cell.recipe.steps)
         else:
@@ -152,6 +161,16 @@ def train_all(study: Study, out: Path, jobs: int, bar: Bar) -> None:
                 raise
 
 
+def trained(study: Study, out: Path) -> list[Cell]:
+    """The models of a study that are there, those of the zoo among them."""
+    for cell in cells(study):
+        _take_shipped(cell.recipe, out / MODELS / cell.name)
+    there = [cell for cell in cells(study) if finished(out / MODELS / cell.name, cell.recipe)]
+    if not there:
+        raise ZooError(f"{out} holds no trained model of the study {study.name!r}; leave out --no-train")
+    return there
+
+
 def finished(folder: Path, recipe: Recipe) -> bool:
     """The directory holds a whole model that this very recipe made; a model of another recipe is an error."""
     if not (folder / RECORD).exists():
@@ -159,6 +178,14 @@ def finished(folder: Path, recipe: Recipe) -> bool:
     if recipes.read(folder / RECIPE).hash() != recipe.hash():
         raise ZooError(f"{folder} holds a model of another recipe; give another --out, or move it away")
     return True
+
+
+def _take_shipped(recipe: Recipe, folder: Path) -> None:
+    made = next((entry.path for entry in catalog().values() if entry.record.get("recipe_hash") == recipe.hash()), None)
+    if made is None or (folder / RECORD).exists():
+        return
+    shutil.copytree(made, folder, ignore=shutil.ignore_patterns(RECORD), dirs_exist_ok=True)
+    shutil.copy(made / RECORD, folder)  # last: what has a record is whole
 
 
 def _taken(queue: Any) -> Iterator[tuple[str, int, bool]]:

@@ -10,8 +10,10 @@ from pathlib import Path
 from needlework.experiments.result import Result
 from needlework.store import Store
 from needlework.terminal import Bar
-from needlework.training import concentration, grid
+from needlework.training import concentration, grid, seeds
 from needlework.training.concentration import Found
+from needlework.training.grid import Cell
+from needlework.verdicts import Verdict
 
 PICTURE, TABLE, NUMBERS = "study.png", "study.md", "study.json"
 
@@ -26,33 +28,40 @@ class StudyResult:
 
 
 def study(
-    file: str | Path, out: str | Path, *, jobs: int = 1, training_seeds: Sequence[int] = (), progress: bool = True
+    file: str | Path,
+    out: str | Path,
+    *,
+    jobs: int = 1,
+    training_seeds: Sequence[int] = (),
+    train: bool = True,
+    progress: bool = True,
 ) -> StudyResult:
     """Train, run and compare; `out` then holds models/, run/ with its report, study.md, study.json and study.png.
 
     `training_seeds` instead of the study's own: more models of the same kinds, or fewer. A study that was stopped goes on
-    where it was: trainings from their checkpoints, the run from its store.
+    where it was: trainings from their checkpoints, the run from its store. With `train` False the models that are there are
+    asked and no other is trained.
     """
     asked, folder = grid.find(file), Path(out)
     if training_seeds:
         asked = asked.model_copy(update={"training_seeds": list(dict.fromkeys(training_seeds))})
     folder.mkdir(parents=True, exist_ok=True)
-    cells = grid.cells(asked)
-    with Bar(sum(cell.recipe.steps for cell in cells), "steps", shown=progress) as bar:
-        grid.train_all(asked, folder, jobs, bar)
+    if train:
+        with Bar(sum(cell.recipe.steps for cell in grid.cells(asked)), "steps", shown=progress) as bar:
+            grid.train_all(asked, folder, jobs, bar)
+    cells = grid.trained(asked, folder)
     from needlework.experiments.run import run
 
     path = folder / "plan.yaml"
     path.write_text(grid.plan_of(asked, cells), encoding="utf-8")
     result = run(path, folder / grid.RUN, progress=progress)
     result.report()
-    models = compare(asked, folder)
-    return StudyResult(result, models, _write(asked, models, folder))
+    models = compare(cells, folder)
+    return StudyResult(result, models, _write(asked, cells, models, result.verdicts(), folder))
 
 
-def compare(asked: grid.Study, folder: Path) -> list[Found]:
+def compare(cells: Sequence[Cell], folder: Path) -> list[Found]:
     """What the run of a study says of each of its models."""
-    cells = grid.cells(asked)
     store = Store(folder / grid.RUN)
     try:
         heads = {cell.name: _heads(folder / grid.MODELS / cell.name) for cell in cells}
@@ -69,9 +78,13 @@ def _heads(folder: Path) -> int:
     return anatomy.attention(anatomy.attention_layers[0].index).query_heads
 
 
-def _write(asked: grid.Study, models: Sequence[Found], folder: Path) -> str:
+def _write(asked: grid.Study, cells: Sequence[Cell], models: Sequence[Found], judged: Sequence[Verdict], folder: Path) -> str:
+    untrained = len(grid.cells(asked)) - len(cells)
+    missing = f"\n\n{untrained} further models of the study are not trained." if untrained else ""
     said = "\n".join(f"- {sentence}" for sentence in concentration.sentences(models))
-    text = f"# {asked.name}\n\n{asked.about.strip()}\n\n{concentration.table(models)}\n\n{said}\n"
+    text = f"# {asked.name}\n\n{asked.about.strip()}{missing}\n\n{concentration.table(models)}\n\n{said}\n"
+    if claims := seeds.table(cells, judged):
+        text += f"\n## Verdicts, seed by seed\n\n{claims}\n"
     (folder / TABLE).write_text(text, encoding="utf-8")
     numbers = {"name": asked.name, "about": asked.about, **concentration.as_json(models)}
     (folder / NUMBERS).write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
