@@ -4,7 +4,7 @@
 
 lm-eval's own `mmlu` tasks ask: description, 5 examples of the subject, one question with four lettered options; plain, and
 in a chat template with the examples as turns. The archive that they read is written here, by rule, in toy words: four
-subjects whose questions are as long as MMLU's are (tens to hundreds of tokens, no two alike), 24 of each. As in
+subjects with 24 questions each, of lengths set here to be like MMLU's (tens to hundreds of words, widely spread). As in
 ability.py, both sides load, build and answer the same questions in one process, scores are compared before times, and
 there are two cases: idle (five times nothing is done) and prefill-active (five interventions that all change the prefill).
 Seconds are of the processor, in one thread: what the clock of a quiet machine shows, on a busy one, too. lm-eval's five
@@ -31,7 +31,7 @@ from rich.table import Table
 
 from ability import ACTIVE, agree, idle, patched
 
-SUBJECTS = {  # lm-eval's name -> the median of a question's words, as in MMLU: short sums, facts, cases, texts to read
+SUBJECTS = {  # lm-eval's name -> the median of a question's words, set to be like MMLU's; not measured on it
     "abstract_algebra": 25,
     "anatomy": 40,
     "philosophy": 60,
