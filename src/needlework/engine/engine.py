@@ -105,11 +105,7 @@ class Engine:
         while pending or decoder:
             room = decoder is None or (decoder.memory.ragged and 2 * len(decoder) <= self._most)
             try:
-                if (
-                    pending
-                    and room
-                    and (decoder is None or self.budget.fits(pending[0], decoder.alive(), self.reader.kept_bytes))
-                ):
+                if pending and room and (decoder is None or self._fits(pending[0], decoder)):
                     decoder, finished = self._admit(pending.popleft(), decoder, pending)
                 else:
                     assert decoder is not None
