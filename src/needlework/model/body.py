@@ -285,16 +285,18 @@ class Body:
         try:
             slots = torch.zeros(1, dtype=torch.int64, device=self.device)
             ids = (torch.arange(_CHECKED_TOKENS, device=self.device) * 7 % self.anatomy.vocabulary)[None]
-            no_limit: list[Act] = [LimitKeys(layer, 1 << 30, 0) for layer in self._windows]
+            parts = list(self.anatomy.attention_parts())
+            no_limit: list[Act] = [LimitKeys(layer, 1 << 30, 0) for layer, _ in parts]
+            of_heads: list[Act] = [LimitKeys(layer, 1 << 30, 0, frozenset(range(part.query_heads))) for layer, part in parts]
             answers = []
-            for acts in ([], no_limit):
+            for acts in ([], no_limit, of_heads):  # stock; by the compiled kernel, where it serves; and by tensor maths
                 rows = self.compile([acts], [0], "prefill", slots)
                 answers.append(self.feed(ids, self.new_memory(1), "prefill", rows, Tally(1), keep="all"))
         finally:
             self.observer = observer
-        if not self.agree(*answers):
+        if not all(self.agree(answers[0], other) for other in answers[1:]):
             self._trusted = False
-            apart = float((answers[0] - answers[1]).abs().max() / answers[0].abs().max().clamp_min(1e-6))
+            apart = float((answers[0] - torch.stack(answers[1:])).abs().max() / answers[0].abs().max().clamp_min(1e-6))
             raise NeedleworkError(
                 f"needlework's attention differs from {self.anatomy.architecture}'s own by {apart:.1e} of its largest logit on a"
                 " short prompt: this model's attention does something that needlework does not know. Nothing was run"
