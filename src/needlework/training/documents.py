@@ -265,9 +265,11 @@ def _said_links_row(stream: Stream, row: _Row, diet: Diet) -> None:
 def _chained(stream: Stream, plain: list[Needle], names: Words, links: int, said: float) -> list[Needle]:
     """Needles, links to them that do not say their value, and links to any of these that do, a share `said` of all links."""
     spare = [name for name in names if name not in {needle.name for needle in plain}]
-    hidden = list(plain)
-    for name, says in zip(stream.distinct(spare, links), sorted(stream.chance(said) for _ in range(links)), strict=True):
-        other = stream.pick(hidden if says and stream.chance(LINK_TO_LINK_SHARE) else plain)
+    hidden, turns = list(plain), stream.mixed(plain)
+    for i, says in enumerate(sorted(stream.chance(said) for _ in range(links))):
+        # Who is linked to in turn has as many links as the others: else any link's value would be a good guess.
+        other = stream.pick(hidden if stream.chance(LINK_TO_LINK_SHARE) else plain) if says else turns[i % len(turns)]
+        name = stream.pick([name for name in spare if name not in {needle.name for needle in hidden}])
         hidden.append(Needle(other.relation, name, other.value, like=other.name, said=says))
     return hidden
 
