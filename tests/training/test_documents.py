@@ -164,6 +164,7 @@ DIGESTS = {
     "few_plain": "683b12550180",
     "few_jrt": "6affb72acc29",
     "few_question_first": "3eabcc2615c0",
+    "said_links": "b52ad940444e",
 }
 
 
@@ -175,3 +176,48 @@ def test_documents_change_with_the_data_version_alone(kind: str) -> None:
         digest.update(ids.tobytes() + weights.tobytes())
     assert documents.DATA_VERSION == 2
     assert digest.hexdigest() == DIGESTS[kind]
+
+
+LINK = re.compile(r"^(\w+) hid the key with (\w+)(?: (\w+))?$")
+PLAIN = re.compile(r"^(\w+) hid the key in the (\w+)$")
+
+
+@pytest.mark.parametrize("said", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("names", [8, len(NAMES)])
+def test_what_a_link_says_is_the_value_at_the_end_of_the_names(said: float, names: int) -> None:
+    """Read anew, sentence by sentence: each link names someone before it, and a value that it says has an answer's weight."""
+    diet = Diet({"said_links": 1.0}, ITEM_SHARES, 4.0, ("hideout",), names, said)
+    links = told = linked_to_links = 0
+    for i in range(40):
+        words, weights = documents.row(Stream("test", "said", i), 128, diet)
+        text, start, known, like = " ".join(words), 0, {}, set()
+        for sentence in text.split(" . "):
+            at, start = start, start + len(sentence.split()) + 1
+            if "context :" in sentence:
+                sentence, known, like = sentence.split("context : ")[1], {}, set()
+            if found := PLAIN.match(sentence):
+                known[found[1]] = found[2]
+            elif found := LINK.match(sentence):
+                links, told, linked_to_links = links + 1, told + bool(found[3]), linked_to_links + (found[2] in like)
+                known[found[1]] = known[found[2]]
+                like.add(found[1])
+                if found[3]:
+                    assert found[3] == known[found[2]]
+                    assert weights[at + len(sentence.split()) - 1] == 4.0
+            elif asked := re.search(r"key of (\w+) \? answer : (\w+)$", sentence):
+                assert asked[2] == known[asked[1]]
+        assert set(words) & set(NAMES) <= set(NAMES[:names])
+    assert (linked_to_links > 10) == (said > 0)  # who does not say it is linked to a needle
+    assert told == {0.0: 0, 1.0: links}.get(said, told)
+    assert (0 < told < links) == (said == 0.5)
+
+
+def test_links_that_do_not_say_their_value_lead_to_every_needle_alike() -> None:
+    """Else the value behind any link would be a good guess, and no name need be looked at."""
+    diet = Diet({"said_links": 1.0}, ITEM_SHARES, 4.0, ("hideout",), len(NAMES), 0.0)
+    for i in range(40):
+        words, _ = documents.row(Stream("test", "alike", i), 128, diet)
+        for document in " ".join(words).split("context : ")[1:]:
+            needles = re.findall(r"(\w+) hid the key in the", document)
+            links = [document.count(f"hid the key with {name} ") for name in needles]
+            assert max(links) - min(links) <= 1

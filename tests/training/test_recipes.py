@@ -156,6 +156,21 @@ def test_attention_is_dropped_as_the_stage_says_and_else_as_the_configuration_do
         recipes.checked(with_change(stages=[{**stages[0], "attention_dropout": 1.0}, stages[1]]), "test")
 
 
+def test_a_stage_says_how_many_names_there_are_and_how_many_links_say_their_value() -> None:
+    def first(**more: object) -> recipes.Recipe:
+        return recipes.checked(with_change(stages=[{**GOOD["stages"][0], **more}, *GOOD["stages"][1:]]), "test")
+
+    plain, told, few = first(), first(said=1.0), first(names=8)
+    assert plain.hash() == recipes.checked(GOOD, "test").hash()
+    assert len({recipe.hash() for recipe in (plain, told, few)}) == 3
+    assert [recipe.diet(recipe.stages[0]).said for recipe in (plain, told)] == [0.5, 1.0]
+    assert [recipe.diet(recipe.stages[0]).names for recipe in (plain, few)] == [80, 8]
+    assert told.diet(told.stages[1]) == plain.diet(plain.stages[1])
+    for bad in ({"said": 1.1}, {"names": 3}, {"names": 81}):
+        with pytest.raises(ZooError, match=next(iter(bad))):
+            first(**bad)
+
+
 def test_stages_follow_the_step() -> None:
     recipe = recipes.checked(GOOD, "mine")
     assert [recipe.stage_at(step).lengths[0] for step in (0, 4, 5, 9)] == [64, 64, 128, 128]

@@ -318,6 +318,18 @@ def test_a_card_can_be_measured_again(trained: Path, tmp_path: Path) -> None:
     assert "(n = 10)" in (tmp_path / "model" / "README.md").read_text()
 
 
+def test_a_card_tells_the_phases_apart_where_links_were_trained(trained: Path, tmp_path: Path) -> None:
+    stages = [{**stage, "rows": {"said_links": 1}, "relations": ["gift"]} for stage in TINY["stages"]]
+    assert card.phases_of(trained, recipes.checked(TINY, "test"), 5) == {}
+    found = card.phases_of(trained, recipes.checked({**TINY, "stages": stages}, "test"), 5)
+    assert list(found) == list(effects.PHASES)
+    assert {task: figure.n for task, figure in found["none"].items()} == {"one_hop": 5, "two_hops": 5}
+    record = json.loads((trained / checkpoints.RECORD).read_text())
+    assert "while reading" not in card.text(record)
+    told = card.text({**record, "phases": card.as_dicts(found)})
+    assert "no attention heads while reading | `ablate_attention(phase='prefill')`" in told
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-jamba", "tiny-mamba", "tiny-granite", "tiny-transformer"])
 def test_every_family_trains_to_the_same_bits(name: str) -> None:

@@ -82,17 +82,19 @@ RELATION_NAMES: Words = tuple(RELATIONS)
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """What holds of a name; with `like`, its sentence says whose value it is instead of the value."""
+    """What holds of a name; with `like`, its sentence says whose value it is instead of the value; `said` adds the value."""
 
     relation: str
     name: str
     value: Words
     like: str = ""
+    said: bool = False
 
     def sentence(self) -> list[str]:
         kind = RELATIONS[self.relation]
         if self.like:
-            return [*({"{n}": self.name, "{m}": self.like}.get(word, word) for word in kind.link), "."]
+            words = [{"{n}": self.name, "{m}": self.like}.get(word, word) for word in kind.link]
+            return [*words, *(self.value if self.said else ()), "."]
         return [*(self.name if word == "{n}" else word for word in kind.sentence), *self.value, "."]
 
     def question(self, form: int) -> list[str]:
@@ -149,10 +151,10 @@ def fresh_values(stream: Stream, relation: str, count: int, taken: Sequence[Word
     return fresh
 
 
-def needles(stream: Stream, relation: str, count: int) -> list[Needle]:
+def needles(stream: Stream, relation: str, count: int, names: Sequence[str] = w.NAMES) -> list[Needle]:
     """Needles of one relation, about different names, with different values."""
     values = fresh_values(stream, relation, count)
-    return [Needle(relation, name, v) for name, v in zip(stream.distinct(w.NAMES, count), values, strict=True)]
+    return [Needle(relation, name, v) for name, v in zip(stream.distinct(names, count), values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 from needlework.terminal import Bar
 from needlework.training.checkpoints import Progress
-from needlework.training.effects import CONDITIONS, Effects, measure
+from needlework.training.effects import CONDITIONS, PHASES, Effects, measure, phases
 from needlework.training.evaluate import Figure, figures_of, samples, suite
 from needlework.training.evaluate import figures as measured_figures
-from needlework.training.recipes import Recipe
+from needlework.training.recipes import Recipe, read
 from needlework.zoo.shelf import RECORD
 
 Record = dict[str, Any]
@@ -41,6 +41,7 @@ def record(
     effects: Effects,
     parameters: int,
     versions: dict[str, str],
+    in_phases: Effects,
 ) -> Record:
     return {
         "name": recipe.name,
@@ -58,7 +59,16 @@ def record(
         "measured": bool(measured),
         "figures": as_dict(measured),
         "effects": as_dicts(effects),
+        **({"phases": as_dicts(in_phases)} if in_phases else {}),
     }
+
+
+def phases_of(folder: Path, recipe: Recipe, samples: int, progress: bool = False) -> Effects:
+    """One hop and two, phase by phase, for a model that was trained on links that say their value; of others nothing."""
+    if not any(stage.rows.get("said_links") for stage in recipe.stages):
+        return {}
+    relation = recipe.stages[-1].relations[0]
+    return phases(folder, recipe.longest, relation, per_depth=max(1, samples // 5), progress=progress)
 
 
 def trained_by(recipe: Recipe) -> str:
@@ -85,14 +95,28 @@ def _figure_rows(figures: dict[str, dict[str, float]]) -> str:
     )
 
 
-def _effect_rows(effects: dict[str, dict[str, dict[str, float]]]) -> str:
+def _effect_rows(effects: dict[str, dict[str, dict[str, float]]], names: dict[str, str]) -> str:
     def cell(f: dict[str, float]) -> str:
         return f"{100 * f['value']:.1f} % [{100 * f['low']:.1f}, {100 * f['high']:.1f}] (n = {int(f['n'])})"
 
     return "\n".join(
-        f"| {CONDITIONS[text]} | `{text}` | {cell(by_task['niah'])} | {cell(by_task['cloze'])} |"
+        f"| {names[text]} | `{text}` | {' | '.join(cell(figure) for figure in by_task.values())} |"
         for text, by_task in effects.items()
     )
+
+
+def _phases(content: Record) -> str:
+    if not content.get("phases"):
+        return ""
+    return f"""## What attention is for while reading
+
+Needles of the kind it was trained on, among three others: found in one hop, and through a link that names another needle (two
+hops). The last prompt token counts as answering.
+
+| | intervention | one hop | two hops |
+|---|---|---|---|
+{_effect_rows(content["phases"], PHASES)}
+"""
 
 
 def _measured(content: Record) -> str:
@@ -115,8 +139,8 @@ completed (top-1 over the whole vocabulary); the intervention acts in prefill an
 
 | | intervention | needles found | facts |
 |---|---|---|---|
-{_effect_rows(content["effects"])}
-"""
+{_effect_rows(content["effects"], CONDITIONS)}
+{_phases(content)}"""
 
 
 def text(content: Record) -> str:
@@ -186,6 +210,8 @@ def renew(folder: Path, samples: int = 1000) -> None:
     content["measured"] = True
     content["figures"] = as_dict(figures_of(folder, longest, samples))
     content["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25)))
+    if in_phases := phases_of(folder, read(folder / "recipe.yaml"), samples):
+        content["phases"] = as_dicts(in_phases)
     _write_record(folder, content)
 
 

@@ -48,6 +48,7 @@ ROW_KINDS = (
     "few_plain",
     "few_jrt",
     "few_question_first",
+    "said_links",
 )
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
@@ -73,6 +74,7 @@ FEW, MOST_FEW = "few_", 4  # rows of two to four needles of one kind, in the lay
 NEEDLE_WORDS = max(len(kind.sentence) + kind.length + 1 for kind in RELATIONS.values())
 SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
 SHORTEST_LINKS = 64  # two needles, a link to each, and one question with its answer
+LINK_TO_LINK_SHARE, UNSAID_SHARE = 0.5, 0.8  # of links that say their value; of documents that ask for those that do not
 SHORTEST_LETTERS = 32  # four options and one question with its answer
 NAMING_SHARE = 0.4
 QUOTE_SHARE = 0.15
@@ -87,6 +89,8 @@ class Diet:
     items: dict[str, float]
     answer_weight: float
     relations: tuple[str, ...] = RELATION_NAMES
+    names: int = len(w.NAMES)  # how many names the documents of "said_links" are about
+    said: float = 0.5  # share of the links of "said_links" that say the value behind the name they give
 
 
 class _Row:
@@ -221,6 +225,55 @@ def _short_links_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> N
             row.add_answer(hidden[i].value, ".")
 
 
+def _said_links_row(stream: Stream, row: _Row, diet: Diet) -> None:
+    """Documents of links, some of which say the value behind the name that they give, as an answer in the middle of the text.
+
+    What may be said next has to be looked up while the link is read: so the first of two look-ups has a reward of its own.
+    """
+    names = w.NAMES[: diet.names]
+    while row.room >= SHORTEST_LINKS or len(row.words) == 1:
+        room = min(row.room, stream.pick((SHORTEST_LINKS, 96, row.length)))
+        relation = stream.pick(diet.relations)
+        kind = RELATIONS[relation]
+        a_plain, a_link = (len(text) + kind.length + 1 for text in (kind.sentence, kind.link))
+        a_question = 4 + max(map(len, kind.questions)) + kind.length + 1
+        fewest = 1 if room < SHORTEST_LINKS else 2
+        questions = 1 if room < 96 else stream.between(1, 3)
+        left = room - 2 - questions * a_question - fewest * a_plain
+        most = max(1, min(left // a_link, len(names) // 2))
+        links = stream.between(min(2, most), most)
+        plain = fewest + stream.below(max(0, left - links * a_link) // a_plain + 1)
+        hidden = _chained(
+            stream, needles(stream, relation, min(plain, len(names) - links, kind.most), names), names, links, diet.said
+        )
+        unsaid = [i for i, needle in enumerate(hidden) if needle.like and not needle.said]
+        candidates = unsaid if unsaid and stream.chance(UNSAID_SHARE) else range(len(hidden))
+        asked = [(i, stream.below(2)) for i in stream.mixed(candidates)[:questions]]
+        sentences = sum(len(needle.sentence()) for needle in hidden)
+        place = scene(stream, hidden, max(sentences, room - 2 - len(asked) * a_question), ordered=True)
+        start = len(row.words) + 2
+        row.add_sample(ask(stream, place, asked[0][0], form=asked[0][1]))
+        for needle, at in zip(hidden, place.starts, strict=True):
+            if needle.said:
+                end = start + at + len(needle.sentence()) - 1
+                row.weights[end - kind.length : end] = [row.answer_weight] * kind.length
+        for i, form in asked[1:]:
+            row.add([*hidden[i].question(form), "answer", ":"])
+            row.add_answer(hidden[i].value, ".")
+
+
+def _chained(stream: Stream, plain: list[Needle], names: Words, links: int, said: float) -> list[Needle]:
+    """Needles, links to them that do not say their value, and links to any of these that do, a share `said` of all links."""
+    spare = [name for name in names if name not in {needle.name for needle in plain}]
+    hidden, turns = list(plain), stream.mixed(plain)
+    for i, says in enumerate(sorted(stream.chance(said) for _ in range(links))):
+        # Who is linked to in turn has as many links as the others: else any link's value would be a good guess.
+        other = stream.pick(hidden if stream.chance(LINK_TO_LINK_SHARE) else plain) if says else turns[i % len(turns)]
+        name = stream.pick([name for name in spare if name not in {needle.name for needle in hidden}])
+        hidden.append(Needle(other.relation, name, other.value, like=other.name, said=says))
+    return hidden
+
+
 def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
     """Mostly several short documents, each with its question in front: one long one has a single answer to learn from."""
     while row.room >= SHORTEST_QUESTION_FIRST or len(row.words) == 1:
@@ -334,6 +387,8 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
         _any_pairs_row(stream, document)
     elif kind == "short_links":
         _short_links_row(stream, document, diet.relations)
+    elif kind == "said_links":
+        _said_links_row(stream, document, diet)
     elif kind == "variables":
         _variables_row(stream, document)
     elif kind in ("phone", "copy"):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from needlework.errors import ZooError, did_you_mean
 from needlework.toy.needles import RELATION_NAMES
+from needlework.toy.words import NAMES
 from needlework.training.documents import DATA_VERSION, ITEM_KINDS, ITEM_SHARES, ROW_KINDS, Diet
 
 Share = Annotated[float, Field(ge=0)]
@@ -46,7 +47,8 @@ class Stage(_Strict):
 
     `relations` are the kinds of needle. Retrieval emerges sooner when the first stage has one kind only.
     `attention_dropout` is the ordinary one: each attention weight of each head is left out with this probability, instead
-    of the one that `config` says.
+    of the one that `config` says. Of rows of the kind "said_links", `names` is how many names they are about (a look-up by name
+    emerges far sooner among few), `said` the share of links that say their value.
     """
 
     until: Annotated[float, Field(gt=0, le=1)]
@@ -54,6 +56,8 @@ class Stage(_Strict):
     rows: dict[str, Share]
     relations: Annotated[list[str], Field(min_length=1)] = list(RELATION_NAMES)
     attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
+    names: Annotated[int, Field(ge=4, le=len(NAMES))] | None = None
+    said: Annotated[float, Field(ge=0, le=1)] | None = None
 
     @field_validator("relations")
     @classmethod
@@ -157,7 +161,8 @@ class Recipe(_Strict):
         return start, end, cycle.peak
 
     def diet(self, stage: Stage) -> Diet:
-        return Diet(rows=stage.rows, items=self.items, answer_weight=self.answer_weight, relations=tuple(stage.relations))
+        own = {key: value for key in ("names", "said") if (value := getattr(stage, key)) is not None}
+        return Diet(stage.rows, self.items, self.answer_weight, tuple(stage.relations), **own)
 
     def changed(self, *, steps: int | None = None, seed: int | None = None) -> Recipe:
         """The same recipe with other steps or seed: another training, so another hash."""
@@ -171,8 +176,9 @@ class Recipe(_Strict):
             if not content[unsaid]:
                 del content[unsaid]
         for stage in content["stages"]:
-            if stage["attention_dropout"] is None:
-                del stage["attention_dropout"]
+            for unsaid in ("attention_dropout", "names", "said"):
+                if stage[unsaid] is None:
+                    del stage[unsaid]
         if self.optimiser.matrix_lr is None:
             del content["optimiser"]["matrix_lr"]
         if self.optimiser.cycles == [Cycle(until=1.0)]:

@@ -127,7 +127,8 @@ def _finish(
     model.save_pretrained(out)
     tokenizer.save(out)
     silenced = effects.measure(out, recipe.longest, per_depth=max(1, samples // 25), progress=progress) if samples else {}
-    record = card.record(recipe, done, measured, silenced, build.parameter_count(model), versions())
+    in_phases = card.phases_of(out, recipe, samples, progress) if samples else {}
+    record = card.record(recipe, done, measured, silenced, build.parameter_count(model), versions(), in_phases)
     card.write(out, recipe, done, record)
     (out / checkpoints.CHECKPOINT).unlink(missing_ok=True)
     return record
