@@ -57,7 +57,8 @@ def test_all_keys_in_blocks_of_queries_are_stock(name: str, monkeypatch: pytest.
 @pytest.mark.parametrize("name", ["llama", "recurrent_gemma"])
 def test_small_blocks_are_small(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The law above would mean nothing if blocks were not really cut: look at the scores that are computed."""
-    cases.subject(name, "stock").logits(IDS, nw.LimitContext(tokens=1000))  # the first time, the model is compared with itself too
+    subject = cases.subject(name, "stock")
+    subject.logits(IDS, nw.LimitContext(tokens=1000))  # the first time, the model is compared with itself too
     widths = []
     stock = needlework.model.attention.OwnKeys.scores
 
@@ -68,7 +69,7 @@ def test_small_blocks_are_small(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(needlework.model.attention.OwnKeys, "scores", scores)
     monkeypatch.setattr(needlework.model.attention, "CPU_BLOCK_BYTES", 4 * 2 * 4 * 21 * 4)
     monkeypatch.setattr(needlework.model.attention, "FEWEST_QUERIES", 1)
-    cases.subject(name, "stock").logits(IDS, nw.LimitContext(tokens=1000))
+    subject.logits(IDS, nw.LimitContext(tokens=1000))
     step = 4 if name == "llama" else 9  # a window of 8 leaves room for more queries
     assert max(queries for queries, _ in widths) == step
     assert min(keys for queries, keys in widths if queries == step) == step  # the first block sees no key after its last query
