@@ -14,7 +14,10 @@ def main() -> None:
     signal.signal(signal.SIGINT, stop_quietly)
     from needlework.cli import main as run
 
-    run()
+    try:
+        run()
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: a stop now would only spoil the exit code
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def test_limit_context_of_single_heads() -> None:
     heads = whole.anatomy.heads
     all_heads, every = nw.LimitContext(tokens=4, sinks=1), nw.LimitContext(tokens=4, sinks=1, heads=heads)
     ids = tokens(1, 20)
-    assert torch.equal(whole.logits(ids, all_heads), whole.logits(ids, every))
+    assert apart(whole.logits(ids, all_heads), whole.logits(ids, every)) < 1e-5
     one = nw.LimitContext(tokens=4, heads=[(1, 2)])
     assert str(one) == "limit_context(tokens=4, heads=[[1, 2]])"
     assert nw.parse(str(one)) == one

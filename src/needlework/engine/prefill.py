@@ -53,21 +53,44 @@ class Reader:
         """
         if not self.body.continues:
             return
-        distinct = list({reading.key: reading for reading in readings}.values())
-        deep = {distinct[i].key: share for i, share in self.depth.worthwhile(distinct).items()}
         by_acts: dict[tuple[object, ...], dict[tuple[object, ...], Reading]] = defaultdict(dict)
-        for reading in (reading for reading in distinct if not reading.item.one_piece):
+        for reading in (reading for reading in readings if not reading.item.one_piece):
             by_acts[reading.item.group[1:]][reading.key] = reading
-        for alike in by_acts.values():
-            stems = find_stems([reading.tokens for reading in alike.values()], forward_tokens(self.body))
-            saved_by_depth = sum(len(reading.tokens) * deep.get(key, 0.0) for key, reading in alike.items())
-            if saved_by_depth < _saved(stems) and (fits is None or _all_fit(list(alike.values()), stems, fits)):
-                self._stems |= {key: stem for key, stem in zip(alike, stems, strict=True) if stem is not None}
+        whole = {reading.key: reading for reading in readings}
+        stems_of = {
+            acts: stems
+            for acts, alike in by_acts.items()
+            if _saved(stems := find_stems([reading.tokens for reading in alike.values()], forward_tokens(self.body)))
+            and (fits is None or _all_fit(list(alike.values()), stems, fits))
+        }
+        while better := self._better_from_stems(whole, stems_of, by_acts):  # who leaves no longer shares depth with the others
+            alike, stems = by_acts[better], stems_of.pop(better)
+            self._stems |= {key: stem for key, stem in zip(alike, stems, strict=True) if stem is not None}
+            for key in alike:
+                del whole[key]
         for stem in {id(stem): stem for stem in self._stems.values()}.values():
             ancestor: Stem | None = stem
             while ancestor is not None and id(ancestor) not in self._waiting:
                 self._waiting[id(ancestor)] = ancestor.readers
                 ancestor = ancestor.parent
+
+    def _better_from_stems(
+        self,
+        whole: Mapping[tuple[object, ...], Reading],
+        stems_of: Mapping[tuple[object, ...], list[Stem | None]],
+        by_acts: Mapping[tuple[object, ...], Mapping[tuple[object, ...], Reading]],
+    ) -> tuple[object, ...] | None:
+        """The acts whose readings gain most by starting from stems, against what those that are read whole share in depth."""
+        if not stems_of:
+            return None
+        deep = self.depth.worthwhile(list(whole.values()))
+        shares = {key: deep.get(i, 0.0) for i, key in enumerate(whole)}
+        gains = {
+            acts: _saved(stems) - sum(len(reading.tokens) * shares[key] for key, reading in by_acts[acts].items())
+            for acts, stems in stems_of.items()
+        }
+        best = max(gains, key=lambda acts: gains[acts])
+        return best if gains[best] > 0 else None
 
     def read(self, readings: Sequence[Reading], remember: bool = True) -> Read:
         """Read prompts, each under its own acts. What nothing will go on from needs no memory, and may be of any length."""

@@ -266,7 +266,8 @@ def _blockwise(
     edits, keys = forward.edits.get(layer), _keys(forward, key, value, heads)
     positions = keys.positions(forward.positions)
     out = query.new_empty(rows, queries, heads, keys.value_dim)
-    fused = fuses(forward, layer, query, keys, kwargs)
+    # The kernel has keys turned around, in a copy: beyond many that would be memory that grows with the prompt.
+    fused = keys.count <= MANY_KEYS and fuses(forward, layer, query, keys, kwargs)
     step = _block_queries(forward, layer, query, keys, 1 if fused else 4 * heads)
     if edits is not None and edits.needs_all_queries:
         step = queries
