@@ -81,7 +81,7 @@ class Costs:
         own_keys = steps if self.shareable else steps + item.prefill_tokens
         scores = 4 * self.heads * (item.prefill_tokens + steps)
         kept = steps if options else 1
-        read = (kept - 1) * self.activations_per_token + 12 * kept * self.vocabulary
+        read = self.reading(kept - 1) + 12 * kept * self.vocabulary
         return max(1, options) * (2 * (own_keys * self.kv_per_token + self.state) + read + scores)
 
     def batch(self, items: Sequence[Prepared]) -> int:

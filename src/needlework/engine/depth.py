@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from needlework.engine.budget import out_of_memory
 from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens, watched
 from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
 from needlework.interventions.scores import RANDOM
@@ -82,6 +83,8 @@ class Depth:
                 self._proven[door] = self._prove(door)
             except Exception as error:  # whatever it is, it would have been an error of a real reading
                 logger.debug("layer %d cannot be entered: %s", door.layer, error)
+                if out_of_memory(error):  # another time it may be otherwise
+                    return False
                 self._proven[door] = False
             finally:
                 self.body.observer = observer

@@ -85,7 +85,8 @@ class Engine:
         return self.budget.batches(requests, most, self.reader.stems_of, self.padding.allowed)
 
     def _fits(self, batch: Batch, decoder: Decoder) -> bool:
-        return self.budget.fits(batch, decoder.alive(), self.reader.kept_bytes)
+        keys = 2 * decoder.memory.nbytes("kv")  # once more turned around for the kernel, or while batches are joined
+        return self.budget.fits(batch, decoder.alive(), self.reader.kept_bytes + keys)
 
     def _score(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
         while pending:
@@ -149,7 +150,7 @@ class Engine:
     def _shorter_chunks(self, item: Prepared) -> bool:
         """From now on, chunks are half as long; False if that would not help this request."""
         costs = self.budget.costs.in_smaller_chunks()
-        if costs is None or item.one_piece or item.prefill_tokens <= costs.chunk:
+        if costs is None or item.one_piece or max(item.prefill_tokens, item.request.steps - 1) <= costs.chunk:
             return False
         self.budget.costs, self.body.chunk = costs, costs.chunk
         logger.warning("out of memory with one prompt: going on in chunks of %d tokens", costs.chunk)

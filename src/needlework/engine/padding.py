@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from needlework.engine.budget import out_of_memory
 from needlework.engine.reading import PIECE_TOKENS, forward_tokens, watched
 from needlework.interventions.acts import ChangeOutputs, ClearState, ExposeColumns, KeepBest, LimitKeys, SilenceHeads
 from needlework.model.body import Body
@@ -46,6 +47,8 @@ class Padding:
                 self._proven = self._prove()
             except Exception as error:  # whatever it is, it would have been an error of a real reading
                 logger.debug("prompts cannot be padded: %s", error)
+                if out_of_memory(error):  # another time it may be otherwise
+                    return False
                 self._proven = False
         return self._proven
 

@@ -268,7 +268,7 @@ def _blockwise(
     out = query.new_empty(rows, queries, heads, keys.value_dim)
     # The kernel has keys turned around, in a copy: beyond many that would be memory that grows with the prompt.
     fused = keys.count <= MANY_KEYS and fuses(forward, layer, query, keys, kwargs)
-    step = _block_queries(forward, layer, query, keys, 1 if fused else 4 * heads)
+    step = _block_queries(forward, layer, query, keys, 1 if fused else 4 * heads, keys.sliceable and not fused)
     if edits is not None and edits.needs_all_queries:
         step = queries
     for start in range(_first_query(forward, layer, out), queries, step):
@@ -302,11 +302,11 @@ def _first_query(forward: Forward, layer: int, out: Tensor) -> int:
     return queries - 1
 
 
-def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys, pair_bytes: int) -> int:
+def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys, pair_bytes: int, cut: bool) -> int:
     """How many queries make a block: as many as fit, but never so few that calling costs more than computing."""
     rows, _, queries, _ = query.shape
     window = forward.windows.get(layer) or keys.count
-    seen = min(keys.count, window + FEWEST_QUERIES) if keys.sliceable else keys.count
+    seen = min(keys.count, window + FEWEST_QUERIES) if cut else keys.count
     budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
     fewest = max(1, min(FEWEST_QUERIES, FEWEST_QUERIES * MANY_KEYS // seen))
     return min(queries, max(fewest, budget // (pair_bytes * rows * seen)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from needlework.kernels.block_attention import attend, covers
+from needlework.model.edits import LayerEdits
 from needlework.model.keys import Keys, OwnKeys, SharedPrefix
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ def fuses(forward: Forward, layer: int, query: Tensor, keys: Keys, kwargs: dict[
     edits = forward.edits.get(layer)
     if edits is None:
         return True
+    if type(edits) is not LayerEdits:  # one that changes outputs in its own way
+        return False
     by_head = edits.limit is not None and edits.limit[0].dim() == 2  # a mask for each head
     other_scores = edits.keep is not None and edits.keep.names != (_ENTROPY,)
     return not (by_head or other_scores or edits.expose is not None or edits.functions)

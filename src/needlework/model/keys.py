@@ -105,7 +105,9 @@ class Prefix:
         prompt, start = self.prompt[rows], self.start[rows]
         used: Tensor = torch.unique(prompt)
         if 2 * len(used) > self.key.shape[0]:
-            return Prefix.of(self.key, self.value, self.positions, prompt, start, self.complete)
+            new = Prefix.of(self.key, self.value, self.positions, prompt, start, self.complete)
+            vars(new).update({name: kept for name, kept in vars(self).items() if name == "lines"})  # of the same keys
+            return new
         return Prefix.of(
             self.key[used], self.value[used], self.positions[used], torch.searchsorted(used, prompt), start, self.complete
         )
@@ -157,7 +159,7 @@ class SharedPrefix:
 
     def positions(self, q_positions: Tensor) -> Tensor:
         """Absolute position of every key for every row, -1 for padding. [rows, keys]"""
-        own = q_positions[:, -1:] + torch.arange(1 - self.own.count, 1, device=q_positions.device)
+        own = self.own.positions(q_positions)
         own = own.masked_fill(own < self.prefix.start[:, None], -1)
         return torch.cat([self.prefix.positions[self.prefix.prompt], own], 1)
 
