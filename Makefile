@@ -41,7 +41,7 @@ check: $(STAMP)
 # Tests that kill processes, drive a browser or measure memory can trip over each other on two busy cores: what fails is
 # run once more, alone, and must pass then.
 test: $(BROWSER)
-	$(BIN)/python -m pytest -n 2 || $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none
+	$(BIN)/python -m pytest -n 2 --dist worksteal || $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow"
