@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,8 @@ def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: 
 
 def row(model: str, intervention: str, sample: int, right: bool, ability: str = "retrieval") -> Row:
     return Row(
-        **dict.fromkeys(("id", "experiment", "task", "prompt", "target", "output", "error"), "x"),
+        **dict.fromkeys(("experiment", "task", "prompt", "target", "output", "error"), "x"),
+        id=f"{intervention}/{sample}",
         model=model,
         mode="generate",
         ability=ability,
@@ -232,6 +234,14 @@ def test_the_smallest_k_is_the_one_from_which_on_all_is_kept() -> None:
     assert model.at_15_percent("entropy") == (2, model.curves["entropy"][2])
     assert not model.shows()
     assert sorted(model.curves["entropy"]) == [1, 2, 3, 6]  # other phases and draws are other curves
+
+
+def test_an_answer_that_two_experiments_want_counts_once() -> None:
+    one = cell("adamw", 12, 0)
+    asked = rows(one.name, {keep(2): 60, keep(2, "random"): 30})
+    (model,) = concentration.found([one], {one.name: 12}, [*asked, *(replace(row, experiment="other") for row in asked)])
+    assert model.untouched.n == 100
+    assert [model.curves[way][2].n for way in concentration.WAYS] == [100, 100]
 
 
 def test_a_model_that_does_not_retrieve_shows_nothing() -> None:

@@ -79,7 +79,11 @@ def found(cells: Sequence[Cell], heads: Mapping[str, int], rows: Iterable[Row]) 
         lambda: defaultdict(lambda: defaultdict(list))
     )
     clusters: dict[str, str] = {}
+    counted: set[tuple[str, str]] = set()  # one answer may stand in several experiments
     for row in rows:
+        if (row.model, row.id) in counted:
+            continue
+        counted.add((row.model, row.id))
         place = _place(row.intervention, heads[row.model])
         retrieval = row.ability == "retrieval" and row.mode == "generate"  # what else a study asks is on its report
         if place is not None and retrieval and row.finish != "failed":
