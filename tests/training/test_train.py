@@ -319,7 +319,7 @@ def test_a_card_can_be_measured_again(trained: Path, tmp_path: Path) -> None:
 
 
 def test_a_card_tells_the_phases_apart_where_links_were_trained(trained: Path, tmp_path: Path) -> None:
-    stages = [{**stage, "rows": {"said_links": 1}, "relations": ["gift"]} for stage in TINY["stages"]]
+    stages = [{**stage, "rows": {"hops": 1}, "relations": ["gift"]} for stage in TINY["stages"]]
     assert card.phases_of(trained, recipes.checked(TINY, "test"), 5) == {}
     found = card.phases_of(trained, recipes.checked({**TINY, "stages": stages}, "test"), 5)
     assert list(found) == list(effects.PHASES)

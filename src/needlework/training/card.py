@@ -65,7 +65,7 @@ def record(
 
 def phases_of(folder: Path, recipe: Recipe, samples: int, progress: bool = False) -> Effects:
     """One hop and two, phase by phase, for a model that was trained on links that say their value; of others nothing."""
-    if not any(stage.rows.get("said_links") for stage in recipe.stages):
+    if not any(stage.rows.get("hops") for stage in recipe.stages):
         return {}
     relation = recipe.stages[-1].relations[0]
     return phases(folder, recipe.longest, relation, per_depth=max(1, samples // 5), progress=progress)

@@ -5,8 +5,6 @@ A row is a pure function of (seed, step, row number), so a resumed training sees
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,18 +12,17 @@ from needlework.toy import facts, judgements, recall
 from needlework.toy import words as w
 from needlework.toy.needles import (
     LAYOUTS,
-    RELATION_NAMES,
     RELATIONS,
     Needle,
     ask,
     fresh_values,
-    linked,
     needles,
     scene,
     sentence,
-    variables,
 )
-from needlework.toy.sample import TRAIN_SPLIT, Sample, Stream, Words
+from needlework.toy.sample import TRAIN_SPLIT, Sample, Stream
+from needlework.training import links
+from needlework.training.rows import Diet, Row
 
 # Part of every recipe hash: raise it when the documents of a given (seed, step) change.
 DATA_VERSION = 2
@@ -48,7 +45,7 @@ ROW_KINDS = (
     "few_plain",
     "few_jrt",
     "few_question_first",
-    "said_links",
+    "hops",
 )
 # Kinds of item in a "short" row: many small texts one after the other.
 ITEM_KINDS = ("sentence", "statement", "cloze", "letter", "letter_lookup", *judgements.KINDS)
@@ -64,7 +61,6 @@ ITEM_SHARES = {
 }
 SHORTEST_ITEM = 8
 LINKED_NEEDLE_WORDS = 28  # the same with links, which are a little longer
-VARIABLE_WORDS = 22  # one sentence of a chain and its part of the question, which all of the chain share
 DENSE_NEEDLE_WORDS = 24  # one needle sentence and one question with its answer, on average, and some haystack
 MOST_PAIRS = 40
 LIST_FRAME = 6  # words of a key-value list that are not keys or values
@@ -73,66 +69,10 @@ SHORTEST_ANY_PAIRS = LIST_FRAME + 10  # two pairs, named in a question of nine w
 FEW, MOST_FEW = "few_", 4  # rows of two to four needles of one kind, in the layout that follows
 NEEDLE_WORDS = max(len(kind.sentence) + kind.length + 1 for kind in RELATIONS.values())
 SHORTEST_QUESTION_FIRST = 48  # any needle, its question, its answer in either form, some haystack
-SHORTEST_LINKS = 64  # two needles, a link to each, and one question with its answer
-LINK_TO_LINK_SHARE, UNSAID_SHARE = 0.5, 0.8  # of links that say their value; of documents that ask for those that do not
 SHORTEST_LETTERS = 32  # four options and one question with its answer
 NAMING_SHARE = 0.4
 QUOTE_SHARE = 0.15
 ONE_RELATION_SHARE = 0.7
-
-
-@dataclass(frozen=True)
-class Diet:
-    """What a training step is made of: shares of row kinds, shares of items in short rows, weight of answers."""
-
-    rows: dict[str, float]
-    items: dict[str, float]
-    answer_weight: float
-    relations: tuple[str, ...] = RELATION_NAMES
-    names: int = len(w.NAMES)  # how many names the documents of "said_links" are about
-    said: float = 0.5  # share of the links of "said_links" that say the value behind the name they give
-
-
-class _Row:
-    """Words and their loss weights, growing up to a fixed length."""
-
-    def __init__(self, length: int, answer_weight: float) -> None:
-        self.length = length
-        self.answer_weight = answer_weight
-        self.words: list[str] = [w.BOS]
-        self.weights: list[float] = [0.0]
-
-    @property
-    def room(self) -> int:
-        return self.length - len(self.words)
-
-    def add(self, words: list[str] | tuple[str, ...], weight: float = 1.0) -> None:
-        self.words += words
-        self.weights += [weight] * len(words)
-
-    def add_answer(self, target: tuple[str, ...], stop: str) -> None:
-        self.add(target, self.answer_weight)
-        if stop:
-            self.add((stop,))
-
-    def add_sample(self, sample: Sample) -> None:
-        self.add(sample.prompt)
-        self.add_answer(sample.target, sample.stop)
-
-    def add_series(self, samples: list[Sample]) -> None:
-        """Samples that each continue the one before it."""
-        start = len(self.words)
-        for sample in samples:
-            self.add(sample.prompt[len(self.words) - start :])
-            self.add_answer(sample.target, sample.stop)
-
-    def add_lines(self, lines: list[tuple[list[str], Words]], stop: str) -> None:
-        """Words and the answer to them, in turn, as many as there is room for."""
-        for words, answer in lines:
-            if len(words) + len(answer) + 1 > self.room:
-                break
-            self.add(words)
-            self.add_answer(answer, stop)
 
 
 def _hidden(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Needle]:
@@ -155,29 +95,13 @@ def _hidden(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Need
     return list(hidden.values())
 
 
-def _with_links(stream: Stream, count: int, relations: tuple[str, ...]) -> list[Needle]:
-    """Needles of one relation, and links to them or to links: what a name has is found in at most three sentences."""
-    relation = stream.pick(relations)
-    count = max(2, min(count, len(w.NAMES), 2 * RELATIONS[relation].most))
-    plain = stream.between(max(1, count // 3), max(1, min(2 * count // 3, RELATIONS[relation].most)))
-    hidden = needles(stream, relation, plain)
-    spare = [name for name in w.NAMES if name not in {needle.name for needle in hidden}]
-    far: set[str] = set()  # names that two links lead away from their value
-    for name in stream.distinct(spare, count - plain):
-        other = stream.pick([needle for needle in hidden if needle.name not in far])
-        hidden.append(Needle(relation, name, other.value, like=other.name))
-        if other.like:
-            far.add(name)
-    return hidden
-
-
-def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]) -> None:
+def _needle_row(stream: Stream, row: Row, kind: str, relations: tuple[str, ...]) -> None:
     layout = kind if kind in LAYOUTS else "plain"
     copies = 2 if layout == "jrt" else 1
     room = row.room // copies
     most = max(1, (room - 6) // (LINKED_NEEDLE_WORDS if kind == "linked" else DENSE_NEEDLE_WORDS))
     count = most if kind in ("dense", "linked") else min(most, stream.pick((1, 2, 3, 4, 6, 9)))
-    hidden = _with_links(stream, count, relations) if kind == "linked" else _hidden(stream, count, relations)
+    hidden = links.with_links(stream, count, relations) if kind == "linked" else _hidden(stream, count, relations)
     asked = stream.mixed(range(len(hidden)))
     if kind not in ("dense", "linked"):
         asked = asked[:4]
@@ -197,84 +121,7 @@ def _needle_row(stream: Stream, row: _Row, kind: str, relations: tuple[str, ...]
         row.add_answer(answer, ".")
 
 
-def _variables_row(stream: Stream, row: _Row) -> None:
-    """Codes handed on from name to name, and all names that have a code asked for, as in RULER's variable tracking."""
-    hops = stream.between(1, 2 if row.room >= 3 * VARIABLE_WORDS else 1)
-    chains = max(1, min(4, (row.room - 12) // ((hops + 1) * VARIABLE_WORDS)))
-    row.add_series(variables(stream, chains=chains, hops=hops, room=row.room))
-
-
-def _short_links_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
-    """Several short documents of two or three values and as many names that are linked to them, which alone are asked for.
-
-    In a long one the right value is one of many and half of the questions need no link: looking twice is hardly ever rewarded.
-    """
-    while row.room >= SHORTEST_LINKS or len(row.words) == 1:
-        room = min(row.room, stream.pick((SHORTEST_LINKS, 80, 96, 128)))
-        plain = 1 if room < SHORTEST_LINKS else 2 if room < 80 else stream.between(2, 3)
-        hidden = linked(stream, needles(stream, stream.pick(relations), plain), 1)
-        asked = stream.mixed(range(plain, 2 * plain))[: max(1, room // 48)]
-        forms = [stream.below(2) for _ in asked]
-        questions = [hidden[i].question(form) for i, form in zip(asked, forms, strict=True)]
-        spent = 2 + sum(len(question) + 3 + len(hidden[0].value) for question in questions)
-        sentences = sum(len(needle.sentence()) for needle in hidden)
-        place = scene(stream, hidden, max(sentences, room - spent), ordered=True)
-        row.add_sample(ask(stream, place, asked[0], form=forms[0]))
-        for i, question in zip(asked[1:], questions[1:], strict=True):
-            row.add([*question, "answer", ":"])
-            row.add_answer(hidden[i].value, ".")
-
-
-def _said_links_row(stream: Stream, row: _Row, diet: Diet) -> None:
-    """Documents of links, some of which say the value behind the name that they give, as an answer in the middle of the text.
-
-    What may be said next has to be looked up while the link is read: so the first of two look-ups has a reward of its own.
-    """
-    names = w.NAMES[: diet.names]
-    while row.room >= SHORTEST_LINKS or len(row.words) == 1:
-        room = min(row.room, stream.pick((SHORTEST_LINKS, 96, row.length)))
-        relation = stream.pick(diet.relations)
-        kind = RELATIONS[relation]
-        a_plain, a_link = (len(text) + kind.length + 1 for text in (kind.sentence, kind.link))
-        a_question = 4 + max(map(len, kind.questions)) + kind.length + 1
-        fewest = 1 if room < SHORTEST_LINKS else 2
-        questions = 1 if room < 96 else stream.between(1, 3)
-        left = room - 2 - questions * a_question - fewest * a_plain
-        most = max(1, min(left // a_link, len(names) // 2))
-        links = stream.between(min(2, most), most)
-        plain = fewest + stream.below(max(0, left - links * a_link) // a_plain + 1)
-        hidden = _chained(
-            stream, needles(stream, relation, min(plain, len(names) - links, kind.most), names), names, links, diet.said
-        )
-        unsaid = [i for i, needle in enumerate(hidden) if needle.like and not needle.said]
-        candidates = unsaid if unsaid and stream.chance(UNSAID_SHARE) else range(len(hidden))
-        asked = [(i, stream.below(2)) for i in stream.mixed(candidates)[:questions]]
-        sentences = sum(len(needle.sentence()) for needle in hidden)
-        place = scene(stream, hidden, max(sentences, room - 2 - len(asked) * a_question), ordered=True)
-        start = len(row.words) + 2
-        row.add_sample(ask(stream, place, asked[0][0], form=asked[0][1]))
-        for needle, at in zip(hidden, place.starts, strict=True):
-            if needle.said:
-                end = start + at + len(needle.sentence()) - 1
-                row.weights[end - kind.length : end] = [row.answer_weight] * kind.length
-        for i, form in asked[1:]:
-            row.add([*hidden[i].question(form), "answer", ":"])
-            row.add_answer(hidden[i].value, ".")
-
-
-def _chained(stream: Stream, plain: list[Needle], names: Words, links: int, said: float) -> list[Needle]:
-    """Needles, links to them that do not say their value, and links to any of these that do, a share `said` of all links."""
-    spare = [name for name in names if name not in {needle.name for needle in plain}]
-    hidden, turns = list(plain), stream.mixed(plain)
-    for i, says in enumerate(sorted(stream.chance(said) for _ in range(links))):
-        # Who is linked to in turn has as many links as the others: else any link's value would be a good guess.
-        other = stream.pick(hidden if stream.chance(LINK_TO_LINK_SHARE) else plain) if says else turns[i % len(turns)]
-        name = stream.pick([name for name in spare if name not in {needle.name for needle in hidden}])
-        hidden.append(Needle(other.relation, name, other.value, like=other.name, said=says))
-    return hidden
-
-
-def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -> None:
+def _question_first_row(stream: Stream, row: Row, relations: tuple[str, ...]) -> None:
     """Mostly several short documents, each with its question in front: one long one has a single answer to learn from."""
     while row.room >= SHORTEST_QUESTION_FIRST or len(row.words) == 1:
         room = min(row.room, stream.pick((48, 64, 96, row.length)))
@@ -289,7 +136,7 @@ def _question_first_row(stream: Stream, row: _Row, relations: tuple[str, ...]) -
         row.add_sample(ask(stream, place, hidden.index(asked), layout="question_first", form=form, quote=quote))
 
 
-def _few_row(stream: Stream, row: _Row, layout: str, relations: tuple[str, ...]) -> None:
+def _few_row(stream: Stream, row: Row, layout: str, relations: tuple[str, ...]) -> None:
     """One document of two to four needles of one kind, and one question: in the shortest there is next to nothing else.
 
     A recurrent model without attention first has to learn that a name which it holds opens its memory for what follows it in the
@@ -308,7 +155,7 @@ def _few_row(stream: Stream, row: _Row, layout: str, relations: tuple[str, ...])
     row.add_sample(ask(stream, place, stream.below(count), layout=layout, form=form))
 
 
-def _pairs_row(stream: Stream, row: _Row) -> None:
+def _pairs_row(stream: Stream, row: Row) -> None:
     while row.room >= SHORTEST_LIST:
         # Short lists are the common ones: with two or three keys the right one is found by chance often enough
         # for look-up by key to be learnt at all; long lists alone taught nothing.
@@ -318,13 +165,13 @@ def _pairs_row(stream: Stream, row: _Row) -> None:
         row.add((".",))
 
 
-def _any_pairs_row(stream: Stream, row: _Row) -> None:
+def _any_pairs_row(stream: Stream, row: Row) -> None:
     while row.room >= SHORTEST_ANY_PAIRS:
         row.add_lines(recall.any_pairs(stream, (row.room - LIST_FRAME) // 4), "")
         row.add((".",))
 
 
-def _recall_row(stream: Stream, row: _Row, kind: str, items: dict[str, float]) -> None:
+def _recall_row(stream: Stream, row: Row, kind: str, items: dict[str, float]) -> None:
     """A phone book or a text to copy; what room is left is filled with small texts."""
     if kind == "phone":
         entries = max(1, stream.between(1, min(len(w.NAMES), (row.room - 4) // 22)))
@@ -348,14 +195,14 @@ def _item(stream: Stream, kind: str) -> Sample | list[str]:
     return judgements.judgement(stream, kind)
 
 
-def _letter_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
+def _letter_row(stream: Stream, row: Row, items: dict[str, float]) -> None:
     """Lists of two to four lettered options, each asked for all of its letters, by naming the option or by a fact."""
     while row.room >= SHORTEST_LETTERS:
         row.add_lines(facts.letter_lines(stream, NAMING_SHARE), ".")
     _short_row(stream, row, items)
 
 
-def _short_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
+def _short_row(stream: Stream, row: Row, items: dict[str, float]) -> None:
     """Fill the rest of a row with small texts; the last few words may stay empty."""
     misses = 0
     while row.room >= SHORTEST_ITEM and misses < 4:
@@ -372,7 +219,7 @@ def _short_row(stream: Stream, row: _Row, items: dict[str, float]) -> None:
 def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]]:
     """One document of at most `length` words, BOS included, and the loss weight of predicting each of them; cut at the length."""
     kind = stream.weighted(diet.rows)
-    document = _Row(length, diet.answer_weight)
+    document = Row(length, diet.answer_weight)
     if kind == "short":
         _short_row(stream, document, diet.items)
     elif kind == "question_first":
@@ -386,11 +233,11 @@ def row(stream: Stream, length: int, diet: Diet) -> tuple[list[str], list[float]
     elif kind == "any_pairs":
         _any_pairs_row(stream, document)
     elif kind == "short_links":
-        _short_links_row(stream, document, diet.relations)
-    elif kind == "said_links":
-        _said_links_row(stream, document, diet)
+        links.short_links_row(stream, document, diet.relations)
+    elif kind == "hops":
+        links.hops_row(stream, document, diet)
     elif kind == "variables":
-        _variables_row(stream, document)
+        links.variables_row(stream, document)
     elif kind in ("phone", "copy"):
         _recall_row(stream, document, kind, diet.items)
     else:

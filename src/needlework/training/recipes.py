@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from needlework.errors import ZooError, did_you_mean
 from needlework.toy.needles import RELATION_NAMES
 from needlework.toy.words import NAMES
-from needlework.training.documents import DATA_VERSION, ITEM_KINDS, ITEM_SHARES, ROW_KINDS, Diet
+from needlework.training.documents import DATA_VERSION, ITEM_KINDS, ITEM_SHARES, ROW_KINDS
+from needlework.training.rows import Diet
 
 Share = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -47,8 +48,8 @@ class Stage(_Strict):
 
     `relations` are the kinds of needle. Retrieval emerges sooner when the first stage has one kind only.
     `attention_dropout` is the ordinary one: each attention weight of each head is left out with this probability, instead
-    of the one that `config` says. Of rows of the kind "said_links", `names` is how many names they are about (a look-up by name
-    emerges far sooner among few), `said` the share of links that say their value.
+    of the one that `config` says. Of rows of the kind "hops", `names` is how many names they are about (a look-up by name
+    emerges far sooner among few), `said` the share of documents whose links say their value.
     """
 
     until: Annotated[float, Field(gt=0, le=1)]
