@@ -46,6 +46,12 @@ WORDS: dict[str, tuple[str, str]] = {  # figure -> title, caption
         "Attention sees only the last n tokens: while reading, while answering, or in both. Limited only while reading, the"
         " needle stays in sight while answering. The map crosses both limits.",
     ),
+    "hops": (
+        "What attention does while reading",
+        "One hop: the value stands behind the asked name. Two hops: there stands whose value it is, and that needle is further"
+        " up. With no heads while reading, what was to be looked up on the way is not there when the answer is given; what"
+        " stands in one needle still is.",
+    ),
     "layouts": (
         "Other prompts: read twice, question first",
         "Retrieval when the prompt is read twice (JRT) and when the question comes before the context, with and without"
@@ -65,6 +71,7 @@ LINKS = {  # figure -> its name in the contents
     "memory": "Memory",
     "head-map": "Head map",
     "context": "Context",
+    "hops": "Hops",
     "layouts": "Prompts",
     "tasks": "Tasks",
 }

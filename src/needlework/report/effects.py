@@ -1,4 +1,4 @@
-"""Figures of estimates: the two sides silenced, the two memories swapped, the prompt laid out in other ways."""
+"""Figures of estimates: the two sides silenced, the two memories swapped, the prompt laid out in other ways, hops by phase."""
 
 from __future__ import annotations
 
@@ -81,3 +81,29 @@ def layouts(frame: Frame, browser: Browser) -> Figure:
         if sum("plain" not in dot.label for dot in dots):
             panels.append(Dots(trials.model, trials.titled(trials.model), "needles found, exact", dots))
     return figure("layouts", panels)
+
+
+def hops(frame: Frame, browser: Browser) -> Figure:
+    """What stands one hop away and what stands further, with all heads off in one phase or the other."""
+    panels = []
+    for trials in by_model_and_boundary(frame):
+        dots = []
+        for label, text in phases(trials):
+            for hop in trials.hops:
+                rows = trials.in_hops(hop, text)
+                if len(rows):
+                    key = browser.add(f"{trials.name} · {label} · {in_words(hop)}", rows)
+                    dots.append(Dot(f"{label}: {in_words(hop)}", hop, trials.accuracy(rows), key))
+        if dots:
+            panels.append(Dots(trials.model, trials.titled(trials.model), "values found, exact", dots))
+    return figure("hops", panels)
+
+
+def phases(trials: ModelTrials) -> list[tuple[str, str]]:
+    """Nothing silenced, and all heads in each phase, as far as it was run."""
+    off = [("no heads while reading", "prefill"), ("no heads while answering", "decode"), ("no heads", "both")]
+    return [("untouched", "none"), *((label, c.text) for label, phase in off if (c := trials.heads_off(phase)))]
+
+
+def in_words(hops: int) -> str:
+    return {1: "one hop", 2: "two hops", 3: "three hops"}.get(hops, f"{hops} hops")

@@ -26,6 +26,7 @@ SITES = ("memory", "block")
 BOUNDARIES = ("decode", "prefill", "")  # which one is judged where several were run
 AGAINST = ("context", "all", "absent")  # which choice is judged: the values in the context need binding, not mere presence
 NEEDLE = {"generate": "niah", "choices": "niah_choice"}
+LINKED = "linked"  # the kind of task whose answers stand more than one hop away
 KNOWLEDGE = ("cloze_choice", "letter", "letter_lookup", "cloze", "lm-eval")  # which kind stands for a form, first of all
 
 
@@ -137,6 +138,27 @@ class ModelTrials:
 
     def retrieval(self, text: str, mode: str = "generate", layout: str = "plain", in_window: bool = True) -> Ints:
         return self.frame.rows(self.needle_pick(text, mode, layout, in_window))
+
+    @cached_property
+    def hops(self) -> dict[int, list[str]]:
+        """How many hops away answers were asked for -> the settings of those tasks; one hop by needles of the same relations.
+
+        Empty if nothing was more than one hop away.
+        """
+        asked: dict[int, list[str]] = {1: []}
+        for setting in self.frame.distinct("setting", model=self.model, kind=LINKED, mode="generate"):
+            asked.setdefault(_option(setting, "hops"), []).append(setting)
+        relations = {_option(setting, "relation") for settings in asked.values() for setting in settings}
+        for setting in self.frame.distinct("setting", model=self.model, kind=NEEDLE["generate"], mode="generate"):
+            if _option(setting, "relation") in relations and one_hop(setting):
+                asked[1].append(setting)
+        return asked if len(asked) > 1 else {}
+
+    def in_hops(self, hops: int, text: str) -> Ints:
+        """Answers that stand this many sentences away from the asked name, in the window."""
+        kind = NEEDLE["generate"] if hops == 1 else LINKED
+        pick = self._pick("retrieval", kind, "generate", "", text, "plain", form="", in_window=True)
+        return self.frame.rows(replace(pick, setting=self.hops.get(hops, [])))
 
     def needle_tasks(self, texts: Iterable[str], mode: str = "generate") -> list[tuple[str, str]]:
         """(name, setting) of the needle tasks that were asked under these interventions."""
@@ -304,9 +326,13 @@ class ModelTrials:
         return sorted((point for point in points if point[1].n), key=lambda point: point[0])
 
 
+def _option(setting: str, name: str) -> Any:
+    return (json.loads(setting) if setting else {}).get(name)
+
+
 def one_hop(setting: str) -> bool:
     """Whether a task asks for something that stands in one needle; to follow needles to others is another ability."""
-    return "hops" not in setting or json.loads(setting).get("hops", 1) == 1
+    return _option(setting, "hops") in (None, 1)
 
 
 def by_boundary(frame: Frame, model: str) -> list[ModelTrials]:

@@ -31,6 +31,7 @@ FIGURES: dict[str, Callable[[Frame, Browser], Figure]] = {
     "memory": effects.swap,
     "head-map": maps.head_map,
     "context": curves.context,
+    "hops": effects.hops,
     "layouts": effects.layouts,
     "tasks": tasks.tasks,
 }

@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from needlework.report import tasks
+from needlework.report import effects, tasks
 from needlework.report.conditions import Condition
 from needlework.report.evidence import verdicts
 from needlework.report.frame import Frame, Ints
@@ -171,7 +171,7 @@ def summary(directories: Sequence[Path]) -> RenderableType:
     """The main numbers of one or more runs, for the terminal."""
     frame = load([Path(d) for d in directories])
     remarks = [Text(words, "yellow") for words in frame.warnings] + [Text(words) for words in frame.notes]
-    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_other_tasks(frame), *remarks)
+    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_hops(frame), *_other_tasks(frame), *remarks)
 
 
 class _Aligned(Sheet):
@@ -213,6 +213,21 @@ def _short(e: Estimate) -> str:
     """On two lines: a terminal has eighty columns."""
     text = f"{percent(e.value)} n={e.n:,}\n[{percent(e.low, '')}, {percent(e.high, '')}]" if e.n else "–"
     return text.replace(" ", HARD_SPACE)
+
+
+def _hops(frame: Frame) -> list[Table]:
+    """What stands one hop away and what stands further, with heads off in one phase or the other."""
+    asked = [trials for trials in by_model_and_boundary(frame) if trials.hops]
+    hops = sorted({hop for trials in asked for hop in trials.hops})
+    table = Sheet(
+        ["model", "condition", *map(effects.in_words, hops)], "Heads off in one phase or the other", words=["condition"]
+    )
+    for trials in asked:
+        for label, text in effects.phases(trials):
+            found = [trials.accuracy(trials.in_hops(hop, text)) for hop in hops]
+            if any(share.n for share in found):
+                table.add_row(*map(Text, [trials.model, trials.titled(label), *map(_short, found)]))
+    return [table] if asked else []
 
 
 def _other_tasks(frame: Frame) -> list[Table]:
