@@ -439,6 +439,49 @@ def test_needles_of_two_hops_are_judged_by_no_rule(tmp_path: Path) -> None:
     assert judged.estimate == wilson(0, 80)
 
 
+READING, ANSWERING = "ablate_attention(phase='prefill')", "ablate_attention(phase='decode')"
+
+
+def hops_run(tmp_path: Path) -> Path:
+    """One hop by hideouts and by codes, two hops and three by hideouts, untouched and with heads off in a phase."""
+    options = {"niah": {"relation": "hideout"}, "codes": {"relation": "code"}}
+    options |= {f"far{hops}": {"relation": "hideout", "hops": hops} for hops in (2, 3)}
+    experiments = {"one": {"tasks": {name: {"options": written} for name, written in options.items()}}}
+    right = {"none": (80, 10, 76, 40), READING: (79, 10, 8, 4), ANSWERING: (2, 0, 3, 0)}
+    trials = []
+    for text, counts in right.items():
+        for (name, written), count in zip(options.items(), counts, strict=True):
+            fields = {"task": name, "kind": "linked" if "hops" in written else "niah"}
+            trials += [row(i, i < count, text, prompt_id=f"{name} {i}", **fields) for i in range(80)]
+    return store(tmp_path, trials, experiments)
+
+
+def test_hops_are_told_apart_phase_by_phase_and_one_hop_is_asked_of_the_same_relation(tmp_path: Path) -> None:
+    frame = load([hops_run(tmp_path)])
+    (panel,) = FIGURES["hops"](frame, Browser(frame)).panels
+    found = {dot.label: dot.y for dot in panel.dots}
+    rights = {"untouched": (80, 76, 40), "no heads while reading": (79, 8, 4), "no heads while answering": (2, 3, 0)}
+    names = ("one hop", "two hops", "three hops")
+    wanted = {f"{label}: {name}": n for label, counts in rights.items() for name, n in zip(names, counts, strict=True)}
+    assert found == {label: wilson(n, 80) for label, n in wanted.items()}
+    assert ModelTrials(frame, MODEL).accuracy(ModelTrials(frame, MODEL).in_hops(4, "none")).n == 0
+
+
+def test_the_terminal_and_the_page_show_hops_by_phase(tmp_path: Path) -> None:
+    directory = hops_run(tmp_path)
+    text = _said(directory)
+    assert re.search(r"no heads while reading +98.8\s%\sn=80 +10\s%\sn=80 +5\s%\sn=80", text)
+    page = build([directory], pictures=False).read_text()
+    assert 'id="hops"' in page
+    assert "no heads while reading: two hops" in page
+
+
+def test_without_tasks_of_more_hops_there_is_no_figure_of_them(run: Path) -> None:
+    frame = load([run])
+    assert not FIGURES["hops"](frame, Browser(frame)).panels
+    assert "while reading: one hop" not in _said(run)
+
+
 def test_reading_twice_is_compared_needle_by_needle_in_one_task(tmp_path: Path) -> None:
     twice = {"task": "niah_jrt", "facts": {"layout": "jrt"}}
     jrt = [row(i, i < 60, prompt_id=f"jrt {i}", **twice) for i in range(80)]
