@@ -479,7 +479,7 @@ def test_the_terminal_and_the_page_show_hops_by_phase(tmp_path: Path) -> None:
 def test_without_tasks_of_more_hops_there_is_no_figure_of_them(run: Path) -> None:
     frame = load([run])
     assert not FIGURES["hops"](frame, Browser(frame)).panels
-    assert "while reading: one hop" not in _said(run)
+    assert "Heads off in one phase" not in _said(run)
 
 
 def test_reading_twice_is_compared_needle_by_needle_in_one_task(tmp_path: Path) -> None:
