@@ -43,7 +43,7 @@ def works(plan: Plan, heads: Mapping[str, int] = NO_HEADS) -> list[Work]:
     found = []
     for name in plan.models:
         config = recipes.find(name).config
-        pattern = {"tiny-transformer": (4, 0), "tiny-mamba": (0, 4)}.get(name, (2, 4))
+        pattern = {"tiny-transformer": (4, 0), "tiny-mamba": (0, 4), "tiny-lfm": (3, 3)}.get(name, (2, 4))
         shape = fakes.anatomy(*pattern, heads=heads.get(name, config.get("num_attention_heads", 0)))
         shape = type(shape)(**{**vars(shape), "max_tokens": None, "vocabulary": tokenizer.size()})
         found.append(expand(plan, ModelInfo(Model("zoo:1", name, name), name, "t", shape, tokenizer.build())))
@@ -51,7 +51,7 @@ def works(plan: Plan, heads: Mapping[str, int] = NO_HEADS) -> list[Work]:
 
 
 def test_there_is_one_for_each_experiment() -> None:
-    assert [p.name[:2] for p in PLANS if p.name[0].isdigit()] == [f"{i:02d}" for i in range(1, 12)]
+    assert [p.name[:2] for p in PLANS if p.name[0].isdigit()] == [f"{i:02d}" for i in range(1, 13)]
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda p: p.stem)
