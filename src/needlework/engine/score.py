@@ -98,7 +98,7 @@ def logits(
         shape = f"{tuple(ids.shape)} of {ids.dtype}"
         raise NeedleworkError(f"input_ids must be [rows, tokens] of whole numbers with at least one token, got {shape}")
     if attention_mask is not None:
-        return _without_padding(body, ids, attention_mask, intervention, prompt_tokens, spans, boundary)
+        return _rows_alone(body, ids, attention_mask, intervention, prompt_tokens, spans, boundary)
     count = ids.shape[1] if prompt_tokens is None else prompt_tokens
     if not 1 <= count <= ids.shape[1]:
         raise NeedleworkError(f"prompt_tokens={count} must lie between 1 and the {ids.shape[1]} tokens given")
@@ -128,7 +128,7 @@ def logits(
     return torch.cat(parts, 1)
 
 
-def _without_padding(
+def _rows_alone(
     body: Body,
     ids: Tensor,
     attention_mask: Tensor,

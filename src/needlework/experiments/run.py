@@ -10,6 +10,7 @@ from typing import Any, get_args
 from needlework.errors import NeedleworkError
 from needlework.experiments import rows
 from needlework.experiments.asking import Asking
+from needlework.experiments.chunks import chunks
 from needlework.experiments.cluster import Cluster
 from needlework.experiments.crew import Crew, Hiring, alone
 from needlework.experiments.models import DiskModels, ModelSource
@@ -19,7 +20,7 @@ from needlework.experiments.provenance import Doctor, examine, mark, sign
 from needlework.experiments.rankings import by_seen, record
 from needlework.experiments.result import Result
 from needlework.experiments.shipped import get
-from needlework.experiments.trials import Ranked, Recording, Trial, Work, chunks, expand
+from needlework.experiments.trials import Ranked, Recording, Trial, Work, expand
 from needlework.heads.methods import chosen
 from needlework.interventions import Ranking
 from needlework.interventions.ranking import Recorded

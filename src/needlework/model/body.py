@@ -21,7 +21,7 @@ from needlework.interventions.attention import rankings
 from needlework.interventions.base import Intervention
 from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
 from needlework.model.attention import NAME, Forward, Observer, current
-from needlework.model.chunks import CHUNK_TOKENS, chunks
+from needlework.model.chunks import CHUNK_TOKENS, cuts
 from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family
 from needlework.model.files import config_hash, weights_hash
@@ -215,8 +215,8 @@ class Body:
         if start and n > 1 and not self.continues:
             return [slice(i, i + 1) for i in range(n)]
         long = phase == "prefill" and self.continues and not rows.one_piece
-        cuts = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(chunks(n, self.chunk) if long else ())})
-        parts = [slice(a, b) for a, b in pairwise(cuts)]
+        ends = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(cuts(n, self.chunk) if long else ())})
+        parts = [slice(a, b) for a, b in pairwise(ends)]
         if len(parts) > 1 and not self.continues:
             return [parts[0], *(slice(i, i + 1) for i in range(parts[0].stop, n))]
         return parts

@@ -22,7 +22,7 @@ _BLOCK_PAIRS = {"cpu": 1 << 21}  # pairs in the mask of a block, which becomes f
 _OTHER_PAIRS = 1 << 26
 
 
-def chunks(tokens: int, most: int) -> set[int]:
+def cuts(tokens: int, most: int) -> set[int]:
     """Where so many tokens are cut into chunks of at most `most`: as equal as can be, so that none is a token alone.
 
     (A mixer may take a token alone for a step of decoding.)
