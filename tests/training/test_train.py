@@ -318,6 +318,29 @@ def test_a_card_can_be_measured_again(trained: Path, tmp_path: Path) -> None:
     assert "(n = 10)" in (tmp_path / "model" / "README.md").read_text()
 
 
+def test_an_effect_stands_under_its_own_task_in_whatever_order_trials_are_answered(
+    trained: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card once had facts in the column of needles: the engine had asked for the shorter prompts first."""
+    from needlework.store import Store
+
+    in_order, ordered = effects.measure(trained, 128, per_depth=1, per_subject=1), Store.rows
+    monkeypatch.setattr(Store, "rows", lambda self: reversed(list(ordered(self))))
+    again = effects.measure(trained, 128, per_depth=1, per_subject=1)
+    assert [list(by_task) for by_task in (*in_order.values(), *again.values())] == [["niah", "cloze"]] * (2 * len(in_order))
+    assert again == in_order
+
+
+def test_needles_of_a_card_are_of_a_kind_that_the_model_was_trained_on(trained: Path) -> None:
+    def relation(*relations: str) -> str:
+        stages = [{**stage, "relations": list(relations)} for stage in TINY["stages"]]
+        return card.relation_of(recipes.checked({**TINY, "stages": stages}, "test"))
+
+    assert relation("gift", "code") == "code"
+    assert relation("gift", "hideout") == "gift"
+    assert card.relation_of(recipes.checked(TINY, "test")) == "code"
+
+
 def test_a_card_tells_the_phases_apart_where_links_were_trained(trained: Path, tmp_path: Path) -> None:
     stages = [{**stage, "rows": {"hops": 1}, "relations": ["gift"]} for stage in TINY["stages"]]
     assert card.phases_of(trained, recipes.checked(TINY, "test"), 5) == {}
@@ -328,6 +351,7 @@ def test_a_card_tells_the_phases_apart_where_links_were_trained(trained: Path, t
     assert "while reading" not in card.text(record)
     told = card.text({**record, "phases": card.as_dicts(found)})
     assert "no attention heads while reading | `ablate_attention(phase='prefill')`" in told
+    assert "\n\n## What attention is for while reading" in told
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 from needlework.terminal import Bar
 from needlework.training.checkpoints import Progress
-from needlework.training.effects import CONDITIONS, PHASES, Effects, measure, phases
+from needlework.training.effects import CONDITIONS, DEFAULT_RELATION, PHASES, Effects, measure, phases
 from needlework.training.evaluate import Figure, figures_of, samples, suite
 from needlework.training.evaluate import figures as measured_figures
 from needlework.training.recipes import Recipe, read
@@ -63,12 +63,17 @@ def record(
     }
 
 
+def relation_of(recipe: Recipe) -> str:
+    """The kind of needle that effects are measured on: codes, or the first kind of a model that was not trained on them."""
+    relations = recipe.stages[-1].relations
+    return DEFAULT_RELATION if DEFAULT_RELATION in relations else relations[0]
+
+
 def phases_of(folder: Path, recipe: Recipe, samples: int, progress: bool = False) -> Effects:
     """One hop and two, phase by phase, for a model that was trained on links that say their value; of others nothing."""
     if not any(stage.rows.get("hops") for stage in recipe.stages):
         return {}
-    relation = recipe.stages[-1].relations[0]
-    return phases(folder, recipe.longest, relation, per_depth=max(1, samples // 5), progress=progress)
+    return phases(folder, recipe.longest, relation_of(recipe), per_depth=max(1, samples // 5), progress=progress)
 
 
 def trained_by(recipe: Recipe) -> str:
@@ -108,7 +113,8 @@ def _effect_rows(effects: dict[str, dict[str, dict[str, float]]], names: dict[st
 def _phases(content: Record) -> str:
     if not content.get("phases"):
         return ""
-    return f"""## What attention is for while reading
+    return f"""
+## What attention is for while reading
 
 Needles of the kind it was trained on, among three others: found in one hop, and through a link that names another needle (two
 hops). The last prompt token counts as answering.
@@ -206,11 +212,11 @@ def _write_record(out: Path, content: Record) -> None:
 def renew(folder: Path, samples: int = 1000) -> None:
     """`python -m needlework.training.card DIR`: measure a trained model again, and rewrite its card."""
     content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    longest = content["longest_document_tokens"]
+    recipe, longest = read(folder / "recipe.yaml"), content["longest_document_tokens"]
     content["measured"] = True
     content["figures"] = as_dict(figures_of(folder, longest, samples))
-    content["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25)))
-    if in_phases := phases_of(folder, read(folder / "recipe.yaml"), samples):
+    content["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25), relation=relation_of(recipe)))
+    if in_phases := phases_of(folder, recipe, samples):
         content["phases"] = as_dicts(in_phases)
     _write_record(folder, content)
 

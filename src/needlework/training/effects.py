@@ -26,16 +26,24 @@ PHASES = {
     "ablate_attention(phase='prefill')": "no attention heads while reading",
     "ablate_attention(phase='decode')": "no attention heads while answering",
 }
+DEFAULT_RELATION = "code"
 ROOM = 40  # words that question and answer need around the context, at most
 
 Effects = dict[str, dict[str, Figure]]  # intervention -> task -> its figure
 
 
 def measure(
-    folder: Path, longest: int, per_depth: int = 40, per_subject: int | None = None, seed: int = 0, progress: bool = False
+    folder: Path,
+    longest: int,
+    per_depth: int = 40,
+    per_subject: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+    relation: str = DEFAULT_RELATION,
 ) -> Effects:
     """Needles among three distractors and closed-book facts under every condition that this model has the parts for."""
-    niah = {"kind": "niah", "lengths": [longest - ROOM], "depths": [0, 25, 50, 75, 100], "samples": per_depth, "distractors": 3}
+    needle = {"lengths": [longest - ROOM], "depths": [0, 25, 50, 75, 100], "samples": per_depth, "distractors": 3}
+    niah = {"kind": "niah", "relation": relation, **needle}
     cloze = {"kind": "cloze", "per_subject": per_subject}
     return _asked(folder, {"niah": niah, "cloze": cloze}, CONDITIONS, seed, progress)
 
@@ -59,12 +67,13 @@ def _asked(folder: Path, tasks: dict[str, dict[str, Any]], conditions: dict[str,
         run(plan, out, progress=progress, tell=False, doctor="off")
         store = Store(out)
         try:
-            return _figures(list(store.rows()), conditions)
+            return _figures(list(store.rows()), conditions, tasks)
         finally:
             store.close()
 
 
-def _figures(rows: Sequence[Row], conditions: Iterable[str]) -> Effects:
+def _figures(rows: Sequence[Row], conditions: Iterable[str], tasks: Iterable[str]) -> Effects:
+    """In the order of conditions and tasks: that of the rows is the engine's business."""
     failed = next((row for row in rows if row.finish == "failed"), None)
     if failed is not None:  # nothing was measured: not a wrong answer
         raise ZooError(f"{failed.intervention} could not be carried out: {failed.error}")
@@ -72,7 +81,7 @@ def _figures(rows: Sequence[Row], conditions: Iterable[str]) -> Effects:
     for row in rows:
         correct.setdefault(row.intervention, {}).setdefault(row.task, []).append(row.scores["correct"])
     return {
-        text: {task: Figure(int(sum(values)), len(values)) for task, values in correct[text].items()}
+        text: {task: Figure(int(sum(values)), len(values)) for task in tasks for values in [correct[text][task]]}
         for text in conditions
         if text in correct  # a model without such a part: nothing to silence, nothing to say
     }

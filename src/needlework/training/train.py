@@ -126,8 +126,11 @@ def _finish(
     """Weights, tokenizer and what was measured. Without samples nothing was, and the record says so."""
     model.save_pretrained(out)
     tokenizer.save(out)
-    silenced = effects.measure(out, recipe.longest, per_depth=max(1, samples // 25), progress=progress) if samples else {}
-    in_phases = card.phases_of(out, recipe, samples, progress) if samples else {}
+    silenced, in_phases = {}, {}
+    if samples:
+        relation, per_depth = card.relation_of(recipe), max(1, samples // 25)
+        silenced = effects.measure(out, recipe.longest, per_depth, progress=progress, relation=relation)
+        in_phases = card.phases_of(out, recipe, samples, progress)
     record = card.record(recipe, done, measured, silenced, build.parameter_count(model), versions(), in_phases)
     card.write(out, recipe, done, record)
     (out / checkpoints.CHECKPOINT).unlink(missing_ok=True)
