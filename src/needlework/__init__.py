@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from needlework.store import Store
     from needlework.subject import Subject, load, wrap
 
-__version__ = "0.5.0"
+__version__ = "0.6.0"
 
 _LAZY = {  # name -> its module: brought in when first used, so that `import needlework` is done at once
     "AblateAttention": "interventions",
