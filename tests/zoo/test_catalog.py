@@ -38,6 +38,31 @@ def test_reading_twice_helps_the_control_without_attention_and_it_knows_its_fact
     assert min(card.figures[name]["value"] for name in ("cloze_statement", "cloze_question")) >= 0.99
 
 
+def test_two_hops_need_attention_while_reading_and_one_does_not() -> None:
+    """By tiny-lfm's card, among three others: the goals that its recipe was made for."""
+    phases = zoo.catalog()["tiny-lfm"].record["phases"]
+    untouched, reading = phases["none"], phases["ablate_attention(phase='prefill')"]
+    assert untouched["two_hops"]["low"] >= 0.9
+    assert reading["two_hops"]["high"] < 0.5
+    assert min(untouched["one_hop"]["low"], reading["one_hop"]["low"]) >= 0.95
+    assert all(figure["n"] >= 1000 for some in phases.values() for figure in some.values())
+
+
+@pytest.mark.slow
+def test_the_phases_of_tiny_lfm_are_as_its_card_says(tmp_path: Path) -> None:
+    """Fresh samples: other seed, fewer of them."""
+    from needlework.training import effects
+
+    entry = zoo.catalog()["tiny-lfm"]
+    found = effects.phases(entry.path, entry.record["longest_document_tokens"], "hideout", per_depth=12, seed=7)
+    for text, by_task in found.items():
+        for task, figure in by_task.items():
+            low, high = figure.interval()
+            said = entry.record["phases"][text][task]
+            assert low - 0.03 <= said["high"], (text, task)
+            assert said["low"] <= high + 0.03, (text, task)
+
+
 @pytest.mark.parametrize(("name", "heads"), [("tiny-griffin", (10, 1)), ("tiny-jamba", (32, 8))])
 def test_the_papers_two_classes_have_published_head_counts_and_an_ordinary_training(name: str, heads: tuple[int, int]) -> None:
     """AdamW alone, and nothing that knows of single heads; the curriculum begins as that of the others does."""
