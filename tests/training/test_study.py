@@ -236,6 +236,13 @@ def test_the_smallest_k_is_the_one_from_which_on_all_is_kept() -> None:
     assert sorted(model.curves["entropy"]) == [1, 2, 3, 6]  # other phases and draws are other curves
 
 
+def test_of_one_and_two_heads_of_ten_two_are_about_15_percent_as_in_the_rule() -> None:
+    one = cell("adamw", 10, 0)
+    (model,) = concentration.found([one], {one.name: 10}, rows(one.name, {keep(1): 5, keep(2): 100, keep(3): 100}))
+    assert model.at_15_percent("entropy") == (2, model.curves["entropy"][2])
+    assert model.shows()
+
+
 def test_an_answer_that_two_experiments_want_counts_once() -> None:
     one = cell("adamw", 12, 0)
     asked = rows(one.name, {keep(2): 60, keep(2, "random"): 30})

@@ -52,9 +52,12 @@ class Found:
         return fewest
 
     def at_15_percent(self, way: str) -> tuple[int, Estimate] | None:
-        """The number of heads nearest to 15 %, and what it keeps; None: nothing near it was tried."""
+        """The number of heads nearest to 15 %, and what it keeps; of two equally near (1 and 2 of 10) the larger, as in rule 2.
+
+        None: nothing near it was tried.
+        """
         near = {k: kept for k, kept in self.curves[way].items() if abs(k / self.heads - ABOUT) <= NEAR}
-        return min(near.items(), key=lambda pair: abs(pair[0] / self.heads - ABOUT)) if near else None
+        return min(near.items(), key=lambda pair: (round(abs(pair[0] / self.heads - ABOUT), 9), -pair[0])) if near else None
 
     def shows(self) -> bool:
         """Few heads suffice: the claim's own rule."""
