@@ -171,7 +171,7 @@ def test_what_is_watched_is_the_same() -> None:
 
 @given(st.integers(1, 5000), st.integers(3, 700))
 def test_chunks_are_alike_and_none_is_a_lone_token(tokens: int, most: int) -> None:
-    edges = [0, *sorted(chunks.chunks(tokens, most)), tokens]
+    edges = [0, *sorted(chunks.cuts(tokens, most)), tokens]
     sizes = [b - a for a, b in itertools.pairwise(edges)]
     assert sum(sizes) == tokens
     assert max(sizes) <= most
