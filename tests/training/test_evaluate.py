@@ -128,3 +128,10 @@ def test_prompts_of_the_suite_have_the_length_in_their_name() -> None:
             limit = int(name.split("_")[1])
             lengths = [1 + len(s.prompt) + len(s.target) for s in evaluate.samples(name, make, 50)]
             assert limit - 40 < max(lengths) <= limit
+
+
+def test_needles_of_the_suite_are_of_the_kinds_that_are_asked_for() -> None:
+    for relations in (("hideout",), ("gift", "badge")):
+        for name, make in evaluate.suite(160, relations).items():
+            if name.startswith("niah"):
+                assert {sample.relation for sample in evaluate.samples(name, make, 20)} == set(relations), name

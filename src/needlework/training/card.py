@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from needlework.terminal import Bar
+from needlework.toy.needles import RELATION_NAMES
 from needlework.training.checkpoints import Progress
 from needlework.training.effects import CONDITIONS, DEFAULT_RELATION, PHASES, Effects, measure, phases
 from needlework.training.evaluate import Figure, figures_of, samples, suite
@@ -21,15 +23,15 @@ NOT_MEASURED = (
 )
 
 
-def figures(model: Any, longest: int, n: int, shown: bool) -> dict[str, Figure]:
+def figures(model: Any, longest: int, n: int, shown: bool, relations: Sequence[str] = RELATION_NAMES) -> dict[str, Figure]:
     """The card's figures, one after the other, with a bar: long prompts take most of the time."""
-    every = suite(longest)
+    every = suite(longest, relations)
     lengths = {name: len(next(iter(samples(name, make, 1))).prompt) for name, make in every.items()}
     found: dict[str, Figure] = {}
     with Bar(len(every), "figures", work=sum(lengths.values()), shown=shown) as bar:
         for name, length in lengths.items():
             bar.show(f"card: {name}")
-            found |= measured_figures(model, longest, n, [name])
+            found |= measured_figures(model, longest, n, [name], relations=relations)
             bar.advance(1, length)
     return found
 

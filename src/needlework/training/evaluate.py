@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,16 @@ class Figure:
         return {"value": self.value, "low": low, "high": high, "correct": self.correct, "n": self.n}
 
 
-def _niah(context_tokens: int, distractors: int, layout: str = "plain", quote: bool = False, hops: int = 1) -> Maker:
+def _niah(
+    relations: Sequence[str], context_tokens: int, distractors: int, layout: str = "plain", quote: bool = False, hops: int = 1
+) -> Maker:
     def make(stream: Stream) -> Sample:
         return world.niah(
             stream,
             context_tokens=context_tokens,
             distractors=distractors,
             depth_percent=100 * stream.random(),
-            relation=stream.pick(world.RELATION_NAMES),
+            relation=stream.pick(relations),
             layout=layout,
             quote=quote,
             hops=hops,
@@ -61,18 +64,19 @@ def _judge(kind: str) -> Maker:
     return lambda stream: world.judgement(stream, kind)
 
 
-def suite(longest: int) -> dict[str, Maker]:
-    """The card's figures for a model whose longest training document has `longest` tokens."""
+def suite(longest: int, relations: Sequence[str] = world.RELATION_NAMES) -> dict[str, Maker]:
+    """The card's figures for a model whose longest training document has `longest` tokens and whose needles are of these."""
     at, twice = longest - QUESTION_ROOM, 2 * longest - QUESTION_ROOM
+    niah = partial(_niah, relations)
     return {
-        f"niah_{longest}_1_needle": _niah(at, 0),
-        f"niah_{longest}_8_distractors": _niah(at, 8),
-        f"niah_{2 * longest}_1_needle": _niah(twice, 0),
-        f"niah_{2 * longest}_8_distractors": _niah(twice, 8),
-        f"niah_{longest}_3_distractors_jrt": _niah((longest - 2 * QUESTION_ROOM) // 2, 3, "jrt"),
-        f"niah_{longest}_3_distractors_question_first": _niah(at, 3, "question_first"),
-        f"niah_{longest}_3_distractors_quote": _niah(at, 3, quote=True),
-        f"niah_{longest}_3_distractors_two_hops": _niah(at, 3, hops=2),
+        f"niah_{longest}_1_needle": niah(at, 0),
+        f"niah_{longest}_8_distractors": niah(at, 8),
+        f"niah_{2 * longest}_1_needle": niah(twice, 0),
+        f"niah_{2 * longest}_8_distractors": niah(twice, 8),
+        f"niah_{longest}_3_distractors_jrt": niah((longest - 2 * QUESTION_ROOM) // 2, 3, "jrt"),
+        f"niah_{longest}_3_distractors_question_first": niah(at, 3, "question_first"),
+        f"niah_{longest}_3_distractors_quote": niah(at, 3, quote=True),
+        f"niah_{longest}_3_distractors_two_hops": niah(at, 3, hops=2),
         "cloze_statement": _fact(asked=False),
         "cloze_question": _fact(asked=True),
         "letter_choice": lambda stream: world.letter_choice(stream),
@@ -120,27 +124,35 @@ def figure(model: Any, name: str, make: Maker, n: int, seed: int = 0) -> Figure:
     return Figure(sum(right), len(right))
 
 
-def figures(model: Any, longest: int, n: int, names: Sequence[str] | None = None, seed: int = 0) -> dict[str, Figure]:
+def figures(
+    model: Any,
+    longest: int,
+    n: int,
+    names: Sequence[str] | None = None,
+    seed: int = 0,
+    relations: Sequence[str] = world.RELATION_NAMES,
+) -> dict[str, Figure]:
     """All figures of the suite, or those named. The model is left in the mode it came in."""
     was_training = model.training
     model.eval()
     try:
-        return {
-            name: figure(model, name, make, n, seed) for name, make in suite(longest).items() if names is None or name in names
-        }
+        every = suite(longest, relations)
+        return {name: figure(model, name, make, n, seed) for name, make in every.items() if names is None or name in names}
     finally:
         model.train(was_training)
 
 
 def figures_of(folder: Path, longest: int, n: int, names: Sequence[str] | None = None, seed: int = 0) -> dict[str, Figure]:
-    """The figures of a model on disk."""
+    """The figures of a model on disk; its needles are of the kinds that its recipe ends with."""
     from transformers import AutoModelForCausalLM
 
     from needlework.model.patches import fast_kernels
+    from needlework.training import recipes
 
+    relations = recipes.read(folder / "recipe.yaml").stages[-1].relations
     model = AutoModelForCausalLM.from_pretrained(folder)
     with fast_kernels(model):
-        return figures(model, longest, n, names, seed)
+        return figures(model, longest, n, names, seed, relations)
 
 
 def probe_names(longest: int) -> tuple[str, ...]:

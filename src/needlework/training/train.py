@@ -87,7 +87,8 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
 
 def _probe(recipe: Recipe, model: Any) -> dict[str, float]:
     names = evaluate.probe_names(recipe.longest)
-    measured = evaluate.figures(model, recipe.longest, PROBE_SAMPLES, names, seed=1)
+    relations = recipe.stages[-1].relations
+    measured = evaluate.figures(model, recipe.longest, PROBE_SAMPLES, names, seed=1, relations=relations)
     return {name: figure.value for name, figure in measured.items()}
 
 
@@ -173,5 +174,6 @@ def train(
             own = progress if isinstance(progress, Bar) else Bar(chosen.steps, "steps", shown=progress)
             with own as bar:
                 _loop(chosen, folder, model, optimiser, done, bar, checkpoint_steps)
-            measured = card.figures(model, chosen.longest, card_samples, own.shown) if card_samples else {}
+            relations = chosen.stages[-1].relations
+            measured = card.figures(model, chosen.longest, card_samples, own.shown, relations) if card_samples else {}
         return _finish(chosen, folder, model, done, measured, card_samples, own.shown)
