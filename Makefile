@@ -38,13 +38,15 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# Tests that kill processes, drive a browser or measure memory can trip over each other on two busy cores: what fails is
-# run once more, alone, and must pass then.
+# Tests that kill processes, drive a browser or measure memory disturb each other: they run alone, after the others.
 test: $(BROWSER)
-	$(BIN)/python -m pytest -n 2 --dist worksteal || $(BIN)/python -m pytest --last-failed --last-failed-no-failures=none
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not serial"
+	$(BIN)/python -m pytest -m serial
+	NEEDLEWORK_TEST_DEVICE=emu $(BIN)/python -m pytest -n 2 --dist worksteal tests/laws/test_other_device.py
 
 test-fast: $(STAMP)
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not serial"
+	$(BIN)/python -m pytest -m "serial and not slow"
 
 # The wheel as a user installs it: with the newest dependencies that it allows, outside of the repository. Needs an index.
 test-wheel:

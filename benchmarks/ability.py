@@ -86,11 +86,11 @@ def theirs(model: Path, k: int | None) -> dict[str, Any]:
     from transformers.masking_utils import eager_mask
 
     from needlework.lmeval.mini import FOLDER
-    from needlework.lmeval.questions import quiet
+    from needlework.lmeval.questions import silence_lm_eval
 
     AttentionInterface.register("patched_eager", patched(k))
     AttentionMaskInterface.register("patched_eager", eager_mask)
-    with quiet():
+    with silence_lm_eval():
         lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=BATCH, attn_implementation="patched_eager")
         manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
         found: dict[str, Any] = simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, limit=LIMIT, bootstrap_iters=0)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 import needlework as nw
 import reference
+from harness import report_goals, timed
 from needlework import zoo
 from needlework.requests import Request
 
@@ -98,12 +99,6 @@ def grid(lengths: Sequence[int], depths: Sequence[float], vocabulary: int) -> li
             at = int(room * depth)
             prompts.append(tuple(hay[:at] + needle + hay[at:room] + question))
     return prompts
-
-
-def timed(action: Callable[[], Any]) -> tuple[Any, float]:
-    start = time.perf_counter()
-    result = action()
-    return result, time.perf_counter() - start
 
 
 class Bench:
@@ -205,7 +200,7 @@ def fork() -> tuple[float, float]:
     """Memory of 16 forked rows of one 2,048-token prompt against 16 copies."""
     subject = nw.wrap(jamba())
     ids = torch.tensor([grid([2048], [0.5], 600)[0]])
-    from needlework.model.body import Rows
+    from needlework.model.hooked_model import Rows
     from needlework.receipts import Tally
 
     with subject.body.session():
@@ -284,8 +279,7 @@ def main() -> int:
         ratio, goal = BENCHES[name]()
         if ratio < goal:
             missed.append(f"{name}: {ratio:.1f} < {goal:g}")
-    console.print("missed: " + "; ".join(missed) if missed else "all goals reached")
-    return bool(missed)
+    return report_goals(missed)
 
 
 if __name__ == "__main__":

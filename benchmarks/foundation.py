@@ -18,12 +18,12 @@ import logging
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+from harness import compare, timed_ways
 
 IDLE_TARGET, MEMORY_TARGET = 1.05, 1.3
 PROMPT = NEW = 64
@@ -93,7 +93,7 @@ class Line:
 
 
 def idle(family: str) -> list[Line]:
-    """Rounds in which every way of decoding takes its turn, in alternating order; the median of the rounds' ratios.
+    """What needlework adds to decoding.
 
     Processor time is compared, not time on the wall: one thread computes, and what other processes do meanwhile is not
     needlework's cost.
@@ -147,20 +147,12 @@ def reading(family: str) -> list[Line]:
 
 def in_turns(what: str, ways: dict[str, Callable[[], list[int]]], tokens: int) -> list[Line]:
     """Every way against "generate", the stock model's own."""
-    answers = {name: way() for name, way in ways.items()}  # warm-up, and proof that the same thing is timed
-    if any(answer != answers["generate"] for answer in answers.values()):
-        raise SystemExit(f"{what}: needlework and the model gave different tokens; there is nothing to compare")
-    spent: dict[str, list[float]] = {name: [] for name in ways}
-    for turn in range(ROUNDS):
-        for name in sorted(ways, reverse=turn % 2 == 1):
-            start = time.process_time()
-            ways[name]()
-            spent[name].append(time.process_time() - start)
-    each = {name: 1000 * median(times) / tokens for name, times in spent.items()}
+    found = compare(timed_ways(ways), ROUNDS, what)
+    each = {name: 1000 * found.median(name) / tokens for name in ways}
     return [
         Line(
             f"{what}, {name} kernels",
-            median(ours / theirs for ours, theirs in zip(spent[name], spent["generate"], strict=True)),
+            found.ratio(name, "generate"),
             IDLE_TARGET if name == "stock" else None,
             f"{each[name]:.3f} against {each['generate']:.3f} ms per token",
         )

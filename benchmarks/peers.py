@@ -5,7 +5,8 @@ or at the last one only, needlework's decode (goal: 20 times). The others, one f
 
 - a plain hook on the output projection of the stock model (SDPA);
 - nnsight, which edits the same tensor;
-- TransformerLens, on the models that it can load, in an environment of its own: it wants a newer typeguard than ours.
+- TransformerLens, where it has a hook on single heads (tiny-transformer, tiny-jamba; it loads tiny-griffin with hooks on the
+  residual stream only), in an environment of its own: it wants a newer typeguard than ours.
 
 All must name the same tokens before anything is timed. Rounds in which every way takes its turn, in alternating order, on one
 thread; processor time is compared, not time on the wall: what else the machine does is nobody's cost. `--every N` takes each
@@ -24,15 +25,17 @@ import tempfile
 import time
 import venv
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+import harness
 
 MODELS = ("tiny-transformer", "tiny-griffin", "tiny-jamba")
 PROMPTS, TOKENS = 8, 256
 GOALS = {"at every position": 1.8, "at the last position": 20.0}
 LENS = ("transformer_lens==4.3.0", "typeguard==4.6.0")
-LLAMA = "LlamaForCausalLM"  # the one class among them that TransformerLens loads
+LENS_HEADS = ("LlamaForCausalLM", "JambaForCausalLM")  # classes whose heads have hooks in TransformerLens
 Heads = Sequence[tuple[int, int]]
 Way = Callable[[Heads, bool], tuple[list[list[int]], float]]  # heads, last position only -> next tokens, processor seconds
 
@@ -44,11 +47,7 @@ def prompts(vocabulary: int) -> Any:
 
 
 def timed(each: Callable[[int, int, bool], list[int]]) -> Way:
-    def way(heads: Heads, last: bool) -> tuple[list[list[int]], float]:
-        start = time.process_time()
-        return [each(layer, head, last) for layer, head in heads], time.process_time() - start
-
-    return way
+    return lambda heads, last: harness.timed(lambda: [each(*head, last) for head in heads], time.process_time)
 
 
 def needlework(subject: Any, ids: Any) -> Way:
@@ -198,36 +197,25 @@ def compare(name: str, options: argparse.Namespace, python: Path | None) -> list
     end: Callable[[], object] = lambda: None  # noqa: E731
     if "nnsight" not in options.without:
         ways["nnsight"] = nnsight(stock[1], ids, where)
-    if python is not None and subject.anatomy.architecture == LLAMA:
+    if python is not None and subject.anatomy.architecture in LENS_HEADS:
         ways["TransformerLens"], end = transformer_lens(python, str(zoo.path(name)), vocabulary)
     lines = []
     try:
         for place, last in (("at every position", False), ("at the last position", True)):
             few = heads[:: max(1, len(heads) // 8)]
-            _check(name, place, {way: run(few, last)[0] for way, run in ways.items()})  # and a warm-up
-            answers: dict[str, list[list[int]]] = {}
-            seconds: dict[str, list[float]] = {way: [] for way in ways}
-            for turn in range(options.rounds):
-                for way in sorted(ways, reverse=turn % 2 == 1):
-                    answers[way], spent = ways[way](heads, last)
-                    seconds[way].append(spent)
-            _check(name, place, answers)
-            ours = seconds["needlework"]
+            work, less = ({way: partial(run, some, last) for way, run in ways.items()} for some in (heads, few))
+            found = harness.compare(work, options.rounds, f"{name}, {place}", warm_up=less)
+            ours = found.median("needlework")
             for way in (way for way in ways if way != "needlework"):
-                ratio = median(theirs / own for theirs, own in zip(seconds[way], ours, strict=True))
-                lines.append((f"{name}, {len(heads)} heads", place, way, median(ours), median(seconds[way]), ratio))
+                ratio = found.ratio(way, "needlework")
+                lines.append((f"{name}, {len(heads)} heads", place, way, ours, found.median(way), ratio))
                 print(
-                    f"{ratio:6.2f}x  {name}, {place}: {median(ours):.2f} s against {median(seconds[way]):.2f} s of {way}",
+                    f"{ratio:6.2f}x  {name}, {place}: {ours:.2f} s against {found.median(way):.2f} s of {way}",
                     flush=True,
                 )
     finally:
         end()
     return lines
-
-
-def _check(name: str, place: str, answers: dict[str, list[list[int]]]) -> None:
-    if different := [way for way, tokens in answers.items() if tokens != answers["needlework"]]:
-        raise SystemExit(f"{name}, {place}: {', '.join(different)} and needlework name different tokens")
 
 
 def main() -> int:
@@ -243,18 +231,16 @@ def main() -> int:
         return 0
     lines, python = [], None
     with tempfile.TemporaryDirectory() as directory:
-        if "transformer_lens" not in options.without and "tiny-transformer" in options.models:
+        if "transformer_lens" not in options.without and {"tiny-transformer", "tiny-jamba"} & set(options.models):
             try:
                 python = environment(Path(directory) / "lens")
             except (OSError, subprocess.CalledProcessError) as error:
                 print(f"without TransformerLens: {error}")
         for name in options.models:
             lines += compare(name, options, python)
-    missed = [line for line in lines if line[5] < GOALS[line[1]]]
-    for model, place, way, _, _, ratio in missed:
-        print(f"missed: {ratio:.2f} < {GOALS[place]:g}, {model}, {place}, {way}")
     print("load of the machine (1, 5, 15 minutes): " + ", ".join(f"{x:.1f}" for x in os.getloadavg()))
-    return bool(missed)
+    low = [line for line in lines if line[5] < GOALS[line[1]]]
+    return harness.report_goals([f"{line[5]:.2f} < {GOALS[line[1]]:g}, {', '.join(line[:3])}" for line in low])
 
 
 if __name__ == "__main__":

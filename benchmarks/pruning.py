@@ -21,10 +21,11 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig
 
 import needlework as nw
+from harness import report_goals
 from needlework.anatomy import Head
 from needlework.pruning.cutting import Others, prune_subject
 from needlework.pruning.figures import compare, costs
-from needlework.pruning.selection import choose
+from needlework.pruning.prune import choose
 
 console = Console(width=150)
 MOST_HEADS, LEAST_LEFT = 1 / 3, 0.99
@@ -97,8 +98,7 @@ def main() -> int:
     given = parser.parse_args()
     torch.set_num_threads(1)
     missed = [goal for name in given.only.split(",") for goal in measured(name, given.tokens, given.samples)]
-    console.print("missed: " + "; ".join(missed) if missed else "all goals reached")
-    return bool(missed)
+    return report_goals(missed)
 
 
 if __name__ == "__main__":

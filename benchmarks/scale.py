@@ -54,11 +54,11 @@ def random_model(folder: Path) -> None:
     """The public configuration with random weights, saved as any checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    from needlework.model.presets import PRESETS
+    from needlework.model.presets import preset_config
     from needlework.toy import tokenizer
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(PRESETS["recurrentgemma-2b"](), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(preset_config("recurrentgemma-2b"), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
     tokenizer.save(folder)
@@ -69,7 +69,7 @@ def loaded() -> str:
 
 
 def estimate() -> bool:
-    from needlework.experiments.describe import describe
+    from needlework.experiments.estimate import describe
     from needlework.experiments.shipped import get
 
     free = psutil.virtual_memory().available / 1e9
@@ -96,7 +96,7 @@ def estimate() -> bool:
 
 def workers() -> bool:
     from needlework.experiments import run
-    from needlework.experiments.cluster import Cluster
+    from needlework.experiments.ray_executor import Cluster
 
     run.CHUNK_TRIALS = SMALL_CHUNKS
     seconds: dict[int, list[float]] = {1: [], 2: []}
@@ -132,7 +132,7 @@ def workers() -> bool:
 
 def actors() -> dict[int, float]:
     """Processor time of each worker."""
-    named = [one for one in psutil.process_iter(["cmdline"]) if "ray::Actor" in " ".join(one.info["cmdline"] or ())]
+    named = [one for one in psutil.process_iter(["cmdline"]) if "ray::Worker" in " ".join(one.info["cmdline"] or ())]
     return {one.pid: sum(one.cpu_times()[:2]) for one in named}
 
 
@@ -143,27 +143,28 @@ class asking_timed:
         self.times = times
 
     def __enter__(self) -> None:
-        from needlework.experiments.asking import Asking
+        from needlework.experiments.executors import Batch
+        from needlework.experiments.run import _ModelRun
 
-        whole, times = Asking.of, self.times
+        whole, times = _ModelRun._ask, self.times
 
-        def timed(asking: Any, crew: Any) -> None:
-            while len(getattr(crew, "_idle", ())) < times.get("workers", 0):  # until all of them have their model
-                crew._look_around()
-            few = [request for trial in asking.pending[0][:WARM_UP] for request in trial.requests(asking.rankings)]
-            for call in [crew.pool.call(worker, "ask", few) for worker in getattr(crew, "_idle", ())]:
-                crew.pool.result(call)  # what comes with the first question is no matter of how many there are
+        def timed(run: Any, executor: Any, chunks: Any, tracker: Any) -> None:
+            while len(getattr(executor, "_idle", ())) < times.get("workers", 0):  # until all of them have their model
+                executor._step()
+            few = [request for trial in chunks[0][:WARM_UP] for request in trial.requests(run.rankings)]
+            for call in [worker.execute.remote(Batch(few)) for worker in getattr(executor, "_idle", ())]:
+                executor.ray.get(call)  # the first question's own cost does not depend on the number of workers
             before, began, clock = actors(), time.process_time(), time.monotonic()
-            whole(asking, crew)
+            whole(run, executor, chunks, tracker)
             times["busiest"] = max((used - before.get(pid, 0.0) for pid, used in actors().items()), default=0.0)
             times["processor"], times["wall"] = time.process_time() - began, time.monotonic() - clock
 
-        self._put = Asking, whole
-        Asking.of = timed  # type: ignore[method-assign]
+        self._put = _ModelRun, whole
+        _ModelRun._ask = timed  # type: ignore[method-assign]
 
     def __exit__(self, *_: object) -> None:
         owner, whole = self._put
-        owner.of = whole  # type: ignore[method-assign]
+        owner._ask = whole  # type: ignore[method-assign]
 
 
 def main() -> int:

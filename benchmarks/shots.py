@@ -95,12 +95,11 @@ def theirs(model: Path, data: Path, manager: Any, k: int | None, chat: bool, bat
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    from needlework.lmeval.data import offered
-    from needlework.lmeval.questions import quiet
+    from needlework.lmeval.questions import silence_lm_eval, use_local_data
 
     AttentionInterface.register("patched_eager", patched(k))
     AttentionMaskInterface.register("patched_eager", eager_mask)
-    with quiet(), offered(data):
+    with silence_lm_eval(), use_local_data(data):
         lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=batch, attn_implementation="patched_eager")
         return simple_evaluate(
             lm,

@@ -25,9 +25,9 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 
 from needlework import zoo
 from needlework.model.patches import fast_kernels
-from needlework.training import build, documents, effects, evaluate, recipes
+from needlework.training import build, card, documents, evaluate, recipes
 from needlework.training.card import relation_of
-from needlework.training.train import one_pace
+from needlework.training.train import fixed_threads
 
 SEED = 2  # cards use 0, and what is followed while training 1
 WANTED = {"tiny-griffin": 12.0, "tiny-jamba": 10.0}  # times the tokens per second of stock transformers
@@ -82,15 +82,15 @@ def products_alone(model: Any, ids: torch.Tensor) -> float:
 
 
 def compare(name: str, rows: int, length: int, steps: int, threads: int) -> dict[str, Any]:
-    recipe = recipes.find(name)
+    recipe = recipes.find_recipe(name)
     if "num_experts" in recipe.config:  # both sides spend the same time on experts: they would only hide the scan
         dense = {**recipe.config, "num_experts": 1, "num_experts_per_tok": 1}
-        recipe = recipes.checked({**recipe.model_dump(), "config": dense}, name)
-    array, _ = documents.batch(0, 0, rows, length, recipe.diet(recipe.stages[-1]))
+        recipe = recipes.validate_recipe({**recipe.model_dump(), "config": dense}, name)
+    array, _ = documents.make_batch(0, 0, rows, length, recipe.document_mix(recipe.stages[-1]))
     ids = torch.from_numpy(array)
-    model = build.model(recipe).train()
+    model = build.build_model(recipe).train()
     rates = {}
-    with one_pace(threads):
+    with fixed_threads(threads):
         sides = {"needlework": fast_kernels(model), "transformers": nullcontext()}
         sides |= {"free_scan": free_scan()} if name == "tiny-griffin" else {}
         for side, scope in sides.items():
@@ -112,28 +112,28 @@ def compare(name: str, rows: int, length: int, steps: int, threads: int) -> dict
     }
 
 
-def tells_phases_apart(found: effects.Effects) -> bool:
+def tells_phases_apart(found: card.Effects) -> bool:
     """Two hops need attention while reading, one does not."""
     untouched, reading = found["none"], found["ablate_attention(phase='prefill')"]
     one_hop = min(untouched["one_hop"].interval()[0], reading["one_hop"].interval()[0])
     return untouched["two_hops"].value >= 0.9 and reading["two_hops"].interval()[1] < 0.5 and one_hop >= 0.95
 
 
-def agrees(said: dict[str, float], now: evaluate.Figure) -> bool:
+def agrees(said: dict[str, float], now: evaluate.CardFigure) -> bool:
     """A card and a new measurement of the same thing: their intervals meet, or nearly (a hundred pairs are compared)."""
     low, high = now.interval()
     return said["low"] - 0.03 <= high and low <= said["high"] + 0.03
 
 
-def card(name: str, samples: int) -> list[str]:
+def check_card(name: str, samples: int) -> list[str]:
     """Measure what a card says again, on other samples; the goals that are missed, and where the card is not borne out."""
     entry = zoo.catalog()[name]
     longest = entry.record["longest_document_tokens"]
     wanted = goals(name, longest)
     measured = evaluate.figures_of(entry.path, longest, samples, tuple(wanted), seed=SEED)
-    relation = relation_of(recipes.find(name))
-    silenced = effects.measure(entry.path, longest, seed=SEED, relation=relation)
-    in_phases = effects.phases(entry.path, longest, relation, samples // 5, SEED) if "phases" in entry.record else {}
+    relation = relation_of(recipes.find_recipe(name))
+    silenced = card.measure_effects(entry.path, longest, seed=SEED, relation=relation)
+    in_phases = card.measure_phases(entry.path, longest, relation, samples // 5, SEED) if "phases" in entry.record else {}
     pairs = {key: (entry.figures[key], figure) for key, figure in measured.items()}
     pairs |= {
         f"{task} under {text}": (entry.record[table][text][task], figure)
@@ -163,8 +163,8 @@ def main() -> int:
         found = compare(name, options.rows, options.length, options.steps, options.threads)
         print(json.dumps(found), flush=True)
         missed += [f"training {name}"] if found["times_faster"] < wanted else []
-    for name in recipes.builtin():
-        missed += card(name, options.samples) if name in zoo.catalog() else [f"{name} is not there"]
+    for name in recipes.builtin_recipes():
+        missed += check_card(name, options.samples) if name in zoo.catalog() else [f"{name} is not there"]
     print(f"missed: {', '.join(missed)}" if missed else "all goals reached")
     return bool(missed)
 

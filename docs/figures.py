@@ -11,23 +11,33 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from needlework import zoo
-from needlework.report.frame import Frame
-from needlework.report.model_trials import ModelTrials, by_boundary
-from needlework.report.reader import load
-from needlework.stats import Estimate
-from needlework.training import effects
+from needlework.analysis.frame import Frame
+from needlework.analysis.model_trials import ModelTrials, by_boundary
+from needlework.analysis.reader import load
+from needlework.interventions.scores import RANDOM
+from needlework.stats import NOTHING, Estimate
+from needlework.tables import Table
+from needlework.training import card
 
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 LOG = HERE / "log.md"
 STUDY = HERE / "study.json"
 ZOO = ("tiny-griffin", "tiny-griffin-small", "tiny-jamba", "tiny-granite", "tiny-lfm", "tiny-transformer", "tiny-mamba")
-NEEDLES = ("model", "untouched", "no heads", "no heads, forced choice", "few heads, by entropy", "no recurrent memory")
+NEEDLES = (
+    "model",
+    "untouched",
+    "no heads",
+    "no heads, forced choice",
+    "few heads, by entropy",
+    "as many at random, of untouched",
+    "no recurrent memory",
+)
 ILLUSTRATION = "A model that was chosen because it shows an effect is an illustration of it, no evidence."
 FIGURES = {  # rows of the log's first table -> figures of a card
     "NIAH, 256 tokens, one needle; among 8 others": ("niah_256_1_needle", "niah_256_8_distractors"),
@@ -41,13 +51,8 @@ FIGURES = {  # rows of the log's first table -> figures of a card
 }
 
 
-def row(*cells: str) -> str:
-    return "|" + "".join(f" {cell} |" if cell else " |" for cell in cells)
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    cells = [*head]
-    return [row(*cells), "|" + "---|" * len(cells), *(row(*line) for line in rows)]
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    return Table(head, rows).to_markdown().splitlines()
 
 
 def percent(value: float, places: int = 1) -> str:
@@ -96,6 +101,7 @@ def _needles(trials: ModelTrials) -> list[str]:
         cell(trials.accuracy(trials.retrieval(off.text))) if off else "",
         cell(trials.accuracy(trials.retrieval(off.text, "choices")), chance) if off else "",
         cell(trials.accuracy(trials.retrieval(few.text)), kept) if few else "",
+        cell(trials.retained_by_heads(RANDOM).get(few.kept(trials.heads) or 0, NOTHING)) if few else "",
         cell(trials.accuracy(trials.retrieval(recurrent.text))) if recurrent else "",
     ]
 
@@ -146,7 +152,7 @@ def effects_table(records: list[dict[str, Any]]) -> list[str]:
         return "; ".join(f"{percent(f['value'])} [{percent(f['low'], 0)}, {percent(f['high'], 0)}]" for f in shown)
 
     head = ["needles among 3 others (n = 200); facts, top-1 (n = 180)", *(r["name"] for r in records)]
-    return table(head, [[label, *(cell(r, act) for r in records)] for act, label in effects.CONDITIONS.items()])
+    return table(head, [[label, *(cell(r, act) for r in records)] for act, label in card.CONDITIONS.items()])
 
 
 def main(run: Path) -> None:

@@ -10,8 +10,9 @@ import json
 from pathlib import Path
 
 import needlework as nw
-from needlework.heads.recurrent_views import picture, table
-from needlework.options import show
+from needlework.cli.options import show
+from needlework.heads.plots import save_recurrent_plot
+from needlework.heads.tables import recurrent_table
 from needlework.tasks.base import Item, make_task
 from needlework.terminal import Bar
 
@@ -46,10 +47,10 @@ def main() -> None:
             draws=asked.draws,
             progress=lambda share: bar.advance(max(0, int(100 * share) - bar.count)),
         )
-    show(table(side))
+    show(recurrent_table(side))
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
-        picture(side, asked.out / f"{asked.model}.png", asked.model)
+        save_recurrent_plot(side, asked.out / f"{asked.model}.png", asked.model)
         (asked.out / f"{asked.model}.json").write_text(json.dumps(side.to_dict()) + "\n")
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from needlework.report.evidence import verdicts
-from needlework.report.reader import load
-from needlework.verdicts import RULES, RULES_VERSION, markdown
+from needlework.analysis.evidence import verdicts
+from needlework.analysis.reader import load
+from needlework.analysis.verdicts import RULES, RULES_VERSION, markdown
+from needlework.tables import Table
 
 PAGE = Path(__file__).resolve().parent / "method.md"
 BEGIN, END = "<!-- rules -->\n", "<!-- end of rules -->"
@@ -48,13 +49,13 @@ def page() -> str:
 def side_by_side(run: Path) -> str:
     """A table for docs/log.md: each claim and model, by version 1 and by the rules of today, and why the latter."""
     judged = {(verdict.claim, verdict.model): verdict for verdict in verdicts(load([run]))}
-    lines = [f"| claim | model | version 1 | version {RULES_VERSION} | why |", "|---|---|---|---|---|"]
+    table = Table(["claim", "model", "version 1", f"version {RULES_VERSION}", "why"])
     for rule in RULES:
         for (claim, model), verdict in judged.items():
             if claim == rule.claim and verdict.word != "does not apply":
                 before = VERSION_1.get(model, {}).get(claim, "not judged")
-                lines.append(f"| {rule.title} | {model} | {before} | {verdict.word} | {verdict.why} |")
-    return "\n".join(lines)
+                table.add_row(rule.title, model, before, verdict.word, verdict.why)
+    return table.to_markdown()
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""The shared matrix: tiny random models of 28 architectures, and the interventions that each of them is put through."""
+"""The shared matrix: tiny random models of 29 architectures, and the interventions that each of them is put through."""
 
 from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import emulated_device
 import needlework as nw
 from needlework.anatomy import Anatomy
+from needlework.model.memory import Memory
 from tiny import ARCHITECTURES, NO_HEADS, build
 
 NO_MIXER = {  # why the recurrent side cannot be addressed
@@ -37,7 +39,9 @@ def each(names: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize("name", params)
 
 
-DEVICE = os.environ.get("NEEDLEWORK_TEST_DEVICE", "cpu")  # cuda: test_matrix.py and test_other_device.py run there
+DEVICE = os.environ.get("NEEDLEWORK_TEST_DEVICE", "cpu")  # cuda, or emu for the device of tests/emulated_device.py
+if emulated_device.is_named(DEVICE):
+    emulated_device.register()
 
 
 @functools.cache
@@ -48,6 +52,22 @@ def subject(name: str, kernels: str = "fast", device: str = DEVICE) -> nw.Subjec
 
 def tokens(*shape: int, seed: int = 1) -> Tensor:
     return torch.randint(3, 100, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def fail_first_join(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let the first join of two decoding batches run out of memory; the list that is returned is filled when it does."""
+    failed: list[str] = []
+
+    class Full(Memory):
+        @staticmethod
+        def join(memories: Sequence[Memory]) -> Memory:
+            if not failed:
+                failed.append("out of memory")
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return Memory.join(memories)
+
+    monkeypatch.setattr("needlework.engine.decode.Memory", Full)
+    return failed
 
 
 def apart(a: Tensor, b: Tensor) -> float:
@@ -134,7 +154,7 @@ RECURRENT_SIDE = (
     *("reset at a token", "reset after the needle", "state swapped", "both sides"),
 )
 NO_CONVOLUTION = ("minimax",)
-NO_STATE = ("lfm2", "lfm2_moe")  # a short convolution is all that their mixers remember with
+NO_STATE = ("lfm2", "lfm2_moe", "lfm3")  # a short convolution is all that their mixers remember with
 ATTENTION_SIDE = (*(x for x in (*_FIXED, *_MADE) if x not in ("none", *RECURRENT_SIDE)), "both sides")
 INTERVENTIONS = (*_FIXED, *_MADE)
 
@@ -161,3 +181,15 @@ def refusal(name: str, which: str) -> str:
     if which in ("state off", "groups and state off") and name in NO_STATE:
         return "no recurrent state of their own"
     return NO_MIXER.get(name, "") if which in RECURRENT_SIDE else ""
+
+
+class Letters:
+    """The smallest tokenizer: one token a letter."""
+
+    all_special_ids: tuple[int, ...] = (1,)
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
+        return {"input_ids": [1] * add_special_tokens + [ord(c) - 90 for c in text]}
+
+    def decode(self, tokens: Any) -> str:
+        return "".join(chr(t + 90) for t in tokens)

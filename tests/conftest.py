@@ -21,6 +21,14 @@ def pytest_configure(config: pytest.Config) -> None:
     transformers.logging.set_verbosity_error()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that use a browser or a cluster as serial."""
+    for item in items:
+        if {"chromium", "nodes"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.serial)
+
+
 @pytest.fixture(autouse=True)
 def _same_random_start() -> None:
     torch.manual_seed(0)
@@ -42,17 +50,23 @@ def registries() -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Every cell of architectures x interventions: the laws hold, it is refused and why, or it failed."""
     cells: dict[tuple[str, str], str] = {}
+    layouts: Counter[str] = Counter()
     compared, offered = 0, 0
     for kind in ("passed", "failed"):
         for report in terminalreporter.stats.get(kind, ()):
             found = dict(getattr(report, "user_properties", ()))
             if "cell" in found and report.when == "call":
                 cells[tuple(found["cell"])] = found.get("verdict", "holds") if kind == "passed" else "failed"
+            if "layout" in found and report.when == "call":
+                layouts[found.get("verdict", "hold") if kind == "passed" else "failed"] += 1
             if "compared" in found:
                 compared, offered = compared + found["compared"][0], offered + found["compared"][1]
     write = terminalreporter.write_line
     if offered:
         write(f"brute-force reference: {compared} tokens compared, {offered - compared} skipped because of near ties")
+    if layouts:
+        counts = ", ".join(f"{layouts[x]} {x}" for x in ("hold", "refused", "failed"))
+        write(f"families x layouts as published: {layouts.total()} checkpoints: {counts}")
     if not cells:
         return
     import cases

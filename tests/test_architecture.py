@@ -1,4 +1,4 @@
-"""docs/architecture.md is true: its tree is the docstrings, and one trial walks through the files that its walk names."""
+"""Every module has a one-line summary, one trial enters few files, and docs/architecture.md names the six to read."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from needlework.experiments.run import run
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = Path(needlework.__file__).parent
+MOST_FILES = 71  # that one trial may enter; kernels/ counts as one
 PLAN = """
 models: [tiny-griffin]
 experiments:
@@ -26,7 +27,7 @@ experiments:
 """
 
 
-def page() -> Any:
+def tree() -> Any:
     spec = importlib.util.spec_from_file_location("tree", ROOT / "docs" / "tree.py")
     assert spec is not None
     assert spec.loader is not None
@@ -35,15 +36,10 @@ def page() -> Any:
     return module
 
 
-def test_the_tree_is_what_the_files_say_of_themselves() -> None:
-    written = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    assert page().page() == written, "run `python docs/tree.py`"
-
-
 def test_every_file_says_what_it_holds_in_one_line() -> None:
     sentences: dict[str, Path] = {}
     for path in sorted(PACKAGE.rglob("*.py")):
-        text = page().sentence(path)
+        text = tree().summary(path)
         assert 10 < len(text) <= 150, (path, text)
         assert text not in sentences, (path, sentences.get(text))
         sentences[text] = path
@@ -70,25 +66,16 @@ class Trace:
         sys.setprofile(None)
 
 
-def walk() -> list[str]:
-    """The files that the page's walk names, in its order."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    section = text.split("## The walk of one trial")[1].split("\n## ")[0]
-    return list(dict.fromkeys(re.findall(r"`([\w/]+(?:\.py|/))`", section)))
-
-
-def test_one_trial_enters_the_files_that_the_walk_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_trial_enters_few_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     plan.write_text(PLAN)
     assert run(plan, tmp_path / "first", progress=False).sound  # imports, compiles and probes
     with Trace() as trace:
         assert run(plan, tmp_path / "second", progress=False).sound
-    entered, named = set(trace.files), set(walk())
-    assert entered - named == set(), "entered, but not in the walk"
-    assert named - entered <= {"cli.py", "commands/runs.py", "report/page.py"}, "in the walk, but not entered"
     with capsys.disabled():
         functions = sum(map(len, trace.files.values()))
-        print(f"\none trial: {len(entered)} files, {functions} functions")
+        print(f"\none trial: {len(trace.files)} files, {functions} functions")
+    assert len(trace.files) <= MOST_FILES, sorted(trace.files)
 
 
 def test_the_walk_is_numbered_in_the_code_too() -> None:

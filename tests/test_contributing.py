@@ -65,7 +65,7 @@ def test_the_example_patch_is_a_hook_on_the_output_projection(phase: str, monkey
     monkeypatch.setattr("needlework.model.attention.CPU_BLOCK_BYTES", 600)  # several blocks of queries
     monkeypatch.setattr("needlework.model.attention.FEWEST_QUERIES", 1)
     for more in ("", " + limit_context(1000)"):  # stock attention, and needlework's own
-        subject.logits([clean], "patch_head(3, lend=True, layers=[2])" + more, prompt_tokens=split)
+        subject.logits([clean], "patch_head(3, record=True, layers=[2])" + more, prompt_tokens=split)
         found = subject.logits([other], f"patch_head(3, layers=[2], phase={phase!r})" + more, prompt_tokens=split)
         assert cases.apart(found, expected) < 1e-4
     assert cases.apart(expected, subject.logits([other])) > 1e-3

@@ -88,7 +88,7 @@ def test_logits_and_choices_are_watched(subject: nw.Subject) -> None:
     with nw.observe(subject, span="needle", patterns=True, positions=[3]) as seen:
         subject.logits(ids, spans={"needle": ((1, 3),)})
         subject.logits(ids, prompt_tokens=4, spans={"needle": ((1, 3),)})
-        subject.choices(ids, [[[5], [6, 7]]])
+        subject.choices(ids, [[[5], [6, 7]]], spans=[{"needle": ((1, 3),)}])
     assert seen.table()
     assert seen.patterns
     for bad in ({"needle": ((0, 10**6),)}, {"needle": 5}):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 import cases
 import needlework as nw
 from needlework.observation import PatternBlock
+from needlework.requests import Request, prepare
 
 
 @functools.cache
@@ -71,6 +73,37 @@ def test_chosen_heads_and_positions_of_many_prompts(name: str, monkeypatch: pyte
     ]
     assert _places(seen.patterns) == sorted(expected)
     _assert_stock(name, seen.patterns, tokens)
+
+
+@pytest.mark.parametrize("ends", ["at the first token", "out of memory"])
+def test_a_batch_that_does_not_join_leaves_the_other_rows_observed(ends: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second batch is prefilled while one row of the first decodes, and that row goes on alone."""
+    subject, boundary = cases.subject("llama"), "prefill" if ends == "at the first token" else "decode"
+    first = [Request(cases.PROMPT, max_new_tokens=3, spans=cases.SPANS)]
+    first += [Request(cases.TWIN, max_new_tokens=8, spans={"needle": ((0, 2),)})]
+    second = [Request(prompt[:7], max_new_tokens=1, boundary=boundary) for prompt in (cases.PROMPT, cases.TWIN)]
+    with nw.observe(subject, patterns=True) as alone:
+        for request in (*first, *second):
+            subject.answer([request])
+    monkeypatch.setattr("needlework.engine.engine.ROWS_AT_ONCE", 2)
+    failed = cases.fail_first_join(monkeypatch)
+    with nw.observe(subject, patterns=True) as seen:
+        subject.answer([*first, *second])
+    assert bool(failed) == (ends == "out of memory")
+    got, expected = ([x for x in observer.patterns if x.phase == "decode"] for observer in (seen, alone))
+    assert _places(got) == _places(expected)
+    for row, other in zip(seen.table(), alone.table(), strict=True):
+        assert (row.queries, row.copied) == (other.queries, other.copied)
+        assert (row.needle_mass, row.copy_score) == pytest.approx((other.needle_mass, other.copy_score), abs=1e-5)
+
+
+def test_prepared_requests_are_observed_sample_by_sample() -> None:
+    """Requests that were prepared before an observer came: equal prompts of two samples are still read apart."""
+    subject = cases.subject("llama")
+    prepared = [prepare(Request(cases.PROMPT, max_new_tokens=2, sample=key), subject.anatomy) for key in (1, 2)]
+    with nw.observe(subject, patterns=True) as seen:
+        list(subject.engine.run(prepared))
+    assert {pattern.sample for pattern in seen.patterns if pattern.phase == "prefill"} == {1, 2}
 
 
 def test_a_function_gets_every_block_and_nothing_is_kept() -> None:
@@ -151,3 +184,36 @@ def test_watching_changes_no_answer() -> None:
 def test_what_cannot_be_watched_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(nw.NeedleworkError, match=says), nw.observe(cases.subject("llama"), **options):
         pass
+
+
+def test_an_unknown_span_is_an_error_with_the_nearest_name() -> None:
+    subject = cases.subject("llama")
+    with nw.observe(subject, span="nedle"), pytest.raises(nw.NeedleworkError, match=r"no span 'nedle'.*did you mean 'needle'"):
+        subject.generate([cases.PROMPT], max_new_tokens=2, spans=[cases.SPANS])
+    with nw.observe(subject, span="needle"), pytest.raises(nw.NeedleworkError, match="it has no spans"):
+        subject.generate([cases.PROMPT], max_new_tokens=2)
+    with nw.observe(subject), pytest.raises(nw.NeedleworkError, match="no span 'needle'"):
+        subject.generate([cases.PROMPT], max_new_tokens=2, spans=[{"other": ((1, 3),)}])
+    with nw.observe(subject) as seen:
+        subject.generate([cases.PROMPT], max_new_tokens=2)
+    assert all(row.entropy > 0 for row in seen.table()), "a request without spans is observed all the same"
+
+
+def test_each_thread_observes_what_it_asks_and_nothing_else() -> None:
+    """More threads than cores, all at once on one subject, beside threads that ask without observing."""
+    subject = cases.subject("llama")
+    prompts = [cases.PROMPT[i:] + cases.PROMPT[:i] for i in range(8)]
+
+    def observed(prompt: tuple[int, ...]) -> list[Any]:
+        with nw.observe(subject) as seen:
+            for _ in range(2):
+                subject.generate([prompt], max_new_tokens=3, spans=[cases.SPANS])
+        return seen.table()
+
+    alone = [observed(prompt) for prompt in prompts]
+    with ThreadPoolExecutor(12) as pool:
+        others = [pool.submit(subject.generate, [prompt], max_new_tokens=3) for prompt in prompts[:4]]
+        together = [pool.submit(observed, prompt) for prompt in prompts]
+        assert [table.result() for table in together] == alone
+        assert all(len(other.result()) == 1 for other in others)
+    assert subject.body.observer is None

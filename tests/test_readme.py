@@ -33,7 +33,7 @@ def test_the_study_of_the_docs_is_one(tmp_path: Path) -> None:
 
     study = tmp_path / "study.yaml"
     study.write_text(blocks("docs/zoo.md", "yaml")[1])
-    assert len(grid.cells(grid.find(study))) == 12
+    assert len(grid.list_models(grid.find_study(study))) == 12
 
 
 def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -182,13 +182,6 @@ def test_percents_keep_the_digit_that_a_bound_needs(share: float, text: str) -> 
     assert stats.percent(share) == text
 
 
-def test_binomial_sums_to_one_and_has_known_values() -> None:
-    assert sum(stats.binomial(hits, 30, 0.3) for hits in range(31)) == pytest.approx(1)
-    assert stats.binomial(2, 4, 0.5) == pytest.approx(6 / 16)
-    assert [stats.binomial(hits, 3, 1.0) for hits in range(4)] == [0, 0, 0, 1]
-    assert stats.binomial(0, 0, 0.4) == 1
-
-
 def test_a_paired_gain_is_surer_than_that_of_two_samples() -> None:
     rng = np.random.default_rng(1)
     before = (rng.random(200) < 0.5).astype(float)
@@ -206,3 +199,19 @@ def test_a_gain_of_nothing_or_of_everything_is_never_certain() -> None:
     every = stats.gain(np.ones(50), np.zeros(50), np.arange(50))
     assert (every.value, 0.9 < every.low < 0.95) == (1, True)
     assert stats.gain([], [], []) == stats.NOTHING
+
+
+def test_samples_of_one_cluster_have_a_value_and_no_interval() -> None:
+    """Pairs that share their only haystack say nothing of other haystacks: no narrow interval may stand for them."""
+    after, before = [1.0] * 90 + [0.0] * 10, [1.0] * 100
+    for found in (stats.retained(after, before, ["one"] * 100), stats.gain(after, before, ["one"] * 100)):
+        assert (found.low, found.high, found.why) == (-math.inf, math.inf, stats.ONE_HAYSTACK)
+    assert stats.retained(after, before, ["one"] * 100).text() == "90 % (one haystack: no interval over haystacks), n = 100"
+    assert math.isfinite(stats.retained(after, before, ["one"] * 50 + ["two"] * 50).low)
+    assert math.isfinite(stats.retained([1.0], [1.0], ["one"]).low), "one pair is as wide as Wilson makes it"
+    half = np.asarray([0.0, 1.0] * 50)
+    sides = [stats.Side(np.ones(100), half, 1 - half, clusters) for clusters in (np.zeros(100), np.arange(100))]
+    found = stats.interaction(*sides)
+    assert found.contrast.why == found.retrieval_gap.why == stats.ONE_HAYSTACK
+    assert math.isfinite(found.knowledge_gap.low)
+    assert not found.crossed

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import cases
 import needlework as nw
@@ -14,18 +16,6 @@ from needlework.experiments.models import LoadedSubject
 from needlework.experiments.plan import Model
 from needlework.requests import Request, stop_tokens
 from needlework.tasks.prompts import token_ids
-
-
-class Letters:
-    """The smallest tokenizer: one token a letter."""
-
-    all_special_ids: tuple[int, ...] = (1,)
-
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [1] * add_special_tokens + [ord(c) - 90 for c in text]}
-
-    def decode(self, tokens: Any) -> str:
-        return "".join(chr(t + 90) for t in tokens)
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +26,7 @@ def _no_compute(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
         def forward(*_: Any, **__: Any) -> None:
             raise AssertionError("the model was run")
 
-        monkeypatch.setattr("needlework.model.body.run_model", forward)
+        monkeypatch.setattr("needlework.model.hooked_model.run_model", forward)
 
 
 def _refused(name: str, act: nw.Intervention, says: str, **options: Any) -> None:
@@ -143,7 +133,7 @@ def test_refused_spans_that_are_no_ranges_of_the_prompt(span: Any) -> None:
 
 
 def test_refused_texts_that_would_be_read_as_letters() -> None:
-    subject = nw.wrap(cases.build("llama"), Letters())
+    subject = nw.wrap(cases.build("llama"), cases.Letters())
     for call in (
         lambda: subject.generate("abc"),
         lambda: subject.generate(["abc"], stop="de"),
@@ -158,6 +148,13 @@ def test_refused_texts_that_would_be_read_as_letters() -> None:
         subject.generate([5, 6, 7])  # type: ignore[list-item]
     with pytest.raises(nw.NeedleworkError, match="neither text nor a list of token ids"):
         subject.generate([[5.5, 6]])  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("key", ["weight", "0", "x.prefill", "0.prefill.more"])
+def test_refused_means_with_other_keys(key: str, tmp_path: Path) -> None:
+    save_file({key: torch.zeros(2)}, str(tmp_path / "means.safetensors"))
+    with pytest.raises(nw.NeedleworkError, match="no calibrated means can be read"):
+        nw.Means.load(tmp_path / "means.safetensors")
 
 
 def test_refused_two_answers_to_one_question() -> None:
@@ -222,10 +219,10 @@ def test_refused_in_a_batch_before_any_row_runs() -> None:
 
 
 def test_texts_go_through_the_tokenizer() -> None:
-    subject = nw.wrap(cases.build("llama"), Letters())
+    subject = nw.wrap(cases.build("llama"), cases.Letters())
     text, ids = (subject.generate([prompt], max_new_tokens=3)[0] for prompt in ("abcab", (1, 7, 8, 9, 7, 8)))
     assert text == ids
-    assert text.text == Letters().decode(text.tokens)
+    assert text.text == cases.Letters().decode(text.tokens)
     assert subject.choices(["abc"], [["de", "f"]]) == subject.choices([(1, 7, 8, 9)], [[(10, 11), (12,)]])
     stop = chr(text.tokens[0] + 90)
     assert subject.generate(["abcab"], max_new_tokens=3, stop=[stop])[0].finish == "stop"
@@ -235,7 +232,7 @@ def test_texts_go_through_the_tokenizer() -> None:
 
 @pytest.mark.parametrize(("eos", "ends"), [(None, set()), (2, {2}), ([2, 5], {2, 5}), ((), set())])
 def test_stop_tokens_are_the_models_own_and_those_that_are_given(eos: Any, ends: set[int]) -> None:
-    encode = partial(token_ids, Letters())
+    encode = partial(token_ids, cases.Letters())
     assert stop_tokens(eos) == ends
     assert stop_tokens(eos, [7, "a", "b"], encode) == ends | {7, 8}
     with pytest.raises(nw.NeedleworkError, match="stop 'ab' is 2 tokens; a stop must be one token"):
@@ -246,7 +243,7 @@ def test_stop_tokens_are_the_models_own_and_those_that_are_given(eos: Any, ends:
 
 def test_the_special_token_that_ends_an_answer_is_not_part_of_its_text() -> None:
     """Left in, "... on a sunny day.<|im_end|>" is not the needle "... on a sunny day."."""
-    letters = Letters()
+    letters = cases.Letters()
     subject = nw.wrap(cases.build("llama"), letters)
     tokens = subject.generate(["abcab"], max_new_tokens=3)[0].tokens
     last = next(i for i, token in enumerate(tokens) if token not in tokens[:i] and i)
@@ -268,3 +265,14 @@ def test_the_parts_stay_within_reach() -> None:
     assert subject.model is model
     assert subject.tokenizer == "tokenizer"
     assert len(subject.anatomy.layers[0].heads) == 4
+
+
+def test_a_run_prepares_a_request_once_and_one_that_cannot_be_asked_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = nw.wrap(cases.build("llama"))
+    requests = [Request((1, 2, 3), act, max_new_tokens=2) for act in ("none", "ablate_attention(layers=[99])", "none")]
+    monkeypatch.setattr("needlework.engine.engine.prepare", lambda *_: pytest.fail("prepared again"))
+    answers = dict(LoadedSubject(subject, Model("x:1", "x", "x")).answers(requests))
+    assert [bool(answers[i].tokens) for i in range(3)] == [True, False, True]
+    assert answers[1].finish == "failed"
+    assert answers[1].error.startswith("NeedleworkError: ")
+    assert "[99]" in answers[1].error

@@ -11,7 +11,7 @@ import pytest
 
 import cases
 import needlework as nw
-from needlework.interventions.acts import Act, ChangeOutputs, Scene
+from needlework.interventions.acts import Act, ChangeOutputs, LoweringContext
 from needlework.requests import Answer, Request
 
 CALLS = 4  # of each thread
@@ -112,7 +112,7 @@ def test_nobody_is_asked_while_answering(ask: Callable[[nw.Subject], Any]) -> No
 
         side = "attention"
 
-        def stands_for(self, scene: Scene) -> Iterable[Act]:
+        def lower(self, context: LoweringContext) -> Iterable[Act]:
             def change(out: Any, place: Any) -> Any:
                 ask(subject)
                 return out

@@ -1,4 +1,4 @@
-"""Tiny random models of 28 architectures: 22 hybrids and 6 controls.
+"""Tiny random models of 29 architectures: 23 hybrids and 6 controls. `lfm3` needs transformers 5.23.
 
 Weights are drawn at unit scale, so that every part of every layer visibly moves the logits: a law that holds on these
 models holds because the code is right, not because the part in question is small.
@@ -21,6 +21,7 @@ _SIX = dict(_PLAIN, num_hidden_layers=6)
 _FOUR = dict(_PLAIN, num_hidden_layers=4)
 _LINEAR = dict(layer_types=["linear_attention", "linear_attention", "full_attention"] * 2)
 _CONV = dict(layer_types=["conv", "conv", "full_attention"] * 2)
+_LFM3 = ["conv", "conv", "full_attention", "conv", "sliding_attention", "conv"]
 _ZAMBA = dict(layers_block_type=["linear_attention", "linear_attention", "hybrid"] * 2, use_mamba_kernels=False)
 _MAMBA1 = dict(mamba_d_state=8, mamba_d_conv=4, mamba_expand=2)
 _MAMBA2 = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=1, mamba_d_state=8, mamba_d_conv=4, mamba_chunk_size=8)
@@ -151,6 +152,7 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2Config", "Lfm2ForCausalLM", dict(_SIX, conv_L_cache=3, block_auto_adjust_ff_dim=False, **_CONV)),
     "lfm2_moe": ("Lfm2MoeConfig", "Lfm2MoeForCausalLM", dict(_SIX, conv_L_cache=3, num_dense_layers=2, **_EXPERTS, **_CONV)),
+    "lfm3": ("Lfm3Config", "Lfm3ForCausalLM", dict(_SIX, head_dim=8, sliding_window=8, layer_types=_LFM3)),
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", dict(_QWEN, **_QWEN_MOE)),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM", dict(_QWEN, **_MROPE)),
     "qwen3_5_moe": (
@@ -284,6 +286,8 @@ ARCHITECTURES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }
 
+ARCHITECTURES = {name: row for name, row in ARCHITECTURES.items() if hasattr(transformers, row[0])}
+
 NO_HEADS = ("mamba", "mamba2", "falcon_mamba")
 
 
@@ -294,11 +298,11 @@ def build(name: str, attention: str = "sdpa", seed: int = 0, **changes: Any) -> 
     make = getattr(transformers, model_class)
     torch.manual_seed(seed)
     model = make(config) if name in NO_HEADS else make._from_config(config, attn_implementation=attention)
-    return _draw_weights(model, seed).eval()
+    return draw_weights(model, seed).eval()
 
 
 @torch.no_grad()
-def _draw_weights(model: Any, seed: int) -> Any:
+def draw_weights(model: Any, seed: int) -> Any:
     """Weights a hundred times larger than transformers' own 0.02, and no parameter left constant."""
     generator = torch.Generator().manual_seed(seed)
 

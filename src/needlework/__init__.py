@@ -5,42 +5,49 @@ from __future__ import annotations
 TYPE_CHECKING = False  # `typing` would take longer to come in than all else here, and a stop must be quiet from the first moment
 
 if TYPE_CHECKING:
-    from needlework import tasks
-    from needlework.anatomy import Anatomy, Group, Head
-    from needlework.calibration import Means, calibrate
-    from needlework.checkup.doctor import doctor
-    from needlework.checkup.findings import Checkup
-    from needlework.errors import NeedleworkError, TrialError
-    from needlework.experiments.heads import rank, smallest_set
-    from needlework.experiments.result import Result
-    from needlework.experiments.run import run
-    from needlework.heads.recurrent import recurrent_side
-    from needlework.interventions import (
-        NONE,
-        AblateAttention,
-        AblateHeads,
-        AblateRecurrent,
-        AblateRecurrentGroups,
-        ChangeOutputs,
-        ExposeTokens,
-        Intervention,
-        KeepHeads,
-        LimitContext,
-        OnlyHeads,
-        Part,
-        Ranking,
-        ResetState,
-        SwapMemory,
-        head_score,
-        parse,
-        register,
-    )
-    from needlework.observation import observe
-    from needlework.pruning.prune import prune
-    from needlework.report import report
-    from needlework.requests import Answer, Request, sample_key
-    from needlework.store import Store
-    from needlework.subject import Subject, load, wrap
+    from needlework import tasks as tasks
+    from needlework.anatomy import Anatomy as Anatomy
+    from needlework.anatomy import Group as Group
+    from needlework.anatomy import Head as Head
+    from needlework.calibration import Means as Means
+    from needlework.calibration import calibrate as calibrate
+    from needlework.checks.doctor import doctor as doctor
+    from needlework.checks.findings import Checkup as Checkup
+    from needlework.errors import NeedleworkError as NeedleworkError
+    from needlework.errors import TrialError as TrialError
+    from needlework.experiments.heads import rank as rank
+    from needlework.experiments.heads import smallest_set as smallest_set
+    from needlework.experiments.result import Result as Result
+    from needlework.experiments.run import run as run
+    from needlework.heads.recurrent import recurrent_side as recurrent_side
+    from needlework.interventions import NONE as NONE
+    from needlework.interventions import AblateAttention as AblateAttention
+    from needlework.interventions import AblateHeads as AblateHeads
+    from needlework.interventions import AblateRecurrent as AblateRecurrent
+    from needlework.interventions import AblateRecurrentGroups as AblateRecurrentGroups
+    from needlework.interventions import ChangeOutputs as ChangeOutputs
+    from needlework.interventions import ExposeTokens as ExposeTokens
+    from needlework.interventions import Intervention as Intervention
+    from needlework.interventions import KeepHeads as KeepHeads
+    from needlework.interventions import LimitContext as LimitContext
+    from needlework.interventions import OnlyHeads as OnlyHeads
+    from needlework.interventions import Part as Part
+    from needlework.interventions import Ranking as Ranking
+    from needlework.interventions import ResetState as ResetState
+    from needlework.interventions import SwapMemory as SwapMemory
+    from needlework.interventions import head_score as head_score
+    from needlework.interventions import parse as parse
+    from needlework.interventions import register as register
+    from needlework.observation import observe as observe
+    from needlework.pruning.prune import prune as prune
+    from needlework.reports import report as report
+    from needlework.requests import Answer as Answer
+    from needlework.requests import Request as Request
+    from needlework.requests import sample_key as sample_key
+    from needlework.results import Store as Store
+    from needlework.subject import Subject as Subject
+    from needlework.subject import load as load
+    from needlework.subject import wrap as wrap
 
 __version__ = "0.6.0"
 
@@ -51,7 +58,7 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "AblateRecurrentGroups": "interventions",
     "Anatomy": "anatomy",
     "Answer": "requests",
-    "Checkup": "checkup.findings",
+    "Checkup": "checks.findings",
     "ChangeOutputs": "interventions",
     "ExposeTokens": "interventions",
     "Group": "anatomy",
@@ -68,12 +75,12 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "Request": "requests",
     "ResetState": "interventions",
     "Result": "experiments.result",
-    "Store": "store",
+    "Store": "results",
     "Subject": "subject",
     "SwapMemory": "interventions",
     "TrialError": "errors",
     "calibrate": "calibration",
-    "doctor": "checkup.doctor",
+    "doctor": "checks.doctor",
     "head_score": "interventions",
     "load": "subject",
     "observe": "observation",
@@ -82,7 +89,7 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "rank": "experiments.heads",
     "recurrent_side": "heads.recurrent",
     "register": "interventions",
-    "report": "report",  # a package that can be called
+    "report": "reports",
     "run": "experiments.run",
     "sample_key": "requests",
     "smallest_set": "experiments.heads",
@@ -90,52 +97,7 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "wrap": "subject",
 }
 
-__all__ = [
-    "NONE",
-    "AblateAttention",
-    "AblateHeads",
-    "AblateRecurrent",
-    "AblateRecurrentGroups",
-    "Anatomy",
-    "Answer",
-    "ChangeOutputs",
-    "Checkup",
-    "ExposeTokens",
-    "Group",
-    "Head",
-    "Intervention",
-    "KeepHeads",
-    "LimitContext",
-    "Means",
-    "NeedleworkError",
-    "OnlyHeads",
-    "Part",
-    "Ranking",
-    "Request",
-    "ResetState",
-    "Result",
-    "Store",
-    "Subject",
-    "SwapMemory",
-    "TrialError",
-    "__version__",
-    "calibrate",
-    "doctor",
-    "head_score",
-    "load",
-    "observe",
-    "parse",
-    "prune",
-    "rank",
-    "recurrent_side",
-    "register",
-    "report",
-    "run",
-    "sample_key",
-    "smallest_set",
-    "tasks",
-    "wrap",
-]
+__all__ = ["__version__", *_LAZY]
 
 
 def __getattr__(name: str) -> object:

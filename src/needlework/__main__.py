@@ -7,7 +7,7 @@ import signal
 
 
 def stop_quietly(*_: object) -> None:
-    os._exit(130)  # nothing has been begun that would have to be tidied up; `options.told` takes over when something is
+    os._exit(130)  # nothing has been begun that would have to be tidied up; `exit_on_error` takes over when something is
 
 
 def main() -> None:

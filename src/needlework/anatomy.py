@@ -1,4 +1,4 @@
-"""What a model is made of, as plain values: layers, kinds, heads, windows, parameters. Free of torch."""
+"""Anatomy: a model's layers, heads, windows and sizes as plain values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
 LayerKind = Literal["attention", "recurrent", "hybrid", "other"]
-# What a group of a recurrent mixer is: a head, a block of gates that share their inputs, or so many channels side by side.
+# What a group of a recurrent mixer is: a head, a block of RG-LRU's block-diagonal gates, or adjacent channels.
 GroupKind = Literal["heads", "blocks", "channels", ""]
 _SAID = {
     "heads": "{count} heads of {width} channels",
@@ -21,18 +21,18 @@ class Head(NamedTuple):
     """A query head, at the model's own layer index."""
 
     layer: int
-    index: int  # type: ignore[assignment]  # tuple.index is not missed here
+    index: int  # type: ignore[assignment]  # shadows tuple.index, which is not used
 
 
 class Group(NamedTuple):
-    """A group of a recurrent mixer's channels, at the model's own layer index: one head of it, where it has heads."""
+    """A group of a recurrent mixer's channels, at the model's own layer index; a head, if the mixer has heads."""
 
     layer: int
     index: int  # type: ignore[assignment]
 
 
 def heads_of_share(share: float, heads: int) -> int:
-    """How many of `heads` a share of them is, rounded half up: none only for a share of 0."""
+    """Return the number of heads for a share of them, rounded half up; at least 1 unless the share is 0."""
     return max(1, int(share * heads + 0.5)) if share else 0
 
 
@@ -45,9 +45,9 @@ class AttentionPart:
     kv_heads: int
     key_dim: int
     value_dim: int
-    window: int | None  # keys a query can see, itself included; None: all before it
+    window: int | None  # keys visible to a query, its own included; None: all earlier ones
     output_gate: bool  # the model multiplies head outputs by a gate before its output projection
-    output_bias: bool  # a bias of the output projection outlives silenced heads
+    output_bias: bool  # a bias of the output projection remains when heads are ablated
     parameters: int
     kv_bytes_per_token: int
 
@@ -59,22 +59,22 @@ class RecurrentPart:
     path: str
     mixer: str  # class name
     parameters: int
-    state_bytes: int  # per sequence, whatever its length
-    groups: int = 0  # equal parts of what enters its output projection; 0: they are not known
+    state_bytes: int  # per sequence, independent of its length
+    groups: int = 0  # equal slices of the input of its output projection; 0 if unknown
     group_kind: GroupKind = ""
-    group_width: int = 0  # channels of one of them
+    group_width: int = 0  # channels per group
     no_groups_reason: str = ""
-    taps: int = 0  # tokens that its short convolution sees, the token itself included; 0: it has none
-    carries_state: bool = False  # a recurrent state goes from token to token, the convolution's window apart
+    taps: int = 0  # width of its short convolution in tokens, the current one included; 0: none
+    carries_state: bool = False  # has a recurrent state besides the convolution's window
 
     @property
     def grouped(self) -> str:
-        """`16 heads of 16 channels`; nothing where the groups are not known."""
+        """A description of the groups (`16 heads of 16 channels`); empty if they are unknown."""
         return _SAID[self.group_kind].format(count=self.groups, width=self.group_width)
 
     @property
     def made_of(self) -> str:
-        """Its groups and what it remembers with, for people."""
+        """A description of the groups, the convolution and the state."""
         groups = self.grouped or f"groups not known: {self.no_groups_reason}"
         convolution = f"convolution over {self.taps} tokens" if self.taps else ""
         return "; ".join(part for part in (groups, convolution, "state" if self.carries_state else "") if part)
@@ -82,6 +82,8 @@ class RecurrentPart:
 
 @dataclass(frozen=True)
 class Layer:
+    """One layer of a model, with its attention and its recurrent mixer, if any."""
+
     index: int
     attention: AttentionPart | None
     recurrent: RecurrentPart | None
@@ -103,14 +105,17 @@ class Layer:
 
 @dataclass(frozen=True)
 class Anatomy:
+    """The layers and sizes of a model."""
+
     model_type: str
     architecture: str
     layers: tuple[Layer, ...]
     parameters: int
     vocabulary: int
-    max_tokens: int | None  # the longest sequence the model's positions allow, where it says so
+    max_tokens: int | None  # longest sequence the model's positions allow, if its configuration says so
     window_rule: str  # "transformers", or "deepmind" (one key more)
-    no_mixer_reason: str = ""  # why the recurrent side cannot be addressed although the model may have one
+    no_mixer_reason: str = ""  # why recurrent mixers cannot be addressed although the model may have some
+    left_out: str = ""  # parts of the checkpoint that are not loaded, such as a vision tower
 
     @property
     def attention_layers(self) -> tuple[Layer, ...]:
@@ -130,7 +135,7 @@ class Anatomy:
 
     @property
     def window(self) -> int | None:
-        """The smallest window of any attention layer; None if every layer sees all keys."""
+        """The smallest window of any attention layer; None if no layer has a window."""
         return min((w for _, part in self.attention_parts() if (w := part.window)), default=None)
 
     @property
@@ -162,7 +167,7 @@ class Anatomy:
         return part
 
     def flops_per_token(self, side: Literal["attention", "recurrent"], context_tokens: int) -> int:
-        """Multiply-adds x 2 of one decode step: projections, plus for attention the scores and values over its keys."""
+        """Return the FLOPs of one decode step: of the projections and, for attention, of scores and values over its keys."""
         if side == "recurrent":
             return 2 * self.recurrent_parameters
         scores = 0
@@ -172,7 +177,7 @@ class Anatomy:
         return 2 * self.attention_parameters + scores
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, totals included, ready for JSON."""
+        """Return all fields and totals as JSON values."""
         fields = asdict(self)
         for layer, plain in zip(self.layers, fields["layers"], strict=True):
             plain["kind"] = layer.kind
@@ -200,4 +205,5 @@ class Anatomy:
             f" {self.state_bytes:,} state bytes per sequence" + (f" ({self.no_mixer_reason})" if self.no_mixer_reason else ""),
             f"  in all {self.parameters:,} parameters, vocabulary {self.vocabulary:,}",
         ]
+        lines += [f"  not loaded: {self.left_out}"] if self.left_out else []
         return "\n".join(lines)

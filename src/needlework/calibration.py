@@ -1,4 +1,4 @@
-"""Mean outputs of every head, for interventions that replace a head by what it says on average."""
+"""Measure the mean output of every head, for interventions that replace a head's output by its mean."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from needlework.requests import check_tokens
 if TYPE_CHECKING:
     from needlework.subject import Prompt, Subject
 
-_DECODED = 32  # tokens at the end of each text that are decoded one by one, for the means of that phase
+_DECODED = 32  # last tokens of each text, decoded one by one to measure the means of the decode phase
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Means:
 
     @property
     def hash(self) -> str:
-        """Names these means in the text form of interventions."""
+        """The hash that refers to these means in the text of interventions."""
         digest = hashlib.sha256()
         for (layer, phase), tensor in sorted(self.tensors.items()):
             digest.update(f"{layer} {phase} {tuple(tensor.shape)}".encode())
@@ -44,16 +44,19 @@ class Means:
     @classmethod
     def load(cls, path: Path | str) -> Means:
         try:
-            stored = load_file(str(path))
+            stored = {tuple(key.split(".")): tensor for key, tensor in load_file(str(path)).items()}
+            return cls({(int(layer), phase): tensor for (layer, phase), tensor in stored.items()})
         except Exception as error:
             raise NeedleworkError(
                 f"{path}: no calibrated means can be read ({error}); nw.calibrate(...).save makes them"
             ) from None
-        return cls({(int(key.split(".")[0]), key.split(".")[1]): tensor for key, tensor in stored.items()})
 
 
 def calibrate(subject: Subject, texts: Sequence[Prompt]) -> Means:
-    """Measure means on these texts and make them known to the subject. The end of each text is decoded, the rest prefilled."""
+    """Measure the mean head outputs on texts and register them with the subject.
+
+    The last tokens of each text are decoded and the others prefilled, since each phase has its own means.
+    """
     if isinstance(texts, str):
         raise NeedleworkError("give a list of texts, calibrate(subject, [text]): a lone one would be read letter by letter")
     body = subject.body

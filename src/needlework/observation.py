@@ -1,6 +1,6 @@
-"""Watching attention without changing it: sums over every head, or the attention patterns themselves.
+"""Observe attention without changing it: statistics of every head, or the attention patterns themselves.
 
-What is seen is what the model computed: after `limit_context`, before columns are rewritten and heads are silenced.
+Observers receive probabilities after `limit_context` is applied, and before `expose_tokens` changes them or heads are zeroed.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from needlework.anatomy import Head
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.acts import Phase
 from needlework.model.attention import Block, Forward
 from needlework.requests import Request
@@ -22,10 +23,90 @@ from needlework.requests import Request
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
+NEEDLE = "needle"
+Required = Literal["none", "with spans", "all"]
+
+
+class AttentionObserver:
+    """Base class of observers: holds the sample key, the prompt and the spans of each row.
+
+    Args:
+        spans: Names of the spans that `in_span` and `copied` need.
+    """
+
+    each_sample = True  # no prefill is shared between samples, so that each one is observed
+
+    def __init__(self, *spans: str) -> None:
+        self.samples: list[int] = []  # [slots] the requests' keys
+        self.tokens = torch.empty(0, 0)  # [slots, longest prompt]; -1 after the end of a prompt
+        self._spans = {name: torch.empty(0, 0, dtype=torch.bool) for name in spans}  # [slots, longest prompt]
+
+    def begin(self, requests: Sequence[Request], device: torch.device) -> None:
+        """Start a batch: slot i of its forwards belongs to request i."""
+        self.samples = [request.key for request in requests]
+        shape = (len(requests), max(len(request.prompt) for request in requests))
+        self.tokens = torch.full(shape, -1, device=device)
+        self._spans = {name: torch.zeros(shape, dtype=torch.bool, device=device) for name in self._spans}
+        for slot, request in enumerate(requests):
+            self.tokens[slot, : len(request.prompt)] = torch.tensor(request.prompt, device=device)
+            for name, mask in self._spans.items():
+                for start, end in request.spans.get(name, ()):
+                    mask[slot, start:end] = True
+
+    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
+        """Receive attention probabilities [rows, heads, queries, keys] of one block of queries."""
+        raise NotImplementedError
+
+    def chose(self, slots: Tensor, tokens: Tensor) -> None:
+        """Receive the tokens [rows] that a decode step produced."""
+
+    def in_span(self, name: str, slots: Tensor, positions: Tensor) -> Tensor:
+        """Return whether each position [rows, n] of the rows' prompts lies in the span: [rows, n]."""
+        mask = self._spans[name].to(positions.device)[slots]
+        width = mask.shape[1]
+        return mask.gather(1, positions.clamp(0, width - 1)) & (positions >= 0) & (positions < width)
+
+    def copied(self, span: str, slots: Tensor, tokens: Tensor) -> Tensor:
+        """Return whether each row's new token [rows] occurs in its span: [rows]."""
+        slots, tokens = slots.to(self.tokens.device), tokens.to(self.tokens.device)
+        return ((self.tokens[slots] == tokens[:, None]) & self._spans[span][slots]).any(1)
+
+    def copied_from(self, span: str, slots: Tensor, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return whether each position [rows, heads] lies in the span and holds the row's new token [rows]."""
+        slots, tokens, known = (x.to(positions.device) for x in (slots, tokens, self.tokens))
+        same = known[slots].gather(1, positions.clamp(0, known.shape[1] - 1)) == tokens[:, None]
+        return same & self.in_span(span, slots, positions)
+
+
+@contextmanager
+def observing(subject: Subject, observer: AttentionObserver) -> Iterator[None]:
+    """Set the observer of everything that the calling thread runs on the subject inside the `with` block."""
+    before, subject.body.observer = subject.body.observer, observer
+    try:
+        yield
+    finally:
+        subject.body.observer = before
+
+
+def entropy(p: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Compute the entropy of probabilities over their last dimension, in nats.
+
+    Args:
+        p: [..., keys]
+        counted: Boolean mask that broadcasts to `p`; the entropy is that of the marked keys alone, normalized to sum to 1.
+    """
+    p = p if counted is None else p * counted
+    plain: Tensor = -torch.special.xlogy(p, p).sum(-1)
+    if counted is None:
+        return plain
+    mass = p.sum(-1)
+    safe = mass.clamp_min(torch.finfo(p.dtype).tiny)
+    return torch.where(mass > 0, plain / safe + safe.log(), 0.0)
+
 
 @dataclass(frozen=True)
 class HeadRow:
-    """What one head did in one phase, averaged over the queries that were seen."""
+    """Statistics of one head in one phase, averaged over all queries."""
 
     layer: int
     head: int
@@ -33,116 +114,108 @@ class HeadRow:
     queries: int
     needle_mass: float  # attention on the span
     entropy: float  # nats
-    copy_score: float  # share of copied span tokens for which the head looked exactly at the token being generated
-    copied: int  # how many generated tokens occur in the span
+    copy_score: float  # share of the copied tokens for which the head's argmax was that same token in the span
+    copied: int  # number of generated tokens that occur in the span
     sink_mass: float  # attention on the first token
-    sink_mass_of_best: float  # of its layer's heads of least entropy, as many as its index + 1, chosen query by query
+    sink_mass_of_best: float  # mean over the (head + 1) lowest-entropy heads of the layer, chosen per query
 
 
 @dataclass(frozen=True)
 class PatternBlock:
-    """Attention of some queries of some rows in one layer, as it streams by: to be read, not to be written to."""
+    """Attention of a block of queries in one layer. The tensors are the model's own: do not modify them."""
 
     layer: int
     phase: Phase
-    samples: tuple[int, ...]  # of each row: `nw.sample_key(prompt)`, or what the request names
+    samples: tuple[int, ...]  # of each row: `nw.sample_key(prompt)`, or the request's own `sample`
     q_positions: Tensor  # [rows, queries]
-    k_positions: Tensor  # [rows, keys]; -1 where a row has no such key
-    weights: Tensor  # [rows, heads, queries, keys], exactly 0 where a key is hidden
-    visible: Tensor | None  # [rows or 1, 1 or heads, queries, keys]; None: every key is
+    k_positions: Tensor  # [rows, keys]; -1 where the row has no key
+    weights: Tensor  # [rows, heads, queries, keys], exactly 0 where a key is masked
+    visible: Tensor | None  # boolean [rows or 1, 1 or heads, queries, keys]; None: all keys are visible
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """Where one head looked from one token."""
+    """Attention of one head at one position."""
 
     layer: int
     head: int
     phase: Phase
     sample: int
     position: int
-    keys: Tensor  # [keys] positions of the keys that the query could see
-    weights: Tensor  # [keys] they sum to 1
+    keys: Tensor  # [keys] positions of the visible keys
+    weights: Tensor  # [keys], sums to 1
 
 
-class Watch:
-    """Sums over all that is asked while it is open. No [heads, queries, keys] tensor outlives its block."""
+class HeadObserver(AttentionObserver):
+    """Collects statistics of every head over all requests, and patterns if requested.
 
-    def __init__(self, span: str, hand_over: Callable[[PatternBlock], object] | None = None) -> None:
-        self.span = span
+    Args:
+        span: The span that attention is summed on.
+        required: Which requests must have a span of this name: none, those that have spans at all, or all.
+    """
+
+    def __init__(self, span: str, required: Required = "none") -> None:
+        super().__init__(span)
+        self.span, self.required = span, required
+        self.each_sample = False
+        self.on_block: Callable[[PatternBlock], object] | None = None  # called with every block of patterns
         self.patterns: list[Pattern] = []
-        self._hand_over = hand_over
-        self.each_sample = hand_over is not None
-        self._samples: list[int] = []  # by slot
-        self._sums: dict[tuple[int, Phase], Tensor] = {}  # [5, heads]: mass, entropy, copies, sinks, sinks of the best
+        self._sums: dict[tuple[int, Phase], Tensor] = {}  # [5, heads]: mass, entropy, copies, sink mass, and that of the best
         self._queries: dict[tuple[int, Phase], int] = {}
         self._copied = 0
-        self._looked: dict[int, Tensor] = {}  # layer -> position that each row's heads look at most, this step
-        self._tokens = self._needle = torch.empty(0, 0)
+        self._looked: dict[int, Tensor] = {}  # layer -> [rows, heads] position of the highest attention in this step
 
     def begin(self, requests: Sequence[Request], device: torch.device) -> None:
-        """A new batch: slot i of its forwards belongs to request i."""
-        self._samples = [request.key for request in requests]
-        longest = max(len(request.prompt) for request in requests)
-        self._tokens = torch.full((len(requests), longest), -1, device=device)
-        self._needle = torch.zeros(len(requests), longest, dtype=torch.bool, device=device)
-        for slot, request in enumerate(requests):
-            self._tokens[slot, : len(request.prompt)] = torch.tensor(request.prompt, device=device)
-            for start, end in request.spans.get(self.span, ()):
-                self._needle[slot, start:end] = True
+        for request in requests:
+            required = self.required == "all" or (self.required == "with spans" and request.spans)
+            if required and self.span not in request.spans:
+                known = did_you_mean(self.span, request.spans) if request.spans else "it has no spans: give it spans={...}"
+                raise NeedleworkError(f"observe: a request has no span {self.span!r} to observe; {known}")
+        super().begin(requests, device)
 
     def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
-        if self._hand_over is not None:
-            samples = tuple(self._samples[slot] for slot in forward.slots.tolist())
-            positions = (block.q_positions, block.k_positions)
-            self._hand_over(PatternBlock(layer, forward.phase, samples, *positions, probabilities, block.visible))
-        rows, heads, queries, _ = probabilities.shape
-        k = block.k_positions.clamp(0, self._needle.shape[1] - 1)
-        inside = (block.k_positions >= 0) & (block.k_positions < self._needle.shape[1])
-        columns = self._needle[forward.slots].gather(1, k) & inside  # [rows, keys]
-        key = (layer, forward.phase)
+        p, key = probabilities, (layer, forward.phase)
+        rows, heads, queries, _ = p.shape
+        if self.on_block is not None:
+            samples = tuple(self.samples[slot] for slot in forward.slots.tolist())
+            where = (layer, forward.phase, samples, block.q_positions, block.k_positions)
+            self.on_block(PatternBlock(*where, p, block.visible))
         if key not in self._sums:
-            self._sums[key] = torch.zeros(5, heads, dtype=torch.float64, device=probabilities.device)
+            self._sums[key] = torch.zeros(5, heads, dtype=torch.float64, device=p.device)
             self._queries[key] = 0
-        mass = (probabilities * columns[:, None, None]).sum(-1).sum((0, 2))
-        entropy = -torch.special.xlogy(probabilities, probabilities).sum(-1)  # [rows, heads, queries]
-        sink = (probabilities * (block.k_positions == 0)[:, None, None]).sum(-1)
-        best = sink.gather(1, entropy.argsort(dim=1, stable=True)).cumsum(1)
-        self._sums[key][0] += mass
-        self._sums[key][1] += entropy.sum((0, 2))
+        columns = self.in_span(self.span, forward.slots, block.k_positions)  # [rows, keys]
+        of_head = entropy(p)  # [rows, heads, queries]
+        sink = (p * (block.k_positions == 0)[:, None, None]).sum(-1)
+        best = sink.gather(1, of_head.argsort(dim=1, stable=True)).cumsum(1)
+        self._sums[key][0] += (p * columns[:, None, None]).sum(-1).sum((0, 2))
+        self._sums[key][1] += of_head.sum((0, 2))
         self._sums[key][3] += sink.sum((0, 2))
         self._sums[key][4] += best.sum((0, 2)) / torch.arange(1, heads + 1, device=best.device)
         self._queries[key] += rows * queries
         if forward.phase == "decode":
-            most = probabilities[:, :, -1].argmax(-1)  # [rows, heads]
-            self._looked[layer] = block.k_positions.gather(1, most)
+            self._looked[layer] = block.k_positions.gather(1, p[:, :, -1].argmax(-1))
 
     def chose(self, slots: Tensor, tokens: Tensor) -> None:
-        """The tokens that this decode step produced, one a row: did a head look at the needle token being copied?"""
-        known, needle = self._tokens[slots], self._needle[slots]
-        copied = ((known == tokens[:, None]) & needle).any(1)  # [rows]
-        self._copied += int(copied.sum())
+        self._copied += int(self.copied(self.span, slots, tokens).sum())
         for layer, looked in self._looked.items():
-            at = looked.clamp(0, known.shape[1] - 1)
-            hit = (known.gather(1, at) == tokens[:, None]) & needle.gather(1, at) & (looked == at) & copied[:, None]
-            self._sums[layer, "decode"][2] += hit.sum(0)
+            self._sums[layer, "decode"][2] += self.copied_from(self.span, slots, tokens, looked).sum(0)
         self._looked.clear()
 
     def table(self, phase: Phase = "decode") -> list[HeadRow]:
-        """One row for each head, in order."""
+        """Return the statistics of each head in one phase, in the order of the model."""
         rows = []
         for (layer, when), sums in sorted(self._sums.items()):
             if when != phase:
                 continue
             count = self._queries[layer, when]
-            for head, (mass, entropy, copies, sink, best) in enumerate(sums.T.tolist()):
+            for head, (mass, total, copies, sink, best) in enumerate(sums.T.tolist()):
                 share = copies / self._copied if self._copied and when == "decode" else 0.0
-                means = (mass / count, entropy / count, share, self._copied, sink / count, best / count)
+                means = (mass / count, total / count, share, self._copied, sink / count, best / count)
                 rows.append(HeadRow(layer, head, when, count, *means))
         return rows
 
     def keep(self, block: PatternBlock, heads: Collection[Head], positions: Collection[int] | None) -> None:
-        """Add the patterns of these heads at these positions (None: at all)."""
+        """Add the patterns of these heads at these positions (None: at all) to `patterns`."""
         chosen = [head.index for head in heads if head.layer == block.layer]
         for row, sample in enumerate(block.samples if chosen else ()):
             for q, position in enumerate(block.q_positions[row].tolist()):
@@ -150,7 +223,7 @@ class Watch:
                     continue
                 keys, weights = block.k_positions[row], block.weights[row, chosen, q]
                 if block.visible is not None:
-                    seen = block.visible[row % block.visible.shape[0], :, q].any(0)  # by any head
+                    seen = block.visible[row % block.visible.shape[0], :, q].any(0)  # visible to any head
                     keys, weights = keys[seen], weights[:, seen]
                 for head, of_head in zip(chosen, weights.cpu(), strict=True):
                     self.patterns.append(Pattern(block.layer, head, block.phase, sample, position, keys.cpu(), of_head))
@@ -159,16 +232,22 @@ class Watch:
 @contextmanager
 def observe(
     subject: Subject,
-    span: str = "needle",
+    span: str | None = None,
     *,
     patterns: bool | Callable[[PatternBlock], object] = False,
     heads: Collection[tuple[int, int]] | None = None,
     positions: Collection[int] | None = None,
-) -> Iterator[Watch]:
-    """Watch everything that the subject is asked inside the `with` block.
+) -> Iterator[HeadObserver]:
+    """Observe everything that the calling thread runs on the subject inside the `with` block. Other threads are not observed.
 
-    `patterns=True` keeps the attention patterns of `heads` (layer, index) at the query positions `positions`, by default of all
-    at all. `patterns=function` calls it with every `PatternBlock` and keeps nothing.
+    Args:
+        subject: The model.
+        span: The span that attention is summed on; each request must have one of this name. By default "needle", which a
+            request without any spans need not have.
+        patterns: True keeps the attention patterns of `heads` at `positions`; a function is called with every `PatternBlock`
+            instead, and nothing is kept.
+        heads: (layer, index) of the heads whose patterns are kept; by default all.
+        positions: Query positions whose patterns are kept; by default all.
     """
     if (heads is not None or positions is not None) and patterns is not True:
         raise NeedleworkError("observe: heads and positions choose which patterns are kept: they go with patterns=True")
@@ -180,12 +259,11 @@ def observe(
         )
     if positions is not None and min(positions, default=0) < 0:
         raise NeedleworkError(f"observe: positions={positions!r} must count from 0, the first token of the prompt")
+    observer = HeadObserver(NEEDLE, "with spans") if span is None else HeadObserver(span, "all")
     if callable(patterns):
-        watch = Watch(span, patterns)
-    else:
-        watch = Watch(span, (lambda block: watch.keep(block, chosen, positions)) if patterns else None)
-    before, subject.body.observer = subject.body.observer, watch
-    try:
-        yield watch
-    finally:
-        subject.body.observer = before
+        observer.on_block = patterns
+    elif patterns:
+        observer.on_block = partial(observer.keep, heads=chosen, positions=positions)
+    observer.each_sample = observer.on_block is not None
+    with observing(subject, observer):
+        yield observer

@@ -1,4 +1,4 @@
-"""`--plugin file.py`: interventions and tasks that are in no package, made known by running the file that registers them."""
+"""Plug-in files (`--plugin file.py`): Python files that register interventions, tasks or head scores when they are run."""
 
 from __future__ import annotations
 
@@ -14,45 +14,69 @@ from needlework.tasks import TASKS
 
 
 def load(file: str | Path) -> list[str]:
-    """Run a Python file; the names of the interventions and tasks that it registered. Its faults are told with their line."""
+    """Run a Python file and return the names of the interventions and tasks that it registered.
+
+    Raises:
+        NeedleworkError: The file cannot be read, or fails; names file and line.
+    """
     path = Path(file).expanduser()
     try:
         source = path.read_bytes()
     except OSError as error:
         raise NeedleworkError(f"--plugin {file}: cannot be read ({error.strerror}); give a Python file") from None
-    # A name of its own, the same every time: two classes of one module and name are one class, defined again.
+    # A stable module name per file: a class with the same module and name may be registered again.
     name = f"{path.stem}_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]}"
     return define(name, str(path), source)
 
 
-DEFINED: dict[str, tuple[str, str, bytes]] = {}  # what was run in this process, by module name: workers elsewhere run it, too
+DEFINED: dict[str, tuple[str, str, bytes]] = {}  # plug-ins of this process, by module name; remote workers run them, too
 
 
 def define(name: str, path: str, source: bytes) -> list[str]:
-    """Run a plug-in's text as a module of this name."""
+    """Run a plug-in's source as a module of this name and return the names that it registered."""
     before = _known()
     module = ModuleType(name)
     module.__file__ = path
-    sys.modules[name] = module  # where pydantic looks up the names in annotations
+    sys.modules[name] = module  # pydantic resolves annotations there
     try:
         exec(compile(source, path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        reason = error.msg if isinstance(error, SyntaxError) else error
-        raise NeedleworkError(f"{path}:{_line(error, path)}: the plug-in fails: {type(error).__name__}: {reason}") from error
+        raise NeedleworkError(_message(error, path, _line(error, path) or 1)) from error
     DEFINED[name] = name, path, source
     return [known for known, cls in _known().items() if before.get(known) is not cls]
 
 
 def _known() -> dict[str, type]:
-    """What is registered now. Interventions and tasks are apart: one of each may have the same name."""
+    """Return the registered classes, by kind and name: an intervention and a task may have the same name."""
     interventions = {f"intervention {name}": cls for name, cls in base._REGISTRY.items()}
     return {**interventions, **{f"task {name}": cls for name, cls in TASKS.items()}}
 
 
-def _line(error: BaseException, path: str) -> int:
-    """The last line of the file that was at work."""
+def describe_error(error: BaseException) -> str | None:
+    """Return a message with file and line for an error that was raised inside a plug-in, or None for other errors.
+
+    A plug-in is any module outside of needlework that registers an intervention or a task.
+    """
+    modules = {cls.__module__ for cls in _known().values()}
+    for name in modules:
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path and name.split(".")[0] != "needlework" and (line := _line(error, path)):
+            return _message(error, path, line)
+    return None
+
+
+def _message(error: BaseException, path: str, line: int) -> str:
+    try:
+        reason = str(error.msg if isinstance(error, SyntaxError) else error)
+    except Exception:  # a plug-in's own error class may fail in __str__
+        reason = "(its text cannot be shown)"
+    return f"{path}:{line}: the plug-in fails: {type(error).__name__}: {reason}"
+
+
+def _line(error: BaseException, path: str) -> int | None:
+    """Return the innermost line of the file in the error's traceback, or None if the file is not in it."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return error.lineno or 1
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return (lines[-1] if lines else 1) or 1
+    return lines[-1] if lines else None

@@ -1,4 +1,4 @@
-"""What was done to each trial, counted where it was done."""
+"""Receipts: counts of what interventions did to each request, taken where the edits are applied."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Count = dict[str, int]
-NOTHING_TO_HIDE = "nothing to hide"  # how the note of a limit_context begins that hid no key: its trial is one without a limit
+NOTHING_TO_HIDE = "nothing to hide"  # start of the note for a limit_context that masked no key, so that it had no effect
 
 
 @dataclass(frozen=True)
 class Receipt:
-    """Counts per (layer, phase): positions seen, head outputs zeroed, columns touched, states cut or cleared."""
+    """Counts per (layer, phase): positions, head outputs zeroed, columns changed, states cut or cleared."""
 
     counts: dict[tuple[int, str], Count] = field(default_factory=dict)
-    swapped: tuple[str, ...] = ()  # halves of the memory that came from a twin
+    swapped: tuple[str, ...] = ()  # halves of the cache that were taken from a twin
     notes: tuple[str, ...] = ()
 
     def total(self, what: str, phase: str | None = None, layer: int | None = None) -> int:
+        """Return the sum of one count over all phases and layers, or over the given ones."""
         return sum(
             count.get(what, 0) for (at, when), count in self.counts.items() if phase in (None, when) and layer in (None, at)
         )
 
     def __add__(self, other: Receipt) -> Receipt:
-        """Both together: what was done by one and then by the other."""
+        """Return the sum of two receipts, such as of prefill and decode."""
         counts = {key: dict(count) for key, count in self.counts.items()}
         for key, count in other.counts.items():
             total = counts.setdefault(key, {})
@@ -35,7 +36,7 @@ class Receipt:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Receipt:
-        """What `to_dict` wrote."""
+        """Return the receipt that `to_dict` wrote."""
         counts = {
             (row["layer"], row["phase"]): {what: number for what, number in row.items() if what not in ("layer", "phase")}
             for row in content.get("layers", ())
@@ -48,12 +49,12 @@ class Receipt:
 
 
 def nothing_to_hide(receipt: Mapping[str, Any] | None) -> bool:
-    """Whether a receipt (as `to_dict` writes it) says that a limit on the context hid no key, so that its trial shows nothing."""
+    """Return whether a receipt (as `to_dict` writes it) has the note that a context limit masked no key."""
     return any(note.startswith(NOTHING_TO_HIDE) for note in (receipt or {}).get("notes", ()))
 
 
 class Tally:
-    """Counts of all trials of one batch, kept as small tensors until someone asks."""
+    """Counters for all requests (slots) of one batch; tensors stay on their device until `receipt` is called."""
 
     def __init__(self, slots: int) -> None:
         self.slots = slots
@@ -62,7 +63,12 @@ class Tally:
         self._rows: tuple[Any, list[int]] | None = None
 
     def add(self, layer: int, phase: str, what: str, slots: Any, amount: Any) -> None:
-        """Add a number for all these rows, or a tensor with one number a row."""
+        """Add to a count.
+
+        Args:
+            slots: Tensor [rows]; the slot of each row.
+            amount: An int for all rows, or a tensor [rows].
+        """
         key = (layer, phase, what)
         if isinstance(amount, int):
             counts = self._constant[key]
@@ -80,6 +86,7 @@ class Tally:
         return self._rows[1]
 
     def receipt(self, slot: int) -> Receipt:
+        """Return the nonzero counts of one slot."""
         counts: dict[tuple[int, str], Count] = defaultdict(dict)
         for (layer, phase, what), numbers in self._constant.items():
             if numbers[slot]:

@@ -1,4 +1,4 @@
-"""What the engine is asked and what it answers: Request, Prepared, Answer. Token ids and values, no torch."""
+"""Inputs and outputs of the engine: Request, Prepared and Answer, in token ids and plain values. Does not import torch."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from operator import index
 from typing import Any, Literal, get_args
 
 from needlework.anatomy import Anatomy
-from needlework.errors import NeedleworkError, shown
+from needlework.errors import NeedleworkError, short_repr
 from needlework.interventions.acts import (
     Act,
     ClearState,
     ExposeColumns,
     LimitKeys,
+    LoweringContext,
     Phase,
-    Scene,
     Span,
     SwapHalf,
 )
@@ -26,24 +26,24 @@ from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
-MOST_TOKENS = 2**22  # of one prompt or answer: what is longer is a slip of the keyboard
+MOST_TOKENS = 2**22  # of one prompt or answer; larger numbers are taken for typing errors
 Finish = Literal["stop", "length", "scored", "failed"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt under one intervention: to be continued, or, with `options`, to have its continuations scored."""
+    """One prompt under one intervention, to generate from or, with `options`, to score continuations of."""
 
     prompt: tuple[int, ...]
-    intervention: Intervention = NONE  # its text will do
+    intervention: Intervention = NONE  # or its text
     max_new_tokens: int = 40
-    stop: frozenset[int] = frozenset()  # generation ends with one of these
+    stop: frozenset[int] = frozenset()  # token ids that end generation
     spans: Mapping[str, Span] = field(default_factory=dict)
     twins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    boundary: Phase = "decode"  # who owns the last prompt token
-    sample: int | None = None  # key for random choices; by default a hash of the prompt
-    forced: tuple[int, ...] = ()  # decode these instead of the model's own choice
-    options: tuple[tuple[int, ...], ...] = ()  # scored: nothing is decoded, and every position is prefill
+    boundary: Phase = "decode"  # the phase that processes the last prompt token
+    sample: int | None = None  # seed of random choices; by default a hash of the prompt
+    forced: tuple[int, ...] = ()  # decode these token ids instead of the model's own choice
+    options: tuple[tuple[int, ...], ...] = ()  # continuations to score; nothing is decoded, every position is prefill
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):
@@ -52,29 +52,29 @@ class Request:
         object.__setattr__(self, "forced", _tokens(self.forced, "forced"))
         for field_name in ("spans", "twins"):
             if not isinstance(getattr(self, field_name), Mapping):
-                raise NeedleworkError(f"{field_name} is a mapping from names, not {shown(getattr(self, field_name))}")
+                raise NeedleworkError(f"{field_name} is a mapping from names, not {short_repr(getattr(self, field_name))}")
         object.__setattr__(self, "options", tuple(_tokens(option, "an option") for option in _listed(self.options, "options")))
         object.__setattr__(self, "intervention", as_intervention(self.intervention))
 
     @property
     def key(self) -> int:
-        """Names the sample: random choices are seeded with it, and observers and functions of your own are given it."""
+        """The key of the sample: it seeds random choices, and observers and `ChangeOutputs` functions receive it."""
         return sample_key(self.prompt) if self.sample is None else self.sample
 
     @property
     def decodes_last(self) -> bool:
-        """The last prompt token is read in the decode phase."""
+        """Whether the last prompt token is processed in the decode phase."""
         return self.boundary == "decode" and not self.options
 
     @property
     def steps(self) -> int:
-        """The most tokens that follow the prompt."""
+        """The maximum number of tokens after the prompt."""
         return max(map(len, self.options), default=0) or len(self.forced) or self.max_new_tokens
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came back for a request: tokens that were generated, or log-likelihoods of its options."""
+    """The result of a request: generated tokens, or log-likelihoods of its options."""
 
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()  # of each token
@@ -83,8 +83,8 @@ class Answer:
     finish: Finish = "scored"
     error: str = ""
     text: str = ""
-    option_logprobs: tuple[tuple[float, ...], ...] = ()  # of every token of every option
-    greedy: tuple[bool, ...] = ()  # every token of the option was the model's first choice
+    option_logprobs: tuple[tuple[float, ...], ...] = ()  # [options][tokens]
+    greedy: tuple[bool, ...] = ()  # of each option: whether all its tokens are the model's argmax
 
     @property
     def totals(self) -> tuple[float, ...]:
@@ -93,17 +93,17 @@ class Answer:
 
     @property
     def best(self) -> int:
-        """The likeliest option; the first of equals."""
+        """The index of the most likely option; ties go to the first."""
         return max(range(len(self.totals)), key=self.totals.__getitem__)
 
     def with_text(self, text: str) -> Answer:
         return replace(self, text=text)
 
     def __add__(self, other: Answer) -> Answer:
-        """Both as one: of a sample that needs several requests, the options of all of them in a row."""
+        """Concatenate the options of two answers, for a sample that needs several requests."""
         error = self.error or other.error
         both = self.receipt + other.receipt
-        shared = set(self.receipt.notes) & set(other.receipt.notes)  # what is true of one part only is not true of all
+        shared = set(self.receipt.notes) & set(other.receipt.notes)  # a note applies to the whole only if it applies to both
         return replace(
             self,
             receipt=replace(both, notes=tuple(note for note in self.receipt.notes if note in shared)),
@@ -114,6 +114,11 @@ class Answer:
         )
 
 
+def failed_answer(error: Exception) -> Answer:
+    """Return the answer of a request that failed with an exception."""
+    return Answer(finish="failed", error=f"{type(error).__name__}: {error}")
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A request with its interventions lowered to acts."""
@@ -122,8 +127,8 @@ class Prepared:
     sample: int
     acts: Mapping[Phase, tuple[Act, ...]]
     swaps: tuple[SwapHalf, ...]
-    twins: Mapping[str, tuple[int, ...]]  # half -> prompt that it comes from
-    apart: bool = False  # no other sample shares its reading, so that an observer sees each of them
+    twins: Mapping[str, tuple[int, ...]]  # half of the cache (kv or recurrent) -> prompt that it is taken from
+    apart: bool = False  # shares no prefill with other samples, so that an observer sees each of them
 
     @property
     def prefill_tokens(self) -> int:
@@ -131,23 +136,23 @@ class Prepared:
 
     @property
     def tokens_read(self) -> int:
-        """The most positions that are taken; an option's last token is predicted, never read."""
+        """The maximum number of positions; the last token of an option is predicted, never fed."""
         return len(self.request.prompt) + self.request.steps - bool(self.request.options)
 
     @property
     def group(self) -> tuple[object, ...]:
-        """Requests with equal groups share one prefill."""
+        """The key of the prefill: requests with equal keys share it."""
         of_sample = self.apart or any(act.of_sample for act in self.acts["prefill"])
         tokens = self.request.prompt[: self.prefill_tokens]
         return (tokens, self.acts["prefill"], self.sample if of_sample else None)
 
     @property
     def one_piece(self) -> bool:
-        """The whole prefill must be one forward: the paper's `balanced` sums over all of its queries."""
+        """Whether the whole prefill must be one forward: the paper's `balanced` sums over all of its queries."""
         return any(isinstance(act, ExposeColumns) and act.paper and act.mode == "balanced" for act in self.acts["prefill"])
 
     def failure(self, receipt: Receipt) -> str:
-        """Why the intervention did not do what it should have; empty if it did."""
+        """Return why the intervention failed to act as it should have, according to the receipt; empty if it did not."""
         for phase, act in self._each_act():
             if not receipt.total(act.count, phase, act.layer):
                 return f"{type(act).__name__} in layer {act.layer} should have acted in {phase}, but {act.count} is 0"
@@ -155,9 +160,9 @@ class Prepared:
         return f"the {missing[0]} half of the memory was not swapped" if missing else ""
 
     def notes(self, receipt: Receipt) -> tuple[str, ...]:
-        """What is no failure but must be known: where an intervention had nothing to act on."""
+        """Return warnings: where an intervention had nothing to act on, which is not a failure."""
         notes = []
-        hidden: dict[tuple[int, int], int] = defaultdict(int)  # by limit: in a long answer, one of them may act in decode only
+        hidden: dict[tuple[int, int], int] = defaultdict(int)  # summed by limit: with a long answer, it may act in decode only
         for phase, act in self._each_act():
             if isinstance(act, ExposeColumns) and not receipt.total("columns_exposed", phase, act.layer):
                 notes.append(f"layer {act.layer}, {phase}: the exposed span was outside what any query could see")
@@ -177,14 +182,19 @@ def stop_tokens(
     stops: Iterable[int | str] = (),
     encode: Callable[[str], Sequence[int]] | None = None,
 ) -> frozenset[int]:
-    """Token ids that end an answer: the model's own, and stops that are token ids or texts of one token.
+    """Return the token ids that end an answer.
 
-    `eos` is as configurations have it (one id, several or none); `encode` turns a text into token ids.
+    Args:
+        eos: `eos_token_id` of the model's configuration: one id, several or none.
+        stops: Further token ids, or texts of one token.
+        encode: Tokenizes a text; needed if `stops` has texts.
     """
     ends = set()
     for end in [eos] if isinstance(eos, int) else eos if isinstance(eos, (list, tuple, set, frozenset)) else [eos] if eos else ():
         if isinstance(end, bool) or not isinstance(end, int):
-            raise NeedleworkError(f"eos_token_id: {shown(end)} is no token id; correct generation_config.json or config.json")
+            raise NeedleworkError(
+                f"eos_token_id: {short_repr(end)} is no token id; correct generation_config.json or config.json"
+            )
         ends.add(end)
     for stop in stops:
         if isinstance(stop, str):
@@ -199,18 +209,22 @@ def stop_tokens(
 
 
 def sample_key(prompt: Sequence[int]) -> int:
-    """A number that depends on the prompt's token ids alone."""
+    """Return a 64-bit hash of the prompt's token ids."""
     return int.from_bytes(hashlib.sha256(repr(tuple(prompt)).encode()).digest()[:8], "big")
 
 
 def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared:
-    """Check everything that can be checked before any compute, and lower the intervention for this prompt."""
+    """Validate a request and lower its intervention to acts on this prompt, before any compute.
+
+    Raises:
+        NeedleworkError: The request is invalid, or its intervention cannot act on this model or prompt.
+    """
     _check_values(request, anatomy)
     request.intervention.check(anatomy)
     sample = request.key
-    scene = Scene(anatomy, len(request.prompt), request.spans, sample)
+    context = LoweringContext(anatomy, len(request.prompt), request.spans, sample)
     read = _check_phases(request)
-    lowered = {phase: request.intervention.lower(scene, phase) if read[phase] else [] for phase in read}
+    lowered = {phase: request.intervention.lower_for_phase(context, phase) if read[phase] else [] for phase in read}
     swaps = tuple(act for act in lowered["prefill"] if isinstance(act, SwapHalf))
     twins: dict[str, tuple[int, ...]] = {swap.half: _twin(swap, request, anatomy) for swap in swaps}
     prepared = Prepared(request, sample, _in_own_phase(lowered, request), swaps, twins, apart)
@@ -224,22 +238,22 @@ def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared
 
 def _listed(given: object, what: str) -> Iterable[Any]:
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
-        raise NeedleworkError(f"{what} is a list, not {shown(given)}")
+        raise NeedleworkError(f"{what} is a list, not {short_repr(given)}")
     return given
 
 
 def _tokens(given: object, what: str) -> tuple[int, ...]:
-    """Token ids as plain whole numbers."""
+    """Return token ids as a tuple of ints."""
     if type(given) is tuple and all(type(token) is int for token in given):
         return given
     try:
         return tuple(map(index, _listed(given, what)))
     except TypeError:
-        raise NeedleworkError(f"{what}: {shown(given)} holds what is no token id; token ids are whole numbers") from None
+        raise NeedleworkError(f"{what}: {short_repr(given)} holds what is no token id; token ids are whole numbers") from None
 
 
 def check_tokens(tokens: Sequence[int], anatomy: Anatomy, what: str = "the prompt") -> None:
-    """Refuse token ids that the model does not have, and none at all."""
+    """Raise if there are no tokens, or token ids outside the vocabulary."""
     if not len(tokens):
         raise NeedleworkError(f"{what} is empty; give at least one token")
     for token in (min(tokens), max(tokens)):
@@ -248,7 +262,7 @@ def check_tokens(tokens: Sequence[int], anatomy: Anatomy, what: str = "the promp
 
 
 def _check_values(request: Request, anatomy: Anatomy) -> None:
-    """Refuse what no model can be asked: passed on, each of these would silently be taken for something else."""
+    """Raise for invalid values that would otherwise be misinterpreted without an error."""
     check_tokens(request.prompt, anatomy)
     if request.forced:
         check_tokens(request.forced, anatomy, "forced")
@@ -256,7 +270,9 @@ def _check_values(request: Request, anatomy: Anatomy) -> None:
         check_tokens(option, anatomy, "an option")
     wanted = request.max_new_tokens
     if not isinstance(wanted, Integral) or not (wanted >= 1 or request.forced) or wanted > MOST_TOKENS:
-        raise NeedleworkError(f"max_new_tokens={shown(wanted)} must be a whole number, at least 1 and at most {MOST_TOKENS:,}")
+        raise NeedleworkError(
+            f"max_new_tokens={short_repr(wanted)} must be a whole number, at least 1 and at most {MOST_TOKENS:,}"
+        )
     if request.boundary not in get_args(Phase):
         raise NeedleworkError(
             f"boundary={request.boundary!r} is not known; choose 'decode' or 'prefill': who reads the last prompt token"
@@ -267,13 +283,13 @@ def _check_values(request: Request, anatomy: Anatomy) -> None:
             whole = isinstance(part, Sequence) and len(part) == 2 and all(isinstance(edge, Integral) for edge in part)
             if not (whole and 0 <= part[0] < part[1] <= count):
                 raise NeedleworkError(
-                    f"span {name!r}: {shown(part)} lies outside the prompt of {count} tokens or is no range; give (start, end)"
-                    f" pairs with 0 <= start < end <= {count}, e.g. {{{name!r}: [(0, {count})]}}"
+                    f"span {name!r}: {short_repr(part)} lies outside the prompt of {count} tokens or is no range; give"
+                    f" (start, end) pairs with 0 <= start < end <= {count}, e.g. {{{name!r}: [(0, {count})]}}"
                 )
 
 
 def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Phase, tuple[Act, ...]]:
-    """Acts by phase; a state is cleared in the phase that reads the token at its position."""
+    """Return the acts by phase; a ClearState belongs to the phase that processes the token at its position."""
     first_decoded = len(request.prompt) - request.decodes_last
     last = len(request.prompt) + request.steps - 1
     acts: dict[Phase, tuple[Act, ...]] = {}
@@ -302,6 +318,7 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
 
 
 def _twin(swap: SwapHalf, request: Request, anatomy: Anatomy) -> tuple[int, ...]:
+    """Return the token ids of a swap's twin; raise unless it has the prompt's length and differs in the prefill."""
     twin = swap.twin if isinstance(swap.twin, tuple) else request.twins.get(swap.twin)
     twin = None if twin is None else _tokens(twin, "swap_memory: the twin")
     if twin is None:
@@ -319,7 +336,7 @@ def _twin(swap: SwapHalf, request: Request, anatomy: Anatomy) -> tuple[int, ...]
 
 
 def _check_phases(request: Request) -> dict[Phase, bool]:
-    """Which phases read any token here; an intervention that names only an empty one is refused."""
+    """Return whether each phase processes any token; raise if an intervention acts only in a phase without tokens."""
     read: dict[Phase, bool] = {
         "prefill": len(request.prompt) > request.decodes_last,
         "decode": not request.options and (request.boundary == "decode" or request.steps > 1),

@@ -1,10 +1,10 @@
-"""Shares with their intervals: Wilson for one accuracy, paired cluster bootstraps for what is left of a baseline.
+"""Estimates with 95 % intervals: Wilson for accuracies, paired cluster bootstraps for the retained share of a baseline.
 
-Everything is seeded and vectorised. A resample of clusters is drawn as counts of *kinds* of clusters (those with the same
-sums are one kind): the same distribution as drawing clusters one by one, at a small part of the cost.
+Everything is seeded and vectorised. Clusters with the same sums are one kind, and a resample draws counts of kinds from a
+multinomial: the same distribution as drawing clusters one by one, at a fraction of the cost.
 
-At the edge (nothing lost, or everything) every resample is alike and a bootstrap would claim certainty. So a bootstrap
-interval is never narrower than Wilson's for the pairs that changed, put together by Zou and Donner's square-and-add rule.
+If nothing or everything is lost, all resamples are equal and a bootstrap interval has width 0. So in `retained` and `gain` it is
+never narrower than Wilson's interval of the pairs that changed, combined by Zou and Donner's square-and-add rule.
 """
 
 from __future__ import annotations
@@ -26,52 +26,61 @@ SEED = 20251019
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number, its 95 % interval and how many trials it stands on."""
+    """A value, its 95 % interval and the number of trials."""
 
     value: float
     low: float
     high: float
     n: int
-    why: str = ""  # there is no value
+    why: str = ""  # why there is no value, or no interval
 
     def text(self, unit: str = "%") -> str:
-        """`97 % [92, 99], n = 75`; with unit="" plain numbers."""
+        """Format as `97 % [92, 99], n = 75`; with unit="" as plain numbers."""
         if self.n == 0:
             return self.why or "no trials"
         if math.isnan(self.value):
             return f"{self.why or 'no value'}, n = {self.n:,}"
+        if self.why:
+            return f"{percent(self.value) if unit == '%' else number(self.value)} ({self.why}), n = {self.n:,}"
         if unit == "%":
             return f"{percent(self.value)} [{percent(self.low, '')}, {percent(self.high, '')}], n = {self.n:,}"
         return f"{number(self.value)} [{number(self.low)}, {number(self.high)}], n = {self.n:,}"
 
+    def to_dict(self) -> dict[str, float | int | None]:
+        """Return value, low, high and n for JSON, with None for infinity and NaN."""
+        numbers = {name: getattr(self, name) for name in ("value", "low", "high")}
+        return {**{name: float(x) if math.isfinite(x) else None for name, x in numbers.items()}, "n": self.n}
+
 
 NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
+ONE_HAYSTACK = "one haystack: no interval over haystacks"
 
 
 def percent(share: float, unit: str = " %") -> str:
-    """With one digit, as a bound of 5 % needs; whole numbers without."""
+    """Format a share as a percentage with one decimal, or none if it is 0."""
     value = 100 * share
     if not math.isfinite(value):
-        return "–" if math.isnan(value) else "∞"
+        return "–" if math.isnan(value) else "-∞" if value < 0 else "∞"
     return f"{value:.1f}".removesuffix(".0").replace("-0", "0" if abs(value) < 0.05 else "-0") + unit
 
 
 def whole_percent(share: float) -> str:
-    """For small spaces: whole percents, but never 0 or 100 for what is neither."""
+    """Format a share as a whole percentage, for small spaces; with a decimal where it would round to 0 or 100."""
     value = 100 * share
     edge = (0 < value < 0.5) or (99.5 < value < 100)
     return percent(share, "") if edge or not math.isfinite(value) else f"{value:.0f}"
 
 
 def number(value: float) -> str:
+    """Format a number with three significant digits, or as an integer from 1,000 on."""
     if not math.isfinite(value):
-        return "–" if math.isnan(value) else "∞"
-    value = value or 0.0  # no minus before a zero
+        return "–" if math.isnan(value) else "-∞" if value < 0 else "∞"
+    value = value or 0.0  # avoids -0
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
 
 
 def wilson(hits: float, n: int, z: float = Z95) -> Estimate:
-    """Wilson's score interval of `hits` of `n`; exactly 0 and 1 at the edges."""
+    """Return the share hits / n with Wilson's score interval; its bounds are exactly 0 at 0 hits and 1 at n hits."""
     if n <= 0:
         return NOTHING
     share = hits / n
@@ -83,29 +92,21 @@ def wilson(hits: float, n: int, z: float = Z95) -> Estimate:
 
 
 def accuracy(correct: ArrayLike) -> Estimate:
-    """Wilson's interval of the mean of zeros and ones; missing values are left out."""
+    """Return the mean of zeros and ones with Wilson's interval; NaN values are left out."""
     values = np.asarray(correct, dtype=np.float64)
     values = values[~np.isnan(values)]
     return wilson(float(values.sum()), len(values))
 
 
-def binomial(hits: int, n: int, share: float) -> float:
-    """The probability of so many hits of n."""
-    if share in (0.0, 1.0):
-        return float(hits == n * share)
-    ways = math.lgamma(n + 1) - math.lgamma(hits + 1) - math.lgamma(n - hits + 1)
-    return math.exp(ways + hits * math.log(share) + (n - hits) * math.log(1 - share))
-
-
 def difference(a: Estimate, b: Estimate) -> Estimate:
-    """a - b of two independent shares, Newcombe's square-and-add interval."""
+    """Return a - b of two independent shares, with Newcombe's square-and-add interval."""
     value = a.value - b.value
     low = value - math.hypot(a.value - a.low, b.high - b.value)
     return Estimate(value, low, value + math.hypot(a.high - a.value, b.value - b.low), min(a.n, b.n))
 
 
 def cluster_sums(clusters: ArrayLike, columns: Sequence[ArrayLike]) -> Floats:
-    """Sums of each column per cluster, and the cluster's size last: [clusters, columns + 1]."""
+    """Return the sums of each column per cluster, and the cluster's size last: [clusters, columns + 1]."""
     _, code = np.unique(np.asarray(clusters), return_inverse=True)
     filled = [np.asarray(column, dtype=np.float64) for column in columns]
     sums = [np.bincount(code, weights=column) for column in [*filled, np.ones(len(code))]]
@@ -113,16 +114,23 @@ def cluster_sums(clusters: ArrayLike, columns: Sequence[ArrayLike]) -> Floats:
 
 
 def resample(sums: Floats, draws: int = DRAWS, seed: int = SEED) -> Floats:
-    """Totals of `draws` resamples of whole clusters: [draws, columns]."""
+    """Return the column totals of `draws` bootstrap resamples of clusters [clusters, columns]: [draws, columns]."""
     kinds, counts = np.unique(sums, axis=0, return_counts=True)
     chosen = np.random.default_rng(seed).multinomial(len(sums), counts / len(sums), size=draws)
     return np.asarray(chosen @ kinds, dtype=np.float64)
 
 
-def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: float = 0.0, seed: int = SEED) -> Estimate:
-    """The share of the baseline that is left, (after - chance) / (before - chance), with a paired cluster bootstrap.
+def _without_interval(value: float, n: int) -> Estimate:
+    """Return a value without an interval: with a single cluster, the variance between clusters is unknown."""
+    return Estimate(value, -math.inf, math.inf, n, ONE_HAYSTACK)
 
-    `after`, `before` and `clusters` run over the same samples. chance=0 gives the raw share.
+
+def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: float = 0.0, seed: int = SEED) -> Estimate:
+    """Return the retained share of the baseline, (after - chance) / (before - chance), with a paired cluster bootstrap.
+
+    Args:
+        after, before, clusters: [samples], in the same order. Several samples of a single cluster give no interval.
+        chance: Accuracy by chance; 0 gives the raw share.
     """
     a, b = np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64)
     n = len(a)
@@ -132,7 +140,10 @@ def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: f
         at = f", chance {percent(chance)}" if chance else ""
         return Estimate(math.nan, math.nan, math.nan, n, f"baseline {percent(float(b.mean()))}{at}: nothing to retain")
     value = float((a.mean() - chance) / (b.mean() - chance))
-    totals = resample(cluster_sums(clusters, [a, b]), seed=seed)
+    sums = cluster_sums(clusters, [a, b])
+    if len(sums) == 1 < n:
+        return _without_interval(value, n)
+    totals = resample(sums, seed=seed)
     above, below = totals[:, 0] - chance * totals[:, 2], totals[:, 1] - chance * totals[:, 2]
     shares = np.where(below > 0, above / np.where(below > 0, below, 1), np.inf)
     low, high = interval(shares)
@@ -141,20 +152,23 @@ def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: f
 
 
 def gain(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, seed: int = SEED) -> Estimate:
-    """after - before of the same samples, with a paired cluster bootstrap."""
+    """Return the mean of after - before of the same samples, with a paired cluster bootstrap."""
     a, b = np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64)
     n = len(a)
     if n == 0:
         return NOTHING
-    totals = resample(cluster_sums(clusters, [a, b]), seed=seed)
-    low, high = interval((totals[:, 0] - totals[:, 1]) / totals[:, 2])
     value = float(a.mean() - b.mean())
+    sums = cluster_sums(clusters, [a, b])
+    if len(sums) == 1 < n:
+        return _without_interval(value, n)
+    totals = resample(sums, seed=seed)
+    low, high = interval((totals[:, 0] - totals[:, 1]) / totals[:, 2])
     floor, ceiling = _guard(a, b, value, n)
     return Estimate(value, min(low, floor), max(high, ceiling), n)
 
 
 def _guard(after: Floats, before: Floats, value: float, scale: float) -> tuple[float, float]:
-    """Bounds of a value from the pairs that changed."""
+    """Return bounds of a value from Wilson's intervals of the pairs that changed; see `_spread`."""
     right = int(before.sum())
     lost, gained = float(np.sum(before * (1 - after))), float(np.sum(after * (1 - before)))
     down, up = _spread(lost, right, gained, len(before) - right)
@@ -162,15 +176,17 @@ def _guard(after: Floats, before: Floats, value: float, scale: float) -> tuple[f
 
 
 def changed_pairs(lost: float, right: int, gained: float, wrong: int) -> tuple[float, float]:
-    """Bounds of the retained share of `right` answers of which some were lost, while some of the `wrong` ones were gained."""
+    """Return bounds of the retained share if `lost` of the `right` baseline answers and `gained` of the `wrong` ones changed."""
     down, up = _spread(lost, right, gained, wrong)
     value = (right - lost + gained) / right if right else math.nan
     return value - down / max(right, 1), value + up / max(right, 1)
 
 
 def _spread(lost: float, right: int, gained: float, wrong: int) -> tuple[float, float]:
-    """How far down and up the count of right answers may lie, by Wilson's intervals of the pairs lost (of those that were
-    right) and gained (of those that were wrong)."""
+    """Return how far the count of right answers may lie below and above its value.
+
+    Combines Wilson's intervals of lost (of `right`) and gained (of `wrong`) pairs by square-and-add.
+    """
     out = wilson(lost, right) if right else Estimate(0.0, 0.0, 0.0, 0)
     back = wilson(gained, wrong) if wrong else Estimate(0.0, 0.0, 0.0, 0)
     down = math.hypot((out.high - out.value) * right, (back.value - back.low) * wrong)
@@ -179,14 +195,14 @@ def _spread(lost: float, right: int, gained: float, wrong: int) -> tuple[float, 
 
 
 def interval(draws: Floats) -> tuple[float, float]:
-    """The middle 95 % of bootstrap draws."""
+    """Return the 2.5 % and 97.5 % quantiles of bootstrap draws."""
     low, high = np.quantile(draws, [0.025, 0.975], method="inverted_cdf")
     return float(low), float(high)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One ability, asked of the same samples with nothing, attention and the recurrent side off."""
+    """Scores [samples] of one ability: baseline, attention ablated, and recurrent mixers ablated."""
 
     base: Floats
     attention_off: Floats
@@ -197,35 +213,37 @@ class Side:
 
 @dataclass(frozen=True)
 class Interaction:
-    """What is left of each ability with each side off, and the contrast between them."""
+    """The difference between ablating attention and recurrence, for each ability, and their sum (the contrast)."""
 
     contrast: Estimate
-    retrieval_gap: Estimate  # retrieval kept with recurrence off minus kept with attention off
-    knowledge_gap: Estimate  # knowledge kept with attention off minus kept with recurrence off
+    retrieval_gap: Estimate  # retrieval retained with recurrence ablated minus with attention ablated
+    knowledge_gap: Estimate  # knowledge retained with attention ablated minus with recurrence ablated
 
     @property
     def crossed(self) -> bool:
-        """Both simple effects point their way: a double dissociation in the strict sense."""
+        """Whether both gaps are above 0 with their intervals: a double dissociation in the strict sense."""
         return self.retrieval_gap.low > 0 and self.knowledge_gap.low > 0
 
 
 def interaction(retrieval: Side, knowledge: Side, seed: int = SEED) -> Interaction:
-    """(attention off, recurrent off) x (retrieval, knowledge) on chance-corrected retained shares.
+    """Estimate the interaction (attention or recurrence ablated) x (retrieval, knowledge) of chance-corrected retained shares.
 
-    Positive: silencing attention costs retrieval more than knowledge, compared with silencing the recurrent side.
+    Positive: ablating attention costs retrieval more than knowledge, compared with ablating recurrence.
     """
     first, first_draws, first_guard = _gap(retrieval, seed, attention_first=False)
     second, second_draws, second_guard = _gap(knowledge, seed + 1, attention_first=True)
     n = min(len(retrieval.base), len(knowledge.base))
     value, guard = first + second, math.hypot(first_guard, second_guard)
+    alone = [len(np.unique(side.clusters)) == 1 < len(side.base) for side in (retrieval, knowledge)]
     return Interaction(
-        _widened(value, first_draws + second_draws, guard, n),
-        _widened(first, first_draws, first_guard, len(retrieval.base)),
-        _widened(second, second_draws, second_guard, len(knowledge.base)),
+        _widened(value, first_draws + second_draws, guard, n, any(alone)),
+        _widened(first, first_draws, first_guard, len(retrieval.base), alone[0]),
+        _widened(second, second_draws, second_guard, len(knowledge.base), alone[1]),
     )
 
 
 def _gap(side: Side, seed: int, attention_first: bool) -> tuple[float, Floats, float]:
+    """Return the difference of retained shares between both ablations, its bootstrap draws, and a Wilson half-width."""
     columns = [np.asarray(c, dtype=np.float64) for c in (side.base, side.attention_off, side.recurrent_off)]
     sums = cluster_sums(side.clusters, columns)
     sign = 1.0 if attention_first else -1.0
@@ -241,8 +259,10 @@ def _gap(side: Side, seed: int, attention_first: bool) -> tuple[float, Floats, f
     return float(contrast(sums.sum(axis=0))), draws, guard
 
 
-def _widened(value: float, draws: Floats, guard: float, n: int) -> Estimate:
-    """The bootstrap interval; where all draws are alike, the Wilson half-widths instead."""
+def _widened(value: float, draws: Floats, guard: float, n: int, one_cluster: bool) -> Estimate:
+    """Return the bootstrap interval; if all draws are equal, an interval of half-width `guard` (from Wilson) instead."""
+    if one_cluster:
+        return _without_interval(value, n)
     low, high = interval(draws)
     if high - low < 1e-9:
         low, high = value - guard, value + guard
@@ -250,7 +270,13 @@ def _widened(value: float, draws: Floats, guard: float, n: int) -> Estimate:
 
 
 def perplexity(nll: ArrayLike, tokens: ArrayLike, clusters: ArrayLike, seed: int = SEED) -> Estimate:
-    """exp of the mean negative log-likelihood per token, resampled by cluster; `nll` is summed over a sample's tokens."""
+    """Return exp of the mean negative log-likelihood per token, with a cluster bootstrap.
+
+    Args:
+        nll: [samples] sums over each sample's tokens.
+        tokens: [samples] number of tokens.
+        clusters: [samples] a single cluster gives an interval of width 0.
+    """
     total, count = np.asarray(nll, dtype=np.float64), np.asarray(tokens, dtype=np.float64)
     if len(total) == 0 or count.sum() <= 0:
         return NOTHING

@@ -1,4 +1,4 @@
-"""The public face of a loaded model: ask it to generate, to score choices, for logits, under any intervention."""
+"""Subject: a loaded model with methods to generate, score choices and return logits under any intervention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from needlework.errors import NeedleworkError, check_plain
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
-from needlework.model.body import Body, Kernels
+from needlework.model.hooked_model import HookedModel, Kernels
 from needlework.requests import Answer, Request, stop_tokens
 from needlework.zoo import resolve
 
@@ -29,9 +29,9 @@ Prompt = str | Sequence[int]
 
 
 class Subject:
-    """A model with its tokenizer and anatomy. `model` and `tokenizer` stay within reach, unchanged between calls."""
+    """A model with its tokenizer and anatomy. `model` and `tokenizer` are the originals, unmodified between calls."""
 
-    def __init__(self, body: Body, tokenizer: Any = None, memory_bytes: int | None = None) -> None:
+    def __init__(self, body: HookedModel, tokenizer: Any = None, memory_bytes: int | None = None) -> None:
         self.body, self.tokenizer = body, tokenizer
         self.engine = Engine(body, memory_bytes)
 
@@ -62,7 +62,17 @@ class Subject:
         twins: Sequence[Mapping[str, Prompt]] | None = None,
         boundary: Phase = "decode",
     ) -> list[Answer]:
-        """Greedy answers, in the order of the prompts. `interventions`, if given, has one for each prompt."""
+        """Generate greedily and return the answers in the order of the prompts.
+
+        Args:
+            prompts: Texts or token ids.
+            intervention: One intervention for all prompts.
+            interventions: One intervention for each prompt instead.
+            stop: Token ids, or texts of one token, that end an answer besides the model's end tokens.
+            spans: Named token ranges of each prompt, for interventions that refer to them.
+            twins: Named prompts of the same length, for `swap_memory`.
+            boundary: The phase that processes the last prompt token.
+        """
         each = _interventions(prompts, intervention, interventions)
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         ends = stop_tokens(eos, _several(stop), partial(self.encode, continuation=True))
@@ -87,7 +97,7 @@ class Subject:
         return self.answer(requests)
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
-        """Answers to requests, in order, with their text."""
+        """Run requests and return their answers in order, with their text."""
         answers: dict[int, Answer] = dict(self.engine.run(requests))
         return [self.with_text(answers[i]) for i in range(len(requests))]
 
@@ -101,9 +111,15 @@ class Subject:
         spans: Mapping[str, Span] | None = None,
         boundary: Phase = "decode",
     ) -> Tensor:
-        """Logits [rows, tokens, vocabulary]. The first `prompt_tokens` are prefill, the rest is decoded token by token;
-        without it all tokens are prefill (scoring). Left padding named by `attention_mask` is taken off first: `prompt_tokens`
-        and `spans` count a row's own tokens, without its padding."""
+        """Return logits [rows, tokens, vocabulary].
+
+        Args:
+            input_ids: [rows, tokens]
+            prompt_tokens: Number of prompt tokens; the rest is decoded token by token. By default all tokens are prefill.
+            attention_mask: [rows, tokens], 0 for left padding. Rows run without their padding, whose logits are 0;
+                `prompt_tokens` and `spans` do not count it.
+            boundary: The phase that processes the last prompt token.
+        """
         act = as_intervention(intervention)
         return logits(self.body, input_ids, act, prompt_tokens, attention_mask, spans or {}, boundary)
 
@@ -116,7 +132,7 @@ class Subject:
         interventions: Sequence[Intervention | str] | None = None,
         spans: Sequence[Mapping[str, Span]] | None = None,
     ) -> list[Answer]:
-        """Log-likelihood of each option after each prompt. Scoring: every position counts as prefill."""
+        """Return answers with the log-likelihoods of each prompt's options; every position counts as prefill."""
         each = _interventions(prompts, intervention, interventions)
         spans = _one_each(spans, len(prompts), {}, "spans")
         lists = _one_each(options, len(prompts), (), "lists of options")
@@ -129,6 +145,7 @@ class Subject:
         return self.answer(requests)
 
     def encode(self, prompt: Prompt, continuation: bool = False) -> tuple[int, ...]:
+        """Return token ids of a text, with special tokens unless it is a continuation; token ids are returned as they are."""
         if not isinstance(prompt, str):
             try:
                 return tuple(map(index, prompt))
@@ -140,22 +157,22 @@ class Subject:
         return tuple(self.tokenizer(prompt, add_special_tokens=not continuation)["input_ids"])
 
     def use(self, means: Any) -> None:
-        """Make calibrated means (`nw.calibrate`, `nw.Means.load`) known to interventions that name their hash."""
+        """Register calibrated means (`nw.calibrate`, `nw.Means.load`) for interventions that refer to their hash."""
         self.body.means[means.hash] = means.tensors
 
     def with_text(self, answer: Answer) -> Answer:
-        """An answer of the engine with what was said."""
+        """Return the answer with its tokens decoded to text."""
         if self.tokenizer is None or answer.option_logprobs:
             return answer
         said = answer.tokens
-        # The special token that ended the answer was not said: left in, it would stick to the last word.
+        # Drop the special token that ended the answer: decoded, it would be attached to the last word.
         if answer.finish == "stop" and said[-1] in self.tokenizer.all_special_ids:
             said = said[:-1]
         return answer.with_text(self.tokenizer.decode(said))
 
 
 def _several(given: Any) -> Any:
-    """Refuse a lone text where several are due: it would be taken apart into its letters."""
+    """Raise for a single text where a list is expected, since it would be split into characters."""
     if isinstance(given, str):
         raise NeedleworkError(f"{given!r} is one text; give a list of prompts, options or stops: [{given!r}]")
     return given
@@ -164,7 +181,7 @@ def _several(given: Any) -> Any:
 def _interventions(
     prompts: Sequence[Prompt], one: Intervention | str, each: Sequence[Intervention | str] | None
 ) -> list[Intervention]:
-    """What is done to each prompt."""
+    """Return the intervention of each prompt."""
     for_all = as_intervention(one)
     if each is not None and for_all != NONE:
         raise NeedleworkError(f"both {one} and a list of interventions are given; give one for all prompts, or one for each")
@@ -195,35 +212,24 @@ def load(
 ) -> Subject:
     """Load a model by its name in the zoo, from a directory, a .gguf file or a hub id.
 
-    `dtype` is torch's or its name; "auto" is what the checkpoint's configuration names.
-    `window="deepmind"` is RecurrentGemma's own rule; `kernels="stock"` leaves transformers' own scans in place.
+    Args:
+        dtype: A torch dtype or its name; "auto" uses the dtype in the checkpoint's configuration.
+        window: Rule of sliding windows; "deepmind" is RecurrentGemma's original rule, with one key more.
+        kernels: "stock" keeps the scan implementations of transformers.
+        memory_bytes: Limit for prompts and answers; by default half of the free memory.
     """
-    from needlework.model.load import load_body
+    from needlework.model.load import load_hooked_model, own_dtype
 
     place = resolve(source)
     name = str(dtype).removeprefix("torch.")
     if name == "auto":
         name = own_dtype(place, revision, trust_remote_code)
-    body, tokenizer = load_body(place, device, name, device_map, revision, trust_remote_code, window, kernels)
+    body, tokenizer = load_hooked_model(place, device, name, device_map, revision, trust_remote_code, window, kernels)
     return Subject(body, tokenizer, memory_bytes)
 
 
-def own_dtype(source: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> str:
-    """The dtype that a checkpoint's configuration names."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(source, revision=revision, trust_remote_code=trust_remote_code)
-    except Exception:
-        return "float32"  # whatever is wrong, loading says it better
-    named = config.get_text_config(decoder=True).dtype or config.dtype
-    if named is None:
-        raise NeedleworkError(f"{source}: dtype='auto', but its configuration names none; choose dtype='float32' or 'bfloat16'")
-    return str(named).removeprefix("torch.")
-
-
 def wrap(model: torch.nn.Module, tokenizer: Any = None, *, kernels: Kernels = "fast") -> Subject:
-    """A subject around a model that is already in memory."""
-    from needlework.model.load import make_body
+    """Return a Subject for a model that is already in memory."""
+    from needlework.model.load import hook_model
 
-    return Subject(make_body(model, "transformers", kernels), tokenizer)
+    return Subject(hook_model(model, "transformers", kernels), tokenizer)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import needlework as nw
-from needlework.heads.agreement import agreement, matrix, spearman
+from needlework.heads.evaluation import compare_all_rankings, compare_rankings, spearman
 from needlework.interventions.ranking import Ranking
 
 HEADS = [nw.Head(2, i) for i in range(20)]
@@ -34,18 +34,18 @@ def test_spearman_is_pearsons_of_mean_ranks() -> None:
 def test_overlap_counts_shared_heads_among_the_best() -> None:
     first = Ranking(order=HEADS)
     second = Ranking(order=[*HEADS[2:6], *HEADS[:2], *HEADS[6:]])
-    found = agreement(first, second, k=4)
+    found = compare_rankings(first, second, k=4)
     assert (found.overlap, found.k, found.by_chance) == (0.5, 4, 0.2)
-    assert agreement(first, first).overlap == 1.0
-    assert agreement(first, first).k == 3  # 15 % of 20
-    assert agreement(first, Ranking(order=HEADS[::-1])).spearman == pytest.approx(-1.0)
-    table = matrix({"a": first, "b": second}, k=4)
+    assert compare_rankings(first, first).overlap == 1.0
+    assert compare_rankings(first, first).k == 3  # 15 % of 20
+    assert compare_rankings(first, Ranking(order=HEADS[::-1])).spearman == pytest.approx(-1.0)
+    table = compare_all_rankings({"a": first, "b": second}, k=4)
     assert table["a"]["b"] == table["b"]["a"]
     with pytest.raises(nw.NeedleworkError, match="the same heads"):
-        agreement(first, Ranking(order=HEADS[:3]))
+        compare_rankings(first, Ranking(order=HEADS[:3]))
 
 
 def test_equal_scores_do_not_agree_by_their_place() -> None:
     """Two methods that say nothing of any head must not correlate because ties go to the lower head."""
     nothing = Ranking.by_scores(dict.fromkeys(HEADS, 0.0))
-    assert agreement(nothing, nothing).spearman == 0.0
+    assert compare_rankings(nothing, nothing).spearman == 0.0

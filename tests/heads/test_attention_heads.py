@@ -14,8 +14,10 @@ from transformers import AutoModelForCausalLM
 import needlework as nw
 from needlework import zoo
 from needlework.heads import samples
-from needlework.heads.looking import entropy, question_of
 from needlework.heads.methods import Scores, chosen, table
+from needlework.heads.observers import question_span
+from needlework.measure import make_requests
+from needlework.observation import entropy
 from needlework.tasks.base import Item
 from needlework.toy.words import WORD_ID
 
@@ -30,7 +32,7 @@ def subject() -> nw.Subject:
 @functools.cache
 def items() -> tuple[Item, ...]:
     task = nw.tasks.make_task({"kind": "niah", "lengths": [40, 56], "depths": [20, 80], "distractors": 1})
-    return tuple(sample.item for sample in samples.draw(subject(), [task], 3, seed=5))
+    return tuple(sample.item for sample in samples.draw_samples(subject(), [task], 3, seed=5))
 
 
 def scored(name: str) -> Scores:
@@ -123,7 +125,7 @@ def test_needle_mass_and_entropies() -> None:
 def test_question_mass_is_contrasted_with_an_empty_question() -> None:
     found = scored("question_mass")
     for number, item in enumerate(items()):
-        start, end = question_of(item)
+        start, end = question_span(item)
         words = subject().tokenizer.decode(item.prompt[start:end]).split()
         assert (words[0] in ("what", "which"), words[-1]) == (True, "?")
         reading = stock_answer(number).reading
@@ -138,7 +140,7 @@ def test_question_mass_is_contrasted_with_an_empty_question() -> None:
 def test_what_plans_record_is_the_same() -> None:
     """One table: the three methods that a recording's sums suffice for say there what they say here."""
     with nw.observe(subject()) as watch:
-        subject().answer([samples.Sample(None, item).request() for item in items()])  # type: ignore[arg-type]
+        subject().answer([make_requests(item, "generate", ending=item.ending)[0] for item in items()])
     known = [name for name, method in table().items() if method.of_seen]
     assert known == ["needle_mass", "copy_score", "entropy"]
     for method in chosen(known):

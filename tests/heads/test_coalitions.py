@@ -11,9 +11,9 @@ import pytest
 from stock_heads import samples, score, stock
 
 import cases
-from needlework.heads.answers import questions
-from needlework.heads.causal import Trial, ask
-from needlework.heads.coalitions import _affordable, _keeping, fair_shares
+from needlework.heads.causal import QuestionTrial, score_answers
+from needlework.heads.coalitions import _affordable, _keep_members, shapley_values
+from needlework.heads.samples import correct_questions
 
 Worth = Callable[[frozenset[int]], float]
 
@@ -42,9 +42,9 @@ def _values(worths: Sequence[Worth]) -> Callable[..., np.ndarray]:
 def of_jamba() -> dict[frozenset[int], float]:
     """What every set of the 8 heads of tiny Jamba is worth to one answer: all 256 of them."""
     subject = cases.subject("jamba")
-    (question,) = questions(subject, samples("jamba")[:1])
+    (question,) = correct_questions(subject, samples("jamba")[:1])
     sets = [frozenset(c) for size in range(9) for c in combinations(range(8), size)]
-    outcome = ask(subject, [Trial(question, _keeping(subject, members)) for members in sets])
+    outcome = score_answers(subject, [QuestionTrial(question, _keep_members(subject, members)) for members in sets])
     return dict(zip(sets, outcome.log_p.tolist(), strict=True))
 
 
@@ -62,7 +62,7 @@ def test_the_mean_over_all_orders_is_shapley_s_value(of_jamba: dict[frozenset[in
     """Unbiased: five heads of a real model (the others silent), every order once. Pairs hold each order twice."""
     worth: Worth = of_jamba.__getitem__
     orders = list(permutations(range(5)))
-    found, valued = fair_shares(_values([worth]), 5, 1, len(orders), Orders(orders), 0.0, _quiet)  # type: ignore[arg-type]
+    found, valued = shapley_values(_values([worth]), 5, 1, len(orders), Orders(orders), 0.0, _quiet)  # type: ignore[arg-type]
     assert found[0] == pytest.approx(_exact(worth, 5), abs=1e-9)
     assert np.abs(found).max() > 0.01
     assert valued == 2 + 2 * len(orders) * 4
@@ -72,7 +72,7 @@ def test_sampled_shares_come_near_the_exact_ones(of_jamba: dict[frozenset[int], 
     """All eight heads: within four standard errors, which shrink with the orders drawn; shares add up in every game."""
     worth: Worth = of_jamba.__getitem__
     exact = _exact(worth, 8)
-    runs = [fair_shares(_values([worth]), 8, 1, 50, np.random.default_rng(s), 0.0, _quiet)[0][0] for s in range(20)]
+    runs = [shapley_values(_values([worth]), 8, 1, 50, np.random.default_rng(s), 0.0, _quiet)[0][0] for s in range(20)]
     error = np.std(runs, 0, ddof=1) / np.sqrt(len(runs))
     assert np.all(np.abs(np.mean(runs, 0) - exact) < 4 * error + 1e-9)
     whole = worth(frozenset(range(8))) - worth(frozenset())
@@ -82,7 +82,7 @@ def test_sampled_shares_come_near_the_exact_ones(of_jamba: dict[frozenset[int], 
 def test_reversed_orders_cost_less_than_they_help(of_jamba: dict[frozenset[int], float]) -> None:
     """Antithetic: where players only add up and the last one pairs with the first, a pair is exact and an order is not."""
     worth: Worth = lambda members: float(len(members)) ** 2  # noqa: E731  (what one adds depends on its place alone)
-    found, _ = fair_shares(_values([worth]), 8, 1, 1, np.random.default_rng(0), 0.0, _quiet)
+    found, _ = shapley_values(_values([worth]), 8, 1, 1, np.random.default_rng(0), 0.0, _quiet)
     assert found[0] == pytest.approx(np.full(8, 8.0), abs=1e-12)
 
 
@@ -90,19 +90,19 @@ def test_a_walk_ends_when_nothing_is_left_to_gain() -> None:
     """Truncated: once the worth of all is reached within the tolerance, the rest get nothing and are not asked."""
     worth: Worth = lambda members: min(len(members), 3) / 3  # noqa: E731
     order = [list(range(24))]
-    full, all_valued = fair_shares(_values([worth]), 24, 1, 1, Orders(order), 0.0, _quiet)  # type: ignore[arg-type]
-    cut, valued = fair_shares(_values([worth]), 24, 1, 1, Orders(order), 0.01, _quiet)  # type: ignore[arg-type]
+    full, all_valued = shapley_values(_values([worth]), 24, 1, 1, Orders(order), 0.0, _quiet)  # type: ignore[arg-type]
+    cut, valued = shapley_values(_values([worth]), 24, 1, 1, Orders(order), 0.01, _quiet)  # type: ignore[arg-type]
     assert cut == pytest.approx(full)
     assert (all_valued, valued) == (2 + 2 * 23, 2 + 2 * 8)
     tight: Worth = lambda members: min(len(members), 3) / 3 + 1e-3 * len(members)  # noqa: E731
-    cut, valued = fair_shares(_values([tight]), 24, 1, 1, Orders(order), 0.02, _quiet)  # type: ignore[arg-type]
+    cut, valued = shapley_values(_values([tight]), 24, 1, 1, Orders(order), 0.02, _quiet)  # type: ignore[arg-type]
     assert valued == 2 + 2 * 8
     assert cut[0].sum() == pytest.approx(tight(frozenset(range(24))), abs=0.02)
 
 
 def test_games_are_dealt_orders_in_turn() -> None:
     worths: list[Worth] = [lambda members, g=g: float(g * len(members)) for g in range(3)]  # type: ignore[misc]
-    found, _ = fair_shares(_values(worths), 4, 3, 2, np.random.default_rng(0), 0.0, _quiet)
+    found, _ = shapley_values(_values(worths), 4, 3, 2, np.random.default_rng(0), 0.0, _quiet)
     assert found[:2] == pytest.approx(np.array([[0.0] * 4, [1.0] * 4]))
     assert np.isnan(found[2]).all()
 

@@ -12,7 +12,7 @@ from stock_heads import Call, Spy, Stock, samples, score, stock
 from torch import Tensor
 
 import cases
-from needlework.heads.contribution import Writing
+from needlework.heads.contribution import ContributionObserver
 from needlework.model.gates import answer_log_p, differentiable
 from needlework.requests import Request
 from needlework.tasks.base import Item
@@ -87,8 +87,8 @@ def test_what_all_heads_write_is_what_the_projection_gives(name: str) -> None:
     """In every architecture, whatever stands between attention and projection: summed over heads, towards each token said."""
     subject, item = cases.subject(name), samples(name, 1)[0]
     given: dict[int, list[Tensor]] = {layer.index: [] for layer in subject.anatomy.attention_layers}
-    writing = Writing(subject, 1)
-    with writing.watching(), ExitStack() as stack:
+    observer = ContributionObserver(subject, 1)
+    with observer.hooked(), ExitStack() as stack:
         for layer, part in subject.anatomy.attention_parts():
             projection = cases.output_projection(subject.model.get_submodule(part.path), part.query_heads * part.value_dim)
 
@@ -102,8 +102,8 @@ def test_what_all_heads_write_is_what_the_projection_gives(name: str) -> None:
     for layer, outs in given.items():
         calls = len(outs) // len(item.options[0])  # of a layer in one forward
         whole = sum(float(unembedding[item.options[0][i // calls]] @ out) for i, out in enumerate(outs))
-        assert writing.written[layer].sum() == pytest.approx(whole, abs=2e-4 * max(1, abs(whole)))
-        assert np.abs(writing.written[layer]).min() > 0
+        assert float(observer.sums[layer, "written"].sum()) == pytest.approx(whole, abs=2e-4 * max(1, abs(whole)))
+        assert float(observer.sums[layer, "written"].abs().min()) > 0
 
 
 @cases.each(cases.WITH_HEADS)

@@ -43,24 +43,52 @@ def test_wu_there_and_back(tmp_path: Path, anatomy: Anatomy) -> None:
     assert again.scores == mine.scores
 
 
-def test_gates_are_a_matrix_of_attention_layers_by_key_heads(tmp_path: Path, anatomy: Anatomy) -> None:
+def test_gates_are_a_matrix_of_layers_by_key_heads(tmp_path: Path, anatomy: Anatomy) -> None:
     parts = list(anatomy.attention_parts())
     assert any(part.kv_heads < part.query_heads for _, part in parts)
     assert len(parts) < len(anatomy.layers)
     mine = ranking(anatomy)
     foreign.write(mine, tmp_path / "x.tsv", "duo", anatomy)
     gates = np.loadtxt(tmp_path / "x.tsv", delimiter="\t", ndmin=2)  # as DuoAttention reads it
-    assert gates.shape == (len(parts), parts[0][1].kv_heads)
+    assert gates.shape == (len(anatomy.layers), parts[0][1].kv_heads)
     assert (gates.min() >= 0, gates.max()) == (True, 1.0)
     again = foreign.read(tmp_path / "x.tsv", anatomy)
-    for row, (layer, part) in enumerate(parts):
+    for layer, part in parts:
         size = part.query_heads // part.kv_heads
         for q in range(part.query_heads):
-            assert again.scores[nw.Head(layer, q)] == pytest.approx(gates[row, q // size])
+            assert again.scores[nw.Head(layer, q)] == pytest.approx(gates[layer, q // size])
         best = [max(mine.scores[nw.Head(layer, kv * size + i)] for i in range(size)) for kv in range(part.kv_heads)]
-        assert np.argsort(best).tolist() == np.argsort(gates[row], kind="stable").tolist() or len(set(best)) < len(best)
+        assert np.argsort(best).tolist() == np.argsort(gates[layer], kind="stable").tolist() or len(set(best)) < len(best)
     foreign.write(again, tmp_path / "y.tsv", "duo", anatomy)
     assert foreign.read(tmp_path / "y.tsv", anatomy) == again
+
+
+def test_kvpress_streams_the_heads_that_score_lowest(tmp_path: Path, anatomy: Anatomy) -> None:
+    """What kvpress's DuoAttentionPress does with the file, restated: kvpress is no dependency (benchmarks/kvpress_duo.py).
+
+    It takes the smallest entries of the whole matrix, and a layer's row is the one of its index in the model.
+    """
+    parts = dict(anatomy.attention_parts())
+    scores = {head: float((7 * i) % 11) for i, head in enumerate(anatomy.heads)}
+    foreign.write(Ranking.by_scores(scores), tmp_path / "x.tsv", "duo", anatomy)
+    gates = np.clip(np.loadtxt(tmp_path / "x.tsv", dtype=float, delimiter="\t"), 0, 1)
+    streaming = np.zeros(gates.shape, dtype=bool)
+    streaming[np.unravel_index(np.argsort(gates, axis=None)[:2], gates.shape)] = True
+    size = {layer: part.query_heads // part.kv_heads for layer, part in parts.items()}
+    best = {(h.layer, h.index // size[h.layer]): 0.0 for h in anatomy.heads}
+    for head, score in scores.items():
+        place = (head.layer, head.index // size[head.layer])
+        best[place] = max(best[place], score)
+    lowest = sorted(best, key=lambda place: best[place])[:2]
+    assert {(layer, kv) for layer in parts for kv in range(parts[layer].kv_heads) if streaming[layer][kv]} == set(lowest)
+    assert not any(streaming[layer].any() for layer in range(len(anatomy.layers)) if layer not in parts)
+
+
+def test_rows_of_attention_layers_alone_are_read_too(tmp_path: Path, anatomy: Anatomy) -> None:
+    foreign.write(ranking(anatomy), tmp_path / "x.tsv", "duo", anatomy)
+    lines = (tmp_path / "x.tsv").read_text().splitlines(keepends=True)
+    (tmp_path / "y.tsv").write_text("".join(lines[layer] for layer, _ in anatomy.attention_parts()))
+    assert foreign.read(tmp_path / "x.tsv", anatomy).scores == foreign.read(tmp_path / "y.tsv", anatomy).scores
 
 
 def test_our_own_file_is_read_too_and_other_models_heads_are_refused(tmp_path: Path, anatomy: Anatomy) -> None:

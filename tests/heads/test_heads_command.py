@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 
 import needlework as nw
 from needlework.cli import app
+from needlework.heads import plots, tables
 from needlework.heads.methods import table
 from needlework.interventions.ranking import Ranking
 
@@ -56,6 +57,23 @@ def test_everything_is_written_and_can_be_used(tmp_path: Path) -> None:
     judged = json.loads(said[said.index("{") :])
     assert set(judged["rankings"]) == {"copy_score.wu", "copy_score.full_attention_heads"}
     assert judged["rankings"]["copy_score.wu"]["heads"] == summary["rankings"]["copy_score"]["heads"]
+
+
+@pytest.mark.parametrize("more", [["--by", "copy_score", "--no-judge", "--no-dynamic", "--no-retest"], ["--recurrent"]])
+def test_a_directory_appears_when_all_of_it_is_written(more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "heads"
+    arguments = ["tiny-griffin-small", "--samples", "2", *more, "--out", str(out)]
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_page", stopped)
+        patch.setattr(plots, "save_recurrent_plot", stopped)
+        assert run(*arguments)[0] == 130
+    assert list(tmp_path.iterdir()) == []
+    code, said = run(*arguments)
+    assert code == 0, said
+    assert (out / ("recurrent.json" if "--recurrent" in more else "heads.html")).exists()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from stock_heads import samples, score
 import cases
 import needlework as nw
 from needlework.anatomy import Head
-from needlework.heads.gates import learned
+from needlework.heads.contribution import learned
 from needlework.heads.methods import Scores
 from needlework.model.gates import answer_log_p, differentiable
 from needlework.tasks.base import Item, make_task

@@ -14,9 +14,8 @@ import torch
 
 import cases
 import needlework as nw
-from needlework.heads.recurrent import recurrent_side
-from needlework.heads.recurrent_values import Ability, Outcome, RecurrentSide
-from needlework.heads.recurrent_views import picture
+from needlework.heads.plots import save_recurrent_plot
+from needlework.heads.recurrent import Ability, Outcome, RecurrentSide, recurrent_side
 from needlework.tasks.base import Item
 
 SHARES = (0.05, 0.2)
@@ -147,10 +146,10 @@ def test_it_can_be_read_by_people_and_programs(asked: Any, tmp_path: Path) -> No
     assert share
     assert float(share[1]) == pytest.approx(100 * figures["value"], abs=0.06)
     assert np.array(content["abilities"]["retrieval"]["drops"]).shape == (12, 16)
-    picture(side, tmp_path / "side.png", "a model")
+    save_recurrent_plot(side, tmp_path / "side.png", "a model")
     assert (tmp_path / "side.png").read_bytes()[1:4] == b"PNG"
     with pytest.raises(nw.NeedleworkError, match="picture"):
-        picture(side, tmp_path / "side.txt")
+        save_recurrent_plot(side, tmp_path / "side.txt")
 
 
 def _side(asked: RecurrentSide, **said: float) -> RecurrentSide:

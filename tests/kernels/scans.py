@@ -50,8 +50,16 @@ def resets(batch: int, length: int, share: float = 0.1) -> Tensor:
     return torch.rand(batch, length) < share
 
 
-def rglru_inputs(batch: int, length: int, width: int, with_state: bool = True) -> dict[str, Tensor]:
+def linear_inputs(batch: int, length: int, width: int) -> dict[str, Tensor]:
+    """Inputs of h_t = decay_t * h_{t-1} + x_t."""
     tensors = {"x": torch.randn(batch, length, width), "decay": torch.rand(batch, length, width)}
+    return tensors | {"state": torch.randn(batch, width)}
+
+
+def rglru_inputs(batch: int, length: int, width: int, with_state: bool = True) -> dict[str, Tensor]:
+    """Inputs of the RG-LRU with its gates."""
+    tensors = {name: torch.randn(batch, length, width) for name in ("x", "gate_in", "gate_keep")}
+    tensors["rate"] = 0.01 + torch.rand(width)
     return tensors | ({"state": torch.randn(batch, width)} if with_state else {})
 
 

@@ -11,18 +11,20 @@ from hypothesis import strategies as st
 from scans import SEEDS, Threads
 from torch import Tensor
 
-from needlework.kernels.block_attention import Lines, attend, covers, lines_of
+from needlework.kernels.block_attention import TransposedKeyValues, attend, supports, transpose_keys_values
 
 NEAR_TIE = 1e-5
 
 
-def inputs(rows: int, kv_heads: int, group: int, queries: int, dim: int, far: int, near: int) -> tuple[Tensor, Lines]:
+def inputs(
+    rows: int, kv_heads: int, group: int, queries: int, dim: int, far: int, near: int
+) -> tuple[Tensor, TransposedKeyValues]:
     """Queries and keys; several rows read one prompt."""
     prompts = (rows + 1) // 2
-    shared = lines_of(torch.randn(prompts, kv_heads, far, dim), torch.randn(prompts, kv_heads, far, dim + 4))
-    own = lines_of(torch.randn(rows, kv_heads, near, dim), torch.randn(rows, kv_heads, near, dim + 4))
+    shared = transpose_keys_values(torch.randn(prompts, kv_heads, far, dim), torch.randn(prompts, kv_heads, far, dim + 4))
+    own = transpose_keys_values(torch.randn(rows, kv_heads, near, dim), torch.randn(rows, kv_heads, near, dim + 4))
     prompt = torch.randint(prompts, (rows,))
-    return torch.randn(rows, kv_heads * group, queries, dim), Lines(*shared, prompt, *own)
+    return torch.randn(rows, kv_heads * group, queries, dim), TransposedKeyValues(*shared, prompt, *own)
 
 
 def formula(query: list[float], keys: list[list[float]], values: list[list[float]], seen: list[bool], counted: list[bool]):  # type: ignore[no-untyped-def]
@@ -58,8 +60,8 @@ def test_equals_the_formula(data: st.DataObject, seed: int, rows: int, kv_heads:
     }[holes]
     left_out = torch.rand(rows, keys) < 0.4 if data.draw(st.booleans()) else None
     keep = torch.randint(heads + 1, (rows,)) if data.draw(st.booleans()) else None
-    silenced = torch.rand(rows, heads) < 0.3 if data.draw(st.booleans()) else None
-    out, off, certainty = attend(query, lines, visible, keep, left_out, silenced)
+    zeroed_heads = torch.rand(rows, heads) < 0.3 if data.draw(st.booleans()) else None
+    out, off, negative_entropy = attend(query, lines, visible, keep, left_out, zeroed_heads)
     for r in range(rows):
         prompt, k = int(lines.prompt[r]), heads if keep is None else int(keep[r])
         all_keys = torch.cat([lines.far_keys[prompt], lines.near_keys[r]], 2).transpose(1, 2).tolist()
@@ -73,10 +75,10 @@ def test_equals_the_formula(data: st.DataObject, seed: int, rows: int, kv_heads:
             ]
             order = sorted(range(heads), key=lambda h: -told[h][1])
             if k:
-                assert torch.allclose(certainty[r, t], torch.tensor([c for _, c in told]), atol=1e-5)
+                assert torch.allclose(negative_entropy[r, t], torch.tensor([c for _, c in told]), atol=1e-5)
             if 0 < k < heads and told[order[k - 1]][1] - told[order[k]][1] < NEAR_TIE:
                 continue  # which of the two is kept is a matter of rounding, and of the tests below
-            gone = {h for h in range(heads) if h not in order[:k] or (silenced is not None and silenced[r, h])}
+            gone = {h for h in range(heads) if h not in order[:k] or (zeroed_heads is not None and zeroed_heads[r, h])}
             assert off[r, t].tolist() == [h in gone for h in range(heads)]
             right = torch.tensor([[0.0] * out.shape[3] if h in gone else said for h, (said, _) in enumerate(told)])
             assert torch.allclose(out[r, t], right, atol=2e-5)
@@ -89,10 +91,10 @@ def test_ties_go_to_the_lower_head(group: int, k: int) -> None:
     query, lines = inputs(2, 6 // group if group != 4 else 1, group, 5, 8, 33, 0)
     heads = query.shape[1]
     same = query[:, :1].expand_as(query).contiguous()
-    alike = Lines(*(x if x.dim() == 1 else x[:, :1].expand_as(x).contiguous() for x in lines))
+    alike = TransposedKeyValues(*(x if x.dim() == 1 else x[:, :1].expand_as(x).contiguous() for x in lines))
     for asked, read, visible in ((same, alike, None), (query, lines, torch.arange(33).expand(1, 5, 33) == 7)):
-        _, off, certainty = attend(asked, read, visible, torch.full((2,), k))
-        assert torch.equal(certainty, certainty[..., :1].expand_as(certainty))
+        _, off, negative_entropy = attend(asked, read, visible, torch.full((2,), k))
+        assert torch.equal(negative_entropy, negative_entropy[..., :1].expand_as(negative_entropy))
         assert torch.equal(off, (torch.arange(heads) >= k).expand_as(off))
 
 
@@ -102,7 +104,7 @@ def test_a_row_does_not_depend_on_its_batch_nor_on_threads(threads: Threads) -> 
     threads(1)
     alone = []
     for i in range(5):
-        own = Lines(
+        own = TransposedKeyValues(
             lines.far_keys, lines.far_values, lines.prompt[i : i + 1], lines.near_keys[i : i + 1], lines.near_values[i : i + 1]
         )
         alone.append(attend(query[i : i + 1], own, visible[i : i + 1], keep[i : i + 1]))
@@ -127,8 +129,8 @@ def test_what_is_hidden_has_no_effect_at_all() -> None:
 def test_nan_is_not_hidden_and_ranked_as_torch_ranks_it() -> None:
     query, lines = inputs(2, 2, 2, 2, 8, 20, 0)
     query[0, 3] = math.nan
-    out, off, certainty = attend(query, lines, None, torch.tensor([2, 2]))
-    order = certainty.argsort(dim=-1, descending=True, stable=True)
+    out, off, negative_entropy = attend(query, lines, None, torch.tensor([2, 2]))
+    order = negative_entropy.argsort(dim=-1, descending=True, stable=True)
     assert order[0, :, 0].tolist() == [3, 3]
     assert torch.equal(off.logical_not().nonzero()[:, 2].view(2, 2, 2), order[..., :2].sort(-1).values)
     assert bool(out[0, :, 3].isnan().all())
@@ -139,22 +141,22 @@ def test_very_sharp_and_very_flat_attention() -> None:
     """Scores of thousands, and keys that are all alike."""
     query, lines = torch.zeros(1, 4, 1, 4), inputs(1, 1, 4, 1, 4, 50, 0)[1]
     query[0, 1], query[0, 2], query[0, 3] = 1.0, 300.0, -4000.0
-    out, _, certainty = attend(query, lines)
+    out, _, negative_entropy = attend(query, lines)
     scores = query[0, :, 0].double() @ lines.far_keys[0, 0].double()
     p = scores.softmax(-1)
     assert torch.allclose(out[0, 0].double(), p @ lines.far_values[0, 0].double().T, atol=1e-5)
-    assert torch.allclose(certainty[0, 0].double(), torch.special.xlogy(p, p).sum(-1), atol=1e-5)
-    assert float(certainty[0, 0, 0]) == pytest.approx(-math.log(50))
+    assert torch.allclose(negative_entropy[0, 0].double(), torch.special.xlogy(p, p).sum(-1), atol=1e-5)
+    assert float(negative_entropy[0, 0, 0]) == pytest.approx(-math.log(50))
 
 
 def test_what_the_kernel_does_not_cover() -> None:
     query = torch.randn(1, 2, 3, 8)
-    assert covers(query, 16)
-    assert not covers(query, 6)
-    assert not covers(query[..., :6], 8)
-    assert not covers(query.bfloat16(), 8)
-    assert not covers(query.to("meta"), 8)
-    assert not covers(query.requires_grad_(), 8)
+    assert supports(query, 16)
+    assert not supports(query, 6)
+    assert not supports(query[..., :6], 8)
+    assert not supports(query.bfloat16(), 8)
+    assert not supports(query.to("meta"), 8)
+    assert not supports(query.requires_grad_(), 8)
 
 
 def test_wrong_arguments_are_refused_before_the_kernel() -> None:
@@ -166,7 +168,7 @@ def test_wrong_arguments_are_refused_before_the_kernel() -> None:
         attend(query, lines, left_out=torch.ones(2, 10, dtype=torch.bool))
     with pytest.raises(ValueError, match="keep has shape"):
         attend(query, lines, keep=torch.ones(3, dtype=torch.int64))
-    with pytest.raises(ValueError, match="silenced has shape"):
-        attend(query, lines, silenced=torch.ones(2, 3, dtype=torch.bool))
+    with pytest.raises(ValueError, match="zeroed_heads has shape"):
+        attend(query, lines, zeroed_heads=torch.ones(2, 3, dtype=torch.bool))
     with pytest.raises(ValueError, match="near_keys has shape"):
         attend(query[:1], lines._replace(prompt=lines.prompt[:1]))

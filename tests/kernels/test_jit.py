@@ -1,4 +1,4 @@
-"""Blocks over threads: each once, on no more threads than torch may use, from anywhere."""
+"""Blocks over threads: each once, on no more threads than torch may use, from any thread or process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from scans import Threads
+from scans import Threads, rglru_inputs
 
-from needlework.kernels import rglru_scan
-from needlework.kernels.jit import columns, run_blocks, tokens_of
+from needlework.kernels import gated_rglru
+from needlework.kernels.conv import _join_blocks
+from needlework.kernels.jit import flatten_tokens, run_blocks
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
@@ -47,10 +48,10 @@ def test_a_failing_part_is_not_swallowed_and_the_others_are_waited_for(threads: 
 
 def test_many_callers_at_once(threads: Threads) -> None:
     threads(2)
-    x, decay = torch.randn(8, 200, 130), torch.rand(8, 200, 130)
-    expected = rglru_scan(x, decay)[0]
+    tensors = rglru_inputs(8, 200, 130)
+    expected = gated_rglru(**tensors)[0]
     with ThreadPoolExecutor(6) as callers:
-        found = list(callers.map(lambda _: rglru_scan(x, decay)[0], range(30)))
+        found = list(callers.map(lambda _: gated_rglru(**tensors)[0], range(30)))
     assert all(torch.equal(out, expected) for out in found)
 
 
@@ -58,11 +59,11 @@ def test_many_callers_at_once(threads: Threads) -> None:
 @pytest.mark.filterwarnings("ignore:This process")
 def test_a_forked_child_has_threads_of_its_own(threads: Threads) -> None:
     threads(2)
-    x, decay = torch.randn(4, 50, 130), torch.rand(4, 50, 130)
-    expected = rglru_scan(x, decay)[0]  # the parent's threads are running now
+    tensors = rglru_inputs(4, 50, 130)
+    expected = gated_rglru(**tensors)[0]  # the parent's threads are running now
     child = os.fork()
     if child == 0:
-        os._exit(0 if torch.equal(rglru_scan(x, decay)[0], expected) else 1)
+        os._exit(0 if torch.equal(gated_rglru(**tensors)[0], expected) else 1)
     for _ in range(300):
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
@@ -75,10 +76,10 @@ def test_a_forked_child_has_threads_of_its_own(threads: Threads) -> None:
     assert os.waitstatus_to_exitcode(status) == 0
 
 
-def test_columns_join_the_blocks_of_a_row() -> None:
-    assert columns(0, 6, 130) == (0, 0, 130, 3)
-    assert columns(4, 6, 130) == (1, 64, 130, 6)
-    assert columns(1, 2, 130) == (0, 64, 128, 2)
+def test_neighbouring_blocks_of_a_row_are_joined() -> None:
+    assert _join_blocks(0, 6, 130) == (0, 0, 130, 3)
+    assert _join_blocks(4, 6, 130) == (1, 64, 130, 6)
+    assert _join_blocks(1, 2, 130) == (0, 64, 128, 2)
 
 
 @pytest.mark.parametrize("view", ["slice", "channels first", "expanded"])
@@ -89,7 +90,7 @@ def test_tokens_point_into_the_tensor_whatever_its_layout(view: str) -> None:
         "channels first": wide.transpose(1, 2),
         "expanded": wide[:, :1].expand(2, 5, 10),
     }[view]
-    flat, strides = tokens_of(tensor)
+    flat, strides = flatten_tokens(tensor)
     for place in torch.cartesian_prod(*(torch.arange(n) for n in tensor.shape)).tolist():
         assert flat[sum(i * stride for i, stride in zip(place, strides, strict=True))] == tensor[tuple(place)]
     wide[0, 0, 4] = -1.0

@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from scans import rglru_inputs
 from torch import Tensor
 
-from needlework.kernels import memory, rglru_scan
+from needlework.kernels import gated_rglru, jit
 
 
 @pytest.fixture(autouse=True)
 def _nothing_held() -> Iterator[None]:
-    memory._buffers.clear()
+    jit._buffers.clear()
     yield
-    memory._buffers.clear()
+    jit._buffers.clear()
 
 
 def large(megabytes: int = 8) -> Tensor:
@@ -24,15 +25,15 @@ def large(megabytes: int = 8) -> Tensor:
 
 
 def test_a_freed_result_is_used_again() -> None:
-    first = memory.empty_like(large())
+    first = jit.empty_like(large())
     where = first.data_ptr()
     del first
-    assert memory.empty_like(large()).data_ptr() == where
+    assert jit.empty_like(large()).data_ptr() == where
 
 
 @pytest.mark.parametrize("hold", ["tensor", "view", "numpy", "graph"])
 def test_memory_in_use_is_never_given_away(hold: str) -> None:
-    first = memory.empty_like(large()).fill_(7.0)
+    first = jit.empty_like(large()).fill_(7.0)
     kept: Any = first
     if hold == "view":
         kept = first[0, 3:5]
@@ -42,7 +43,7 @@ def test_memory_in_use_is_never_given_away(hold: str) -> None:
         kept = (first * torch.ones(1, requires_grad=True)).grad_fn
     where = first.data_ptr()
     del first
-    second = memory.empty_like(large())
+    second = jit.empty_like(large())
     assert second.data_ptr() != where
     second.fill_(0.0)
     if hold != "graph":
@@ -50,30 +51,30 @@ def test_memory_in_use_is_never_given_away(hold: str) -> None:
 
 
 def test_scans_do_not_write_over_each_other() -> None:
-    x, decay = torch.randn(1, 1200, 1000), torch.rand(1, 1200, 1000)
-    first, _ = rglru_scan(x, decay)
+    tensors = rglru_inputs(1, 1200, 1000)
+    first, _ = gated_rglru(**tensors)
     copy = first.clone()
-    rglru_scan(2 * x, decay)
-    second, _ = rglru_scan(3 * x, decay)
+    gated_rglru(**tensors | {"x": 2 * tensors["x"]})
+    second, _ = gated_rglru(**tensors | {"x": 3 * tensors["x"]})
     assert torch.equal(first, copy)
     assert not torch.equal(first, second)
 
 
 def test_little_is_held() -> None:
-    several = [memory.empty_like(large(40)) for _ in range(6)]
-    assert sum(buffer.nbytes for buffer in memory._buffers) <= memory.KEPT
+    several = [jit.empty_like(large(40)) for _ in range(6)]
+    assert sum(buffer.nbytes for buffer in jit._buffers) <= jit.MAX_POOLED
     assert len({tensor.data_ptr() for tensor in several}) == 6
-    memory.empty_like(large(200))
-    assert max(buffer.nbytes for buffer in memory._buffers) <= memory.KEPT
+    jit.empty_like(large(200))
+    assert max(buffer.nbytes for buffer in jit._buffers) <= jit.MAX_POOLED
 
 
 def test_small_results_are_left_to_the_system() -> None:
-    memory.empty_like(torch.empty(1, 10, 10))
-    assert memory._buffers == []
+    jit.empty_like(torch.empty(1, 10, 10))
+    assert jit._buffers == []
 
 
 def test_dense_fp32_whatever_the_template() -> None:
     for template in (torch.empty(2, 30, 40, dtype=torch.bfloat16).transpose(1, 2), large()):
-        fresh = memory.empty_like(template)
+        fresh = jit.empty_like(template)
         assert (fresh.shape, fresh.dtype) == (template.shape, torch.float32)
         assert fresh.is_contiguous()

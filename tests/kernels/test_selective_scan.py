@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import loops
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from scans import BATCHES, LENGTHS, SEEDS, WIDTHS, Threads, assert_close, resets, run, selective_inputs
 from torch import Tensor
 
-from needlework.kernels import reference, selective_scan, selective_scan_cpu
+from needlework.kernels import selective_scan, selective_scan_cpu
 
 TIMED = ("x", "dt", "B", "C", "z")
 
@@ -26,7 +27,7 @@ def test_equals_the_reference_with_all_gradients(
     torch.manual_seed(seed)
     tensors = selective_inputs(batch, length, inner, n, fused, with_state)
     reset = resets(batch, length) if with_reset else None
-    assert_close(run(selective_scan, tensors, reset), run(reference.selective_scan, tensors, reset), tolerance=2e-5)
+    assert_close(run(selective_scan, tensors, reset), run(loops.selective_scan, tensors, reset), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
@@ -34,7 +35,7 @@ def test_either_result_alone_has_its_gradients(weights: tuple[float, float]) -> 
     tensors = selective_inputs(2, 40, 70, fused=True)
     assert_close(
         run(selective_scan, tensors, None, weights),
-        run(reference.selective_scan, tensors, None, weights),
+        run(loops.selective_scan, tensors, None, weights),
         tolerance=2e-5,
     )
 
@@ -45,7 +46,7 @@ def test_each_neighbour_can_come_alone(alone: str) -> None:
     tensors = {name: tensor for name, tensor in every.items() if name not in {"dt_bias", "skip", "z"} - {alone}}
     if alone != "dt_bias":
         tensors["dt"] = tensors["dt"].abs()
-    assert_close(run(selective_scan, tensors, None), run(reference.selective_scan, tensors, None), tolerance=2e-5)
+    assert_close(run(selective_scan, tensors, None), run(loops.selective_scan, tensors, None), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("split", [1, 31, 32, 50])
@@ -125,7 +126,7 @@ def test_the_backward_pass_keeps_a_small_part_of_the_states() -> None:
 def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
     forward = selective_scan_cpu.forward
-    monkeypatch.setattr(selective_scan_cpu, "forward", lambda *args: kept.append(args[-1].numel()) or forward(*args))
+    monkeypatch.setattr(selective_scan_cpu, "forward", lambda *args: kept.append(args[-1].size) or forward(*args))
     tensors = {name: tensor.requires_grad_() for name, tensor in selective_inputs(1, 64, 64).items()}
     with torch.no_grad():
         selective_scan(**tensors)
@@ -136,7 +137,7 @@ def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bf16_is_accumulated_in_fp32() -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in selective_inputs(2, 200, 40, state=False).items()}
     out, final = selective_scan(**tensors)
-    exact, last = reference.selective_scan(**{name: tensor.float() for name, tensor in tensors.items()})
+    exact, last = loops.selective_scan(**{name: tensor.float() for name, tensor in tensors.items()})
     assert out.dtype == torch.bfloat16
     assert final.dtype == torch.float32
     assert float((out.float() - exact).abs().max() / exact.abs().max()) < 4e-3
@@ -148,7 +149,7 @@ def test_steps_and_rates_beyond_all_reason_stay_finite() -> None:
     tensors = selective_inputs(1, 6, 64, fused=True)
     tensors["dt"] = torch.tensor([-200.0, -90.0, -1.0, 50.0, 120.0, 1e4])[None, :, None].expand(1, 6, 64)
     ours, _ = selective_scan(**tensors)
-    theirs, _ = reference.selective_scan(**tensors)
+    theirs, _ = loops.selective_scan(**tensors)
     assert ours.isfinite().all()
     assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-5)
 

@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import mini_tasks as mini
 import pytest
 from checkpoints import save
 
 from needlework import NeedleworkError
-from needlework.lmeval import mini, paper
-from needlework.store import Store
+from needlework.lmeval.evaluate import PAPER_KEPT
+from needlework.results import Store
 
 pytestmark = pytest.mark.slow
 ACTS = ["none", "keep_heads(k=1)", "ablate_attention()"]
@@ -180,7 +181,7 @@ def test_the_papers_preset_keeps_the_same_shares_and_talks_in_turns(griffin: Pat
     assert config["apply_chat_template"] is config["fewshot_as_multiturn"] is True
     prompt = next(iter(rows(tmp_path).values())).prompt
     assert prompt.count("ask : ") == 3  # two examples and the question, a turn each
-    assert paper.KEPT == (0, 3, 4, 5, 32)
+    assert PAPER_KEPT == (0, 3, 4, 5, 32)
 
 
 def test_shots_chat_and_loading_go_by_the_command_line(griffin: Path, tmp_path: Path) -> None:

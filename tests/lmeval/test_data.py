@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from needlework import NeedleworkError
-from needlework.lmeval.data import find, offered
+from needlework.lmeval.questions import find_dataset, use_local_data
 
 ROWS = [
     ("What is 1 + 1, in words?", ["one", "two", "three", 'the "other" two'], 1),
@@ -41,12 +41,12 @@ def write_parquet(folder: Path) -> None:
 @pytest.mark.parametrize("below", ["", "mmlu"])
 def test_both_layouts_of_mmlu_give_the_same_questions(write: Any, below: str, tmp_path: Path) -> None:
     write(tmp_path / below if below else tmp_path / "x")
-    found = find(tmp_path if below else tmp_path / "x", "cais/mmlu", "anatomy")
+    found = find_dataset(tmp_path if below else tmp_path / "x", "cais/mmlu", "anatomy")
     assert sorted(found) == ["dev", "test", "validation"]
     for split in found.values():
         assert [(d["question"], d["choices"], d["answer"]) for d in split] == ROWS
         assert set(split["subject"]) == {"anatomy"}
-    assert find(tmp_path, "cais/mmlu", "botany") is None
+    assert find_dataset(tmp_path, "cais/mmlu", "botany") is None
 
 
 def test_a_wrong_line_is_named(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_a_wrong_line_is_named(tmp_path: Path) -> None:
     file = tmp_path / "test" / "anatomy_test.csv"
     file.write_text(file.read_text() + "a question,one,two,three,E\n")
     with pytest.raises(NeedleworkError, match=r"anatomy_test\.csv, question 3"):
-        find(tmp_path, "cais/mmlu", "anatomy")
+        find_dataset(tmp_path, "cais/mmlu", "anatomy")
 
 
 def test_other_datasets_are_found_by_name_and_the_loader_comes_back(tmp_path: Path) -> None:
@@ -64,8 +64,8 @@ def test_other_datasets_are_found_by_name_and_the_loader_comes_back(tmp_path: Pa
     (tmp_path / "glue" / "cola").mkdir(parents=True)
     pandas.DataFrame({"sentence": ["a b"], "label": [1]}).to_parquet(tmp_path / "glue" / "cola" / "validation.parquet")
     stock = datasets.load_dataset
-    with offered(tmp_path):
+    with use_local_data(tmp_path):
         assert datasets.load_dataset(path="nyu-mll/glue", name="cola")["validation"][0] == {"sentence": "a b", "label": 1}
     assert datasets.load_dataset is stock
-    with pytest.raises(NeedleworkError, match="no such directory"), offered(tmp_path / "none"):
+    with pytest.raises(NeedleworkError, match="no such directory"), use_local_data(tmp_path / "none"):
         pass

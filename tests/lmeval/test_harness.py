@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mini_tasks import docs
 
 from needlework import NeedleworkError
-from needlework.lmeval.arguments import split_arguments
-from needlework.lmeval.mini import docs
 
 pytestmark = pytest.mark.slow  # lm-eval alone takes 14 s to import
 LETTER, CLOZE = docs("letter")["test"][:8], docs("cloze")["test"][:8]
@@ -115,6 +114,8 @@ def test_chat_template_and_encoding_are_inherited(griffin: Path) -> None:
 
 
 def test_the_arguments_of_a_string_split_outside_brackets_and_quotes_only() -> None:
+    from needlework.lmeval.model import split_arguments
+
     text = "pretrained=a/b,intervention=keep_heads(k=5, by='entropy') + ablate_recurrent(layers=[0, 1]),"
     text += "max_length=7,truncation=True"
     assert split_arguments(text) == {
@@ -137,3 +138,21 @@ def test_lm_evals_own_command_line_runs_our_model_type(griffin: Path, capsys: py
     shown = capsys.readouterr().out
     assert "|animals|" in shown  # lm-eval's own table, with the task's short name
     assert "keep_heads(k=1, by='entropy')" in shown
+
+
+@pytest.mark.parametrize("word", ["no", "0", "off", "'False '", "yes", "1"])
+def test_a_word_that_is_no_truth_value_is_refused(word: str, griffin: Path) -> None:
+    from needlework.lmeval.model import NeedleworkLM
+
+    for name in ("trust_remote_code", "use_fast_tokenizer", "truncation"):
+        with pytest.raises(NeedleworkError, match=f"{name}=.* is no truth value; write {name}=true or {name}=false"):
+            NeedleworkLM.create_from_arg_string(f"pretrained={griffin},{name}={word}")
+
+
+@pytest.mark.parametrize(
+    ("words", "trusted"), [("", False), (",trust_remote_code=False", False), (",trust_remote_code=true", True)]
+)
+def test_code_of_a_model_is_trusted_only_where_it_says_true(words: str, trusted: bool, griffin: Path) -> None:
+    from needlework.lmeval.model import NeedleworkLM
+
+    assert NeedleworkLM.create_from_arg_string(f"pretrained={griffin}{words}")._loading["trust_remote_code"] is trusted

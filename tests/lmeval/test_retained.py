@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import mini_tasks as mini
 import pytest
 
-from needlework.lmeval import mini
 from needlework.lmeval.retained import lines, lookups
-from needlework.store import Row
+from needlework.results import Row
 
 
 def trial(form: str, fact: int, act: str, correct: bool) -> Row:
@@ -80,7 +80,7 @@ def test_failed_rows_count_nowhere() -> None:
 
 def test_the_shipped_tasks_are_what_the_toy_world_gives() -> None:
     for path, text in mini.files():
-        assert (mini.FOLDER / path).read_text(encoding="utf-8") == text, f"{path}: run python -m needlework.lmeval.mini"
+        assert (mini.FOLDER / path).read_text(encoding="utf-8") == text, f"{path}: run python tests/lmeval/mini_tasks.py"
     shipped = {str(p.relative_to(mini.FOLDER)) for p in mini.FOLDER.rglob("*") if p.is_file() and "__pycache__" not in str(p)}
     assert shipped == {path for path, _ in mini.files()}
 

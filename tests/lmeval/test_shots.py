@@ -69,12 +69,11 @@ def hf(model: Path, archive: Path, k: int | None, chat: bool) -> dict[str, list[
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    from needlework.lmeval.data import offered
-    from needlework.lmeval.questions import quiet
+    from needlework.lmeval.questions import silence_lm_eval, use_local_data
 
     AttentionInterface.register("keep_best", keep_best(k))
     AttentionMaskInterface.register("keep_best", eager_mask)
-    with quiet(), offered(archive):
+    with silence_lm_eval(), use_local_data(archive):
         lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=4, attn_implementation="keep_best")
         found = simple_evaluate(
             lm,

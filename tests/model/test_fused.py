@@ -11,8 +11,7 @@ from needlework.engine import depth as depth_module
 from needlework.engine import reading as reading_module
 from needlework.interventions.acts import Act, ChangeOutputs, ExposeColumns, KeepBest, LimitKeys, SilenceHeads
 from needlework.model import attention
-from needlework.model.attention import Block, Forward
-from needlework.model.fused import fuses
+from needlework.model.attention import Block, Forward, fuses
 from needlework.model.keys import OwnKeys
 from needlework.receipts import Tally
 from needlework.requests import Answer, Request
@@ -111,7 +110,7 @@ def test_a_topmost_layer_computes_one_query_and_counts_all(act: nw.Intervention,
     asked = [nw.NONE, act, act + nw.LimitContext(30, layers=[2]), nw.LimitContext(9, layers=[1])]
     requests = [Request(PROMPTS[2], one, 3) for one in asked]
     alone = [subject.answer([request])[0] for request in requests]
-    subject.answer(requests)  # the doors are proven
+    subject.answer(requests)  # the entry points are proven
     monkeypatch.setattr(attention, "fused_block", watched)
     for ours, theirs in zip(subject.answer(requests), alone, strict=True):
         assert (ours.tokens, ours.receipt) == (theirs.tokens, theirs.receipt)

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import needlework as nw
 from cases import apart, each, subject, tokens
-from needlework.pruning.checkpoint import new_directory, read_back, save
 from needlework.pruning.cutting import Others, Pruned
+from needlework.pruning.prune import read_back, save
 
 OWN_WORDS = ("recurrent_gemma", "minimax", "glm5_next")  # other parts of these models go by the same number of heads
 
@@ -115,13 +115,3 @@ def test_a_configuration_may_say_anything(entry: object, tmp_path: Path) -> None
     file.write_text(json.dumps(json.loads(file.read_text()) | {"needlework": entry}))
     with pytest.raises(nw.NeedleworkError):
         nw.load(tmp_path)
-
-
-def test_nothing_is_overwritten_and_nothing_half_is_left(tmp_path: Path) -> None:
-    out = tmp_path / "there"
-    out.mkdir()
-    with pytest.raises(nw.NeedleworkError, match="is there already"), new_directory(out):
-        pass
-    with pytest.raises(KeyError), new_directory(tmp_path / "new"):
-        raise KeyError
-    assert [path.name for path in tmp_path.iterdir()] == ["there"]

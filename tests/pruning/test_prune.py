@@ -12,8 +12,9 @@ from typer.testing import CliRunner
 import needlework as nw
 from cases import subject
 from needlework.cli import app
-from needlework.pruning import figures, prune, selection
-from needlework.pruning.selection import choose
+from needlework.measure import make_samples, measure
+from needlework.pruning import figures, prune
+from needlework.pruning.prune import choose
 
 ORDER = "0.1 2.3 1.0 3.2 0.0 2.0"
 
@@ -128,7 +129,7 @@ def test_what_is_pruned_already_and_what_is_quantised_is_refused(llama: Path, tm
 @pytest.mark.slow
 def test_tiny_griffin_on_the_spot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranked, cut, measured and described: six of twenty heads find the needles, and the figures are those of the models."""
-    monkeypatch.setattr(selection, "RANKING_SAMPLES", 10)
+    monkeypatch.setattr(prune, "RANKING_SAMPLES", 10)
     monkeypatch.setattr(figures, "REPEATS", 1)
     monkeypatch.setattr(figures, "TEXTS", 2)
     monkeypatch.setattr(prune, "costs", partial(figures.costs, tokens=64))
@@ -137,9 +138,8 @@ def test_tiny_griffin_on_the_spot(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [row["ability"] for row in (needles, facts, texts)] == ["retrieval", "knowledge", "perplexity"]
     assert (needles["n"], needles["before"]["value"]) == (20, 1.0)
     assert needles["after"]["value"] >= 0.9
-    again = figures.Asked(done.subject, figures.retrieval(done.subject, 20))
-    right = [scores["correct"] for scores in again.answers(figures.Bar(20, "samples", shown=False), "")]
-    assert needles["after"]["value"] == sum(right) / 20
+    again = make_samples(done.subject, figures.retrieval(done.subject, 20), figures.FIGURES_SEED)
+    assert needles["after"]["value"] == measure(done.subject, again).values("correct").mean()
     costs = done.record["costs"]
     assert costs["after"]["parameters"] == done.subject.anatomy.parameters < costs["before"]["parameters"]
     assert done.record["loads_with"] == "needlework"

@@ -9,7 +9,7 @@ from kept import NO_STREAMS, STREAMING, pruned
 
 import needlework as nw
 from cases import PROMPT, SPANS, apart, each, intervention, subject, tokens
-from needlework.heads.contribution import Writing
+from needlework.heads.contribution import ContributionObserver
 from needlework.model.gates import differentiable
 from needlework.pruning.cutting import Others, Pruned, prune_subject
 from needlework.receipts import Tally
@@ -154,10 +154,10 @@ def test_what_full_heads_write_is_the_same_beside_streaming_ones() -> None:
     smaller = prune_subject(whole, (nw.Head(0, 3),), Others.parse("window=4,sinks=1"))
     found = []
     for one in (whole, smaller.subject):
-        writing = Writing(one, 1)
-        with writing.watching():
+        observer = ContributionObserver(one, 1)
+        with observer.hooked():
             list(one.engine.run([nw.Request(PROMPT, spans={"needle": ((3, 6),)}, forced=(5, 9), sample=0)]))
-        found.append(writing.contrast[0][0])
+        found.append(observer.sums[0, "contrast"][0].numpy())
     part = whole.anatomy.attention(0)
     group = part.query_heads // part.kv_heads
     full = [head for head in range(part.query_heads) if head // group == 3 // group]

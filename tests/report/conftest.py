@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from needlework.report import build
+from needlework.reports import build
 
 
 @pytest.fixture(scope="session")

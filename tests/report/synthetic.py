@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from needlework.store import SEMANTICS_VERSION, Observation, Row, Store
+from needlework.results import SEMANTICS_VERSION, Observation, Row, Store
 from needlework.tasks.scores import SCORES_VERSION
 
 LENGTHS = (64, 128, 192, 256)

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import cases
 import needlework as nw
+from needlework.analysis.conditions import Condition, normal, place, rebuilt
 from needlework.errors import NeedleworkError
-from needlework.report.conditions import Condition, normal, place, rebuilt
-from test_interventions import PARTS
+from strategies import PARTS
 
 FREE = {  # of each placed kind: the fields that may be anything
     "heads": "phase k fraction by seed draw sinks",

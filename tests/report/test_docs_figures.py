@@ -9,8 +9,9 @@ from types import ModuleType
 import pytest
 import synthetic
 
-from needlework.report.reader import load
-from needlework.store import Row, Store
+from needlework.analysis.model_trials import by_boundary
+from needlework.analysis.reader import load
+from needlework.results import Row, Store
 
 FILE = Path(__file__).parents[2] / "docs" / "figures.py"
 
@@ -29,12 +30,19 @@ def test_readme_takes_what_the_plan_asks_for_by_the_kind_of_task(figures: Module
     run = synthetic.write(tmp_path / "run", ("tiny-jamba", "tiny-mamba"), per_cell=1)
     before = figures.demo_table(load([run]))
     store = Store(run)
-    wanted = "task IN ('niah', 'niah_choice') AND intervention IN ('none', 'keep_heads(k=1)', 'ablate_attention()')"
+    read = (
+        "intervention IN ('none', 'keep_heads(k=1)', 'ablate_attention()') OR intervention LIKE 'keep_heads(k=1, by=''random''%'"
+    )
+    wanted = f"task IN ('niah', 'niah_choice') AND ({read})"
     rows = [row for row in store.rows() if row.task == "niah" and row.intervention == "none"]
     assert before[2].startswith("| tiny-jamba | 100 % [83.9, 100] | 0 % [0, 16.1] |")
     assert ", chance 25 % |" in before[2]
     assert ", 1 of 8 |" in before[2]
     assert before[3].startswith("| tiny-mamba | ")
+    trials = by_boundary(load([run]), "tiny-jamba")[0]
+    random = trials.retained_by_heads("random")[1]
+    assert before[2].split(" | ")[5] == figures.cell(random), "few heads have as many random ones beside them"
+    assert 0 < random.value < 1
     assert len(before) == 2 + 2
     store.db.execute(f"UPDATE trials SET task = 'my-' || task WHERE {wanted}")  # a name is the plan's own affair
     store.add([Row(**{**vars(row), "id": f"old {row.id}", "scores": {"correct": 0.0}, "asked": 0}) for row in rows])

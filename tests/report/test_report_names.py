@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from needlework.report import build, summary
-from needlework.report.names import LONGEST, shown
-from needlework.report.reader import load
-from needlework.store import Store
+from needlework.analysis.models import LONGEST, display_name
+from needlework.analysis.reader import load
+from needlework.reports import build, summary
+from needlework.results import Store
 
 HOSTILE = {
     "mathtext": r"my $\foo$ model",
@@ -58,7 +58,7 @@ def test_any_name_is_shown_and_breaks_nothing(few: Path, tmp_path: Path, kind: s
     page = build([run], pictures=kind in ("mathtext", "dollar", "other script"))
     text = page.read_text(encoding="utf-8")
     assert page.stat().st_size < 4_000_000
-    label = shown(HOSTILE[kind])
+    label = display_name(HOSTILE[kind])
     assert label in load([run]).models
     assert label.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;") in text
     console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
@@ -80,21 +80,21 @@ def test_bytes_that_are_no_text_do_not_hide_a_run(few: Path, tmp_path: Path) -> 
 
 @given(st.text(alphabet=st.characters(), max_size=300))
 def test_a_shown_name_is_short_and_printable(name: str) -> None:
-    label = shown(name)
+    label = display_name(name)
     assert len(label) <= LONGEST + 9
     assert "\n" not in label
     label.encode("utf-8")
-    assert shown(label) == label, "what can be shown is shown as it is"
+    assert display_name(label) == label, "what can be shown is shown as it is"
 
 
 @given(
     st.lists(st.text(alphabet=st.sampled_from("ab\n\x00\ud800 "), min_size=60, max_size=90), unique=True, min_size=2, max_size=2)
 )
 def test_two_names_stay_two(names: Any) -> None:
-    assert shown(names[0]) != shown(names[1])
+    assert display_name(names[0]) != display_name(names[1])
 
 
 def test_an_ordinary_name_is_left_alone() -> None:
-    assert shown("google/recurrentgemma-2b-it (bfloat16)") == "google/recurrentgemma-2b-it (bfloat16)"
-    assert shown("a" * 100).startswith("a" * 30)
-    assert shown("b" * 100 + "step-1000").endswith("step-1000")
+    assert display_name("google/recurrentgemma-2b-it (bfloat16)") == "google/recurrentgemma-2b-it (bfloat16)"
+    assert display_name("a" * 100).startswith("a" * 30)
+    assert display_name("b" * 100 + "step-1000").endswith("step-1000")

@@ -13,16 +13,16 @@ import pytest
 import synthetic
 
 from needlework import stats
+from needlework.analysis.conditions import FEW_HEADS, place
+from needlework.analysis.evidence import collect, helped_by_reading_twice
+from needlework.analysis.frame import Frame
+from needlework.analysis.model_trials import ModelTrials
+from needlework.analysis.reader import load
 from needlework.interventions import KeepHeads
-from needlework.report import curves, maps
-from needlework.report.browser import Browser, needle_characters, pieces, shortened
-from needlework.report.conditions import FEW_HEADS, place
-from needlework.report.evidence import collect, helped_by_reading_twice
-from needlework.report.frame import Frame
-from needlework.report.model_trials import ModelTrials
-from needlework.report.page import FIGURES
-from needlework.report.reader import load
-from needlework.store import Row, Store
+from needlework.reports import curves, maps_and_dots
+from needlework.reports.browser import Browser, needle_characters, pieces, shortened
+from needlework.reports.figures import FIGURES, make_figure
+from needlework.results import Row, Store
 
 
 @pytest.fixture(scope="session")
@@ -126,15 +126,15 @@ def test_evidence_finds_every_experiment(frame: Frame) -> None:
 
 def test_every_figure_has_its_panels(frame: Frame) -> None:
     browser = Browser(frame)
-    for name, make in FIGURES.items():
+    for name in FIGURES:
         if name != "hops":  # of tasks that this run has not (test_report_pools.py)
-            assert make(frame, browser).panels, name
+            assert make_figure(name, frame, browser).panels, name
 
 
 def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Row]) -> None:
-    figure = maps.needles(frame, Browser(frame))
-    grid = next(p for p in figure.panels if p.group == "tiny-griffin" and p.title == "all 4 heads")
-    assert isinstance(grid, maps.Grid)
+    panels = maps_and_dots.needles(frame, Browser(frame))
+    grid = next(p for p in panels if p.group == "tiny-griffin" and p.title == "all 4 heads")
+    assert isinstance(grid, maps_and_dots.Grid)
     assert (grid.cols, grid.rows) == (["64", "128", "192", "256"], ["0", "25", "50", "75", "100"])
     outside = defaultdict(set)
     for t in trials:
@@ -255,8 +255,8 @@ def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: lis
 
 
 def test_crossed_limits_are_a_map(frame: Frame) -> None:
-    panels = FIGURES["context"](frame, Browser(frame)).panels
-    grid = next(p for p in panels if isinstance(p, maps.Grid) and p.group == "tiny-jamba")
+    panels = make_figure("context", frame, Browser(frame)).panels
+    grid = next(p for p in panels if isinstance(p, maps_and_dots.Grid) and p.group == "tiny-jamba")
     assert (grid.cols[0], grid.cols[-1], len(grid.rows)) == ("8", "all", 7)
     corner = grid.cells[-1][-1]
     of_model = ModelTrials(frame, "tiny-jamba")
@@ -268,12 +268,12 @@ def test_a_control_is_drawn_only_where_it_was_measured(tmp_path: Path) -> None:
     """No heads and all heads belong to every way of choosing: two end points alone are no random control."""
     directory = synthetic.write(tmp_path / "run", models=("tiny-jamba",), per_cell=1)
     whole = load([directory])
-    drawn = [series.label for panel in curves.heads(whole, Browser(whole)).panels for series in panel.series]
+    drawn = [series.label for panel in curves.heads(whole, Browser(whole)) for series in panel.series]
     assert any("random" in label for label in drawn)
     with sqlite3.connect(next(directory.glob("*.sqlite"))) as database:
         database.execute("DELETE FROM trials WHERE intervention LIKE '%random%'")
     frame = load([directory])
-    panels = curves.heads(frame, Browser(frame)).panels
+    panels = curves.heads(frame, Browser(frame))
     assert panels
     assert not any("random" in series.label for panel in panels for series in panel.series)
 
@@ -284,7 +284,7 @@ def test_what_was_never_known_has_no_share_left(tmp_path: Path) -> None:
 
     def left() -> set[str]:
         frame = load([directory])
-        panels = curves.heads(frame, Browser(frame)).panels
+        panels = curves.heads(frame, Browser(frame))
         return {series.label for panel in panels if "left" in panel.title for series in panel.series}
 
     before = left()

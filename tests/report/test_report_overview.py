@@ -8,21 +8,23 @@ from pathlib import Path
 
 import pytest
 import synthetic
+from matplotlib.colors import to_hex
+from matplotlib.patches import Circle, Rectangle
 
-from needlework.report import build, charts
-from needlework.report.browser import Browser
-from needlework.report.checkpoints import shared
-from needlework.report.evidence import verdicts
-from needlework.report.frame import Frame
-from needlework.report.models import Seen, families, in_order, made_of
-from needlework.report.overview import Overview, free, outcome, overview, zone
-from needlework.report.overview_page import chip, picture
-from needlework.report.page import FIGURES
-from needlework.report.reader import load
-from needlework.report.spec import Dots, Grid, Lines, said, span, table
+from needlework.analysis.evidence import verdicts
+from needlework.analysis.findings import Point
+from needlework.analysis.frame import Frame
+from needlework.analysis.models import Seen, families, in_order, made_of
+from needlework.analysis.reader import load
+from needlework.reports import build, picture_files, svg
+from needlework.reports.browser import Browser
+from needlework.reports.checkpoints import merge_checkpoints
+from needlework.reports.figures import make_figure
+from needlework.reports.overview import Overview, label_position, outcome, overview, zone
+from needlework.reports.page import _environment
+from needlework.reports.panels import Dots, Grid, Lines, signed_limit
+from needlework.results import Store
 from needlework.stats import Estimate, gain, wilson
-from needlework.store import Store
-from needlework.verdicts import Point
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +80,25 @@ def test_a_verdict_says_why_with_its_rules_number(seen: Overview, page: Path) ->
         for verdict in block.verdicts.values():
             if verdict.points:
                 assert verdict.why.startswith(f"rule {block.rule.number}: ")
-                assert f'<p class="why">{verdict.why}</p>'.replace("'", "&#x27;") in text
+                assert f'<p class="why">{verdict.why}</p>'.replace("'", "&#39;") in text
 
 
 def test_three_words_have_three_looks(seen: Overview) -> None:
     block = next(block for block in seen.blocks if block.rule.claim == "memory")
     judged = block.verdicts["tiny-griffin"]
-    looks = {word: chip(replace(judged, word=word)) for word in ("not run", "does not apply", "not testable")}
+    macros = _environment().get_template("macros.html").module
+    looks = {word: str(macros.chip(replace(judged, word=word))) for word in ("not run", "does not apply", "not testable")}
     kinds = {word: re.search(r'class="chip ([\w-]+)"', look)[1] for word, look in looks.items()}  # type: ignore[index]
     assert len(set(kinds.values())) == 3
-    css = (Path(charts.__file__).parent / "page.css").read_text(encoding="utf-8")
+    css = (Path(picture_files.__file__).parent / "templates" / "page.css").read_text(encoding="utf-8")
     rules = [re.search(rf"\.chip\.{kind} {{(.*?)}}", css) for kind in kinds.values()]
     assert len({rule[1] for rule in rules if rule}) == 3
 
 
 def test_a_model_that_no_claim_is_about_is_said_once(seen: Overview) -> None:
-    assert [model for model in seen.models if seen.outside(model)] == ["tiny-mamba"]
-    made = picture(seen)
-    assert made.count("does not apply") == 1
+    assert [model for model in seen.models if seen.is_outside_all_claims(model)] == ["tiny-mamba"]
+    made = str(_environment().get_template("overview.html").module.table(seen))
+    assert made.count(">does not apply<") == 1
     assert f'rowspan="{len(seen.blocks)}"' in made
 
 
@@ -123,7 +126,7 @@ def test_colour_and_zone_say_how_an_interval_lies(
 ) -> None:
     point = Point("p", wilson(hits, 100), line, bound)  # type: ignore[arg-type]
     assert (zone(point), outcome(point)) == (where, came)
-    assert not point.estimate.low <= free(point) <= point.estimate.high
+    assert not point.estimate.low <= label_position(point) <= point.estimate.high
 
 
 def test_a_claim_that_nobody_was_asked_about_is_no_block(tmp_path: Path) -> None:
@@ -138,11 +141,26 @@ def test_a_claim_that_nobody_was_asked_about_is_no_block(tmp_path: Path) -> None
 
 
 def test_the_finding_is_a_picture_file_too(seen: Overview, tmp_path: Path) -> None:
-    charts.save([], tmp_path, seen)
+    picture_files.save_figures([], tmp_path, seen)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["finding.png", "finding.svg"]
     drawn = (tmp_path / "finding.svg").read_text(encoding="utf-8")
     assert all(model in drawn for model in seen.models)
     assert all(block.rule.title in drawn for block in seen.blocks)
+
+
+def test_files_show_what_the_page_draws_in_its_light_colours(frame: Frame) -> None:
+    """A file is the page's drawing, rendered: every dot, cell and word, in the colours of the style sheet."""
+    for name in ("heads", "exposure", "dissociation"):
+        figure = make_figure(name, frame, Browser(frame))
+        (axes,) = picture_files.render_svg(svg.draw_figure(figure)).axes
+        marks = [mark for panel in figure.panels for mark in panel.marks()]
+        shapes = Rectangle if name == "exposure" else Circle
+        assert sum(isinstance(patch, shapes) for patch in axes.patches) == len(marks)
+        texts = {text.get_text() for text in axes.texts}
+        assert {label for panel in figure.panels for label, _, _ in panel.legend_items()} <= texts
+        assert {f"{panel.group}: {panel.title}" for panel in figure.panels if panel.title != panel.group} <= texts
+    colors = {to_hex(patch.get_facecolor()) for patch in axes.patches if isinstance(patch, Circle)}
+    assert colors == {picture_files.light_colors()[name] for name in ("c1", "c4", "c5")}
 
 
 # Order, plan.
@@ -180,7 +198,7 @@ def test_checkpoints_share_panels_with_a_paired_difference(pair: tuple[Path, Pat
     frame = load(list(pair))
     assert frame.families == [["tiny-griffin", "tiny-griffin (b)"]]
     browser = Browser(frame)
-    figure = shared(frame, browser, FIGURES["heads"](frame, browser))
+    figure = merge_checkpoints(frame, browser, make_figure("heads", frame, browser))
     name = "Retrieval: by entropy, every position"
     together = next(p for p in figure.panels if p.title == name)
     apart = next(p for p in figure.panels if p.title == f"{name}: difference")
@@ -198,7 +216,7 @@ def test_checkpoints_share_panels_with_a_paired_difference(pair: tuple[Path, Pat
     rows = [r[frame.sample[r].argsort()] for r in rows]
     before, after = (frame.values("correct", r) for r in rows)
     assert whole.y == gain(after, before, frame.cluster[rows[0]]), "paired, for the samples are the same"
-    assert "points [" in table(apart)[1][-1][1]
+    assert "points [" in apart.table().rows[-1][1]
 
 
 def test_other_samples_are_not_paired(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -212,7 +230,7 @@ def test_other_samples_are_not_paired(pair: tuple[Path, Path], tmp_path: Path) -
     store.close()
     frame = load([pair[0], tmp_path])
     browser = Browser(frame)
-    figure = shared(frame, browser, FIGURES["heads"](frame, browser))
+    figure = merge_checkpoints(frame, browser, make_figure("heads", frame, browser))
     together, apart = figure.panels[:2]
     assert isinstance(together, Lines)
     assert isinstance(apart, Lines)
@@ -224,12 +242,12 @@ def test_other_samples_are_not_paired(pair: tuple[Path, Path], tmp_path: Path) -
 def test_dots_and_maps_of_checkpoints_have_differences_too(pair: tuple[Path, Path]) -> None:
     frame = load(list(pair))
     browser = Browser(frame)
-    dots = shared(frame, browser, FIGURES["dissociation"](frame, browser)).panels
+    dots = merge_checkpoints(frame, browser, make_figure("dissociation", frame, browser)).panels
     assert [(type(p), p.signed) for p in dots] == [(Dots, False), (Dots, True)]
     assert isinstance(dots[0], Dots)
     assert [dot.follows for dot in dots[0].dots[:4]] == [False, True, False, True]
-    assert [dots[0].drawn(dot) for dot in dots[0].dots[:2]] == ["attention off: retrieval", ""]
-    maps = shared(frame, browser, FIGURES["exposure"](frame, browser)).panels
+    assert [dots[0].short_label(dot) for dot in dots[0].dots[:2]] == ["attention off: retrieval", ""]
+    maps = merge_checkpoints(frame, browser, make_figure("exposure", frame, browser)).panels
     assert [(type(p), p.signed) for p in maps] == [(Grid, False), (Grid, False), (Grid, True)]
     a, b, less = (p.cells[0][0].y.value for p in maps)  # type: ignore[union-attr]
     assert less == pytest.approx(b - a)
@@ -237,11 +255,11 @@ def test_dots_and_maps_of_checkpoints_have_differences_too(pair: tuple[Path, Pat
 
 def test_a_difference_is_said_in_points_on_an_axis_that_holds_it() -> None:
     low = Dots("m", "t", "x", [], signed=True)
-    assert said(low, Estimate(-0.125, -0.2, -0.05, 80)) == "-12.5 points [-20, -5], n = 80"
-    assert span(low) == 0.1
+    assert low.format(Estimate(-0.125, -0.2, -0.05, 80)) == "-12.5 points [-20, -5], n = 80"
+    assert signed_limit(low) == 0.1
 
 
 def test_models_of_no_family_keep_their_panels(frame: Frame) -> None:
     assert frame.families == []
-    figure = FIGURES["heads"](frame, Browser(frame))
-    assert shared(frame, Browser(frame), figure) == replace(figure, panels=list(figure.panels))
+    figure = make_figure("heads", frame, Browser(frame))
+    assert merge_checkpoints(frame, Browser(frame), figure) == replace(figure, panels=list(figure.panels))

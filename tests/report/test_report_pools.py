@@ -13,18 +13,17 @@ import pytest
 import synthetic
 
 import needlework as nw
-from needlework.report import build, summary
-from needlework.report.browser import Browser
-from needlework.report.evidence import collect, helped_by_reading_twice, verdicts
-from needlework.report.frame import ALL, Frame, Group, Pick
-from needlework.report.model_trials import ModelTrials, by_boundary
-from needlework.report.page import FIGURES
-from needlework.report.reader import load
-from needlework.report.tables import scores, unplaced
-from needlework.report.tasks import others
+from needlework.analysis.evidence import collect, helped_by_reading_twice, verdicts
+from needlework.analysis.findings import Verdict
+from needlework.analysis.frame import ALL, Frame, Group, Pick
+from needlework.analysis.model_trials import ModelTrials, by_boundary
+from needlework.analysis.reader import load
+from needlework.reports import build, summary
+from needlework.reports.browser import Browser
+from needlework.reports.figures import FIGURES, make_figure
+from needlework.reports.tables import other_tasks, scores, unplaced
+from needlework.results import Row, Store
 from needlework.stats import wilson
-from needlework.store import Row, Store
-from needlework.verdicts import Verdict
 
 MODEL = "tiny-griffin"
 OFF = "ablate_attention()"
@@ -87,10 +86,8 @@ def verdict(frame: Frame, claim: str) -> Verdict:
 
 def numbers(frame: Frame) -> list[str]:
     """Every share of every figure's table, as text."""
-    from needlework.report.spec import table
-
-    figures = [make(frame, Browser(frame)) for make in FIGURES.values()]
-    return [cell for figure in figures for panel in figure.panels for line in table(panel)[1] for cell in line[1:]]
+    figures = [make_figure(name, frame, Browser(frame)) for name in FIGURES]
+    return [cell for figure in figures for panel in figure.panels for line in panel.table().rows for cell in line[1:]]
 
 
 def test_a_pick_says_every_field_of_a_group() -> None:
@@ -120,11 +117,11 @@ def test_a_task_of_no_known_ability_is_shown_apart_and_judged_by_no_rule(tmp_pat
     frame = load([tmp_path])
     assert {v.word for v in verdicts(frame)} == {"not run"}
     assert not any("needles" in v.sentence for v in verdicts(frame))
-    assert [line[1:] for line in others(frame)[1]] == [
+    assert [line[1:] for line in other_tasks(frame).rows] == [
         ["niah-like", "none", "90 % [59.6, 98.2], n = 10"],
         ["niah-like", OFF, "20 % [5.7, 51], n = 10"],
     ]
-    assert scores(frame)[1] == []
+    assert scores(frame).rows == []
     assert "<h3>Other tasks</h3>" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
 
 
@@ -153,7 +150,7 @@ def test_needles_of_unlike_settings_have_maps_of_their_own(tmp_path: Path) -> No
     trials = [*rows(10, 10), *rows(2, 10, experiment="two", prompt_id="8"), *rows(4, 4, experiment="three", prompt_id="3")]
     trials = [replace(t, id=f"{t.experiment} {t.id}", prompt_id=f"{t.experiment} {t.sample}") for t in trials]
     frame = load([store(tmp_path, trials, experiments)])
-    grids = {panel.title: panel.cells[0][0].y for panel in FIGURES["needles"](frame, Browser(frame)).panels}  # type: ignore[union-attr]
+    grids = {panel.title: panel.cells[0][0].y for panel in make_figure("needles", frame, Browser(frame)).panels}  # type: ignore[union-attr]
     assert grids == {"all 4 heads, distractors 0": wilson(10, 10), "all 4 heads, distractors 8": wilson(6, 14)}
     of_model = ModelTrials(frame, MODEL)
     assert of_model.accuracy(of_model.retrieval("none")) == wilson(16, 24)  # a claim speaks of needles
@@ -184,7 +181,7 @@ def test_boundaries_are_shown_apart(tmp_path: Path) -> None:
     assert decode.accuracy(decode.retrieval("none")).n == 75
     assert decode.retained(text).raw.value == pytest.approx(0.04)
     assert prefill.retained(text).raw.value == 1.0
-    shown = {line[1]: line[2] for line in scores(frame)[1]}
+    shown = {line[1]: line[2] for line in scores(frame).rows}
     assert shown["no heads, decode only"] == "4 % [1.4, 11.1], n = 75"
     assert shown["no heads, decode only, boundary: prefill"] == "100 % [95.1, 100], n = 75"
     assert not any("n = 150" in cell for cell in numbers(frame))
@@ -230,7 +227,7 @@ def test_a_limit_with_sinks_is_another_axis(tmp_path: Path) -> None:
     judged = verdict(frame, "context")
     assert judged.sentence.startswith("64 tokens in sight while reading are the fewest that suffice")
     assert (judged.word, "with 8 tokens" in judged.sentence) == ("not run", True)  # limits are the graded version beside a claim
-    titles = [panel.title for panel in FIGURES["context"](frame, Browser(frame)).panels]
+    titles = [panel.title for panel in make_figure("context", frame, Browser(frame)).panels]
     assert titles == ["One limit at a time", "One limit at a time, with the first 128 tokens in sight"]
 
 
@@ -238,7 +235,7 @@ def test_what_no_figure_places_is_listed_by_its_text(tmp_path: Path) -> None:
     text = "ablate_heads(heads=[[2, 1]])"
     store(tmp_path, [*rows(80, 80), *rows(20, 80, text)])
     frame = load([tmp_path])
-    assert [line[1:3] for line in scores(frame, unplaced)[1]] == [[text, "25 % [16.8, 35.5], n = 80"]]
+    assert [line[1:3] for line in scores(frame, unplaced).rows] == [[text, "25 % [16.8, 35.5], n = 80"]]
     assert "interventions that no figure shows" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
 
 
@@ -250,7 +247,7 @@ def _model(directory: Path, right: int, **about: Any) -> Path:
 
 
 def _shares(frame: Frame) -> dict[str, str]:
-    return {line[0]: line[2].split(" [")[0] for line in scores(frame)[1]}
+    return {line[0]: line[2].split(" [")[0] for line in scores(frame).rows}
 
 
 def test_three_checkpoints_of_one_name_are_three_models(tmp_path: Path) -> None:
@@ -374,7 +371,7 @@ def test_scores_of_an_older_version_are_said(tmp_path: Path, version: int | None
 
 def test_shares_of_heads_are_the_true_ones(tmp_path: Path) -> None:
     frame = load([store(tmp_path, [*rows(80, 80), *rows(80, 80, "keep_heads(k=1)")])])
-    assert [line[1] for line in scores(frame)[1]] == ["untouched", "1 of 4 heads (25 %)"]
+    assert [line[1] for line in scores(frame).rows] == ["untouched", "1 of 4 heads (25 %)"]
     assert "With 1 of 4 heads (25 %) per layer, by entropy" in verdict(frame, "few_heads").sentence
     assert "15 % of the heads" not in _said(tmp_path)
 
@@ -458,7 +455,7 @@ def hops_run(tmp_path: Path) -> Path:
 
 def test_hops_are_told_apart_phase_by_phase_and_one_hop_is_asked_of_the_same_relation(tmp_path: Path) -> None:
     frame = load([hops_run(tmp_path)])
-    (panel,) = FIGURES["hops"](frame, Browser(frame)).panels
+    (panel,) = make_figure("hops", frame, Browser(frame)).panels
     found = {dot.label: dot.y for dot in panel.dots}
     rights = {"untouched": (80, 76, 40), "no heads while reading": (79, 8, 4), "no heads while answering": (2, 3, 0)}
     names = ("one hop", "two hops", "three hops")
@@ -478,7 +475,7 @@ def test_the_terminal_and_the_page_show_hops_by_phase(tmp_path: Path) -> None:
 
 def test_without_tasks_of_more_hops_there_is_no_figure_of_them(run: Path) -> None:
     frame = load([run])
-    assert not FIGURES["hops"](frame, Browser(frame)).panels
+    assert not make_figure("hops", frame, Browser(frame)).panels
     assert "Heads off in one phase" not in _said(run)
 
 
@@ -517,7 +514,7 @@ def test_heads_chosen_by_a_score_of_ones_own_are_judged_and_drawn(tmp_path: Path
     trials = [*rows(80, 80), *rows(79, 80, text.format(1)), *rows(80, 80, text.format(2)), *rows(9, 80, other)]
     frame = load([store(tmp_path, trials)])
     assert verdict(frame, "few_heads").word == "not run"  # a score of nobody: its trials are listed by their text
-    assert len(scores(frame, unplaced)[1]) == 2
+    assert len(scores(frame, unplaced).rows) == 2
 
     @nw.head_score(needs="outputs")
     def brightest(outputs: Any) -> Any:
@@ -526,9 +523,9 @@ def test_heads_chosen_by_a_score_of_ones_own_are_judged_and_drawn(tmp_path: Path
     judged = verdict(frame, "few_heads")
     assert (judged.estimate.n, judged.estimate.value) == (80, 79 / 80)
     assert "With 1 of 4 heads (25 %) per layer, by brightest, it keeps 98.8 %" in judged.sentence
-    curve = FIGURES["heads"](frame, Browser(frame)).panels[0].series[0]  # type: ignore[union-attr]
+    curve = make_figure("heads", frame, Browser(frame)).panels[0].series[0]  # type: ignore[union-attr]
     assert (curve.label, [point.x for point in curve.points]) == ("by brightest, every position", [0.25, 0.5, 1.0])
-    titles = [panel.title for panel in FIGURES["needles"](frame, Browser(frame)).panels]
+    titles = [panel.title for panel in make_figure("needles", frame, Browser(frame)).panels]
     assert titles == ["1 of 4 heads, by brightest", "2 of 4 heads, by brightest", "all 4 heads"]
 
 

@@ -13,7 +13,7 @@ import synthetic
 BUILD = """
 import json, resource, sys, time
 from pathlib import Path
-from needlework.report import build
+from needlework.reports import build
 start, clock = time.process_time(), time.monotonic()
 path = build([Path(sys.argv[1])])
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -23,6 +23,7 @@ print(json.dumps({**measured, "size": path.stat().st_size}))
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_a_million_trials_in_a_minute_and_two_gigabytes(tmp_path: Path) -> None:
     synthetic.write(tmp_path / "run")
     assert synthetic.multiply(tmp_path / "run", 1_000_000) >= 1_000_000

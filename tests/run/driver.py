@@ -7,8 +7,8 @@ import sys
 import fakes
 
 from needlework.experiments import run
-from needlework.experiments.cluster import Cluster
 from needlework.experiments.plan import load
+from needlework.experiments.ray_executor import Cluster
 
 if __name__ == "__main__":
     plan, out, address, pause, marker = sys.argv[1:]

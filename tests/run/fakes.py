@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import Field
 
-from needlework import cli, rescoring, tasks
+from needlework import cli, tasks
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
 from needlework.experiments import run
@@ -23,7 +23,7 @@ from needlework.experiments.plan import Model, load
 from needlework.experiments.result import Result
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
-from needlework.store import LM_EVAL, Store
+from needlework.results import LM_EVAL, Store, rescoring
 from needlework.tasks.base import Item, Task
 
 HEADS = 4

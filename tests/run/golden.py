@@ -13,10 +13,10 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from needlework.analysis.evidence import verdicts
+from needlework.analysis.reader import load
 from needlework.experiments import run
-from needlework.report.evidence import verdicts
-from needlework.report.reader import load
-from needlework.store import Store
+from needlework.results import Store
 
 PLANS = sorted((Path(__file__).parents[2] / "plans").glob("[01]*.yaml"))
 FOLDER = Path(__file__).parent / "golden"

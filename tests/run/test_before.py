@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from needlework.analysis.evidence import verdicts
+from needlework.analysis.reader import load
 from needlework.experiments.models import DiskModels, LoadedModel, ModelInfo
 from needlework.experiments.plan import Model
 from needlework.experiments.run import run
-from needlework.report import tables
-from needlework.report.evidence import verdicts
-from needlework.report.reader import load
-from needlework.store import Store
+from needlework.reports import tables
+from needlework.results import Store
 
 BEFORE = Path(__file__).parent / "version2"
 WEIGHTS = "26cf30cb0b6e909c19b83f2890d68a89"  # of the tiny-griffin that the store was made with
@@ -47,7 +47,7 @@ def old(tmp_path: Path) -> Path:
 def numbers(folder: Path) -> dict[str, list[list[str]]]:
     frame = load([folder])
     judged = [[verdict.claim, verdict.word, verdict.sentence] for verdict in verdicts(frame)]
-    return {"verdicts": judged, "scores": tables.scores(frame)[1], "knowledge": tables.knowledge(frame)[1]}
+    return {"verdicts": judged, "scores": tables.scores(frame).rows, "knowledge": tables.knowledge(frame).rows}
 
 
 def test_it_is_reported_with_the_numbers_it_had(old: Path) -> None:

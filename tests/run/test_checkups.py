@@ -10,12 +10,12 @@ import fakes
 import pytest
 
 import needlework as nw
-from needlework.checkup.findings import Check, Checkup
+from needlework.analysis.reader import load
+from needlework.checks.findings import Check, Checkup
 from needlework.experiments import provenance
-from needlework.report.page import build
-from needlework.report.reader import load
-from needlework.report.tables import models
-from needlework.store import Store
+from needlework.reports.page import build
+from needlework.reports.tables import models
+from needlework.results import Store
 
 GOOD = Check("causal", "changing later tokens changes nothing before them", "pass", "they do not", 0.0, 1e-3)
 FOUND = Checkup("FakeForCausalLM", (GOOD,), {"needlework": "0.9"}, "2026-01-02T03:04:05+00:00")
@@ -101,7 +101,8 @@ def test_a_law_that_fails_is_said_and_stands_in_the_report(
     assert not result.checkups()["alpha"].sound
     frame = load([out])
     assert any("alpha: the doctor found that laws fail (window)" in warning for warning in frame.warnings)
-    header, rows = models(frame)
+    shown = models(frame)
+    header, rows = shown.columns, shown.rows
     assert rows[0][header.index("doctor")] == "FAILED: window (quick, 2026-01-02, needlework 0.9)"
     page = build([out], tmp_path / "report", pictures=False).read_text()
     assert "FAILED: window (quick, 2026-01-02, needlework 0.9)" in page
@@ -111,7 +112,8 @@ def test_the_report_shows_a_sound_checkup_and_one_that_is_missing(plan_file: Pat
     run(plan_file, tmp_path / "with", actor)
     run(plan_file, tmp_path / "without", actor, doctor="off")
     for name, words in (("with", "1 laws hold (quick, 2026-01-02, needlework 0.9)"), ("without", "not asked")):
-        header, rows = models(load([tmp_path / name]))
+        shown = models(load([tmp_path / name]))
+        header, rows = shown.columns, shown.rows
         assert rows[0][header.index("doctor")] == words
 
 

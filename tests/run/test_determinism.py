@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 import sqlite3
 import time
@@ -19,7 +20,7 @@ from typer.testing import CliRunner
 import needlework as nw
 from needlework.cli import app
 from needlework.engine import engine
-from needlework.store import Store, compare, fingerprint
+from needlework.results import Store, compare, fingerprint
 
 PLAN = """
 models: [griffin]
@@ -40,10 +41,10 @@ def small_model(folder: Path, name: str, seed: int) -> None:
     from needlework.toy import tokenizer
     from needlework.training import build, recipes
 
-    recipe = recipes.find("tiny-griffin")
+    recipe = recipes.find_recipe("tiny-griffin")
     small = {**recipe.config, "hidden_size": 32, "lru_width": 32, "intermediate_size": 64, "num_attention_heads": 4}
     torch.manual_seed(seed)
-    build.model(recipe.model_copy(update={"config": small, "seed": seed})).save_pretrained(folder / name)
+    build.build_model(recipe.model_copy(update={"config": small, "seed": seed})).save_pretrained(folder / name)
     tokenizer.save(folder / name)
 
 
@@ -87,6 +88,7 @@ def test_batches_of_any_size_give_the_same_store(
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_a_killed_and_resumed_run_is_the_same(plan: Path, first: nw.Result, tmp_path: Path) -> None:
     out = tmp_path / "out"
     process = start(plan, out)
@@ -163,6 +165,37 @@ def test_one_row_that_differs_is_named(twins: tuple[Path, Path], column: str, ed
     assert "1 of 146 rows in both differ" in shown.output
 
 
+@pytest.mark.parametrize("column", ["intervention", "target", "kind", "boundary", "ability", "cluster", "sample"])
+def test_runs_whose_labels_were_swapped_are_not_the_same(twins: tuple[Path, Path], column: str) -> None:
+    """Equal answers under another label make another table: everything that a report reads is compared and hashed."""
+    db = sqlite3.connect(twins[1] / "run.sqlite")
+    values = db.execute(f"SELECT rowid, {column} FROM trials WHERE mode = 'generate' ORDER BY {column}").fetchall()
+    (first, one), (last, other) = values[0], values[-1]
+    swapped = [(other, first), (one, last)] if one != other else [("other", first)]
+    db.executemany(f"UPDATE trials SET {column} = ? WHERE rowid = ?", swapped)
+    db.commit()
+    db.close()
+    found = compare(*twins)
+    assert not found.same
+    assert {different.what for different in found.differing} == {column}
+    assert len(found.differing) == len(swapped)
+    assert found.fingerprints[0] != found.fingerprints[1]
+
+
+def test_what_a_report_reads_beside_the_columns_is_compared_too(twins: tuple[Path, Path]) -> None:
+    change(twins[1], "facts", lambda facts: {**facts, "in_window": False})
+    assert [different.what for different in compare(*twins).differing] == ["facts"]
+    store = Store(twins[1])
+    experiments = store.meta("experiments")
+    for experiment in experiments.values():
+        for task in experiment["tasks"].values():
+            task["options"]["against"] = "absent"
+    store.set_meta("experiments", experiments)
+    store.close()
+    assert {different.what for different in compare(*twins).differing} == {"facts", "options"}
+    assert fingerprint(twins[0]) != fingerprint(twins[1])
+
+
 def test_rounding_is_no_difference_and_a_near_tie_is_said(twins: tuple[Path, Path]) -> None:
     change(twins[1], "logprobs", lambda logs: [logs[0] + 5e-5])
     found = compare(*twins)
@@ -173,6 +206,19 @@ def test_rounding_is_no_difference_and_a_near_tie_is_said(twins: tuple[Path, Pat
     assert not compare(*twins).differing[0].near_tie
     change(twins[1], "margins", lambda margins: [1e-6])
     assert compare(*twins).differing[0].near_tie
+
+
+@pytest.mark.parametrize("column, edit", [("logprobs", lambda value: [0.0, value]), ("scores", lambda value: {"correct": value})])
+def test_nan_in_one_run_is_a_difference_and_in_both_is_none(twins: tuple[Path, Path], column: str, edit: Any) -> None:
+    for directory, value in zip(twins, (1.0, math.nan), strict=True):
+        change(directory, column, lambda _, value=value: edit(value))
+    for pair in (twins, twins[::-1]):
+        found = compare(*pair)
+        assert [different.what for different in found.differing] == [{"logprobs": "log-probabilities"}.get(column, column)]
+        assert found.logprobs == (math.inf if column == "logprobs" else 0.0)
+    change(twins[0], column, lambda _: edit(math.nan))
+    assert compare(*twins).same
+    assert compare(*twins).logprobs == 0.0
 
 
 def test_margins_of_choices_are_no_part_of_the_fingerprint_but_are_compared(twins: tuple[Path, Path]) -> None:

@@ -15,11 +15,11 @@ import psutil
 import pytest
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.describe import describe
-from needlework.experiments.export import export
+from needlework.experiments.estimate import describe
 from needlework.experiments.plan import load
 from needlework.files import file_name
-from needlework.store import Observation, Row, Store
+from needlework.results import Observation, Row, Store
+from needlework.results.export import export
 
 
 @pytest.fixture
@@ -42,6 +42,22 @@ def test_csv_holds_every_trial_and_score(finished: Path) -> None:
         assert row["output"] == trial.output
     with seen.open(newline="") as file:
         assert len(list(csv.DictReader(file))) == 4
+
+
+def test_cells_of_csv_are_no_formulas(finished: Path) -> None:
+    """A spreadsheet runs what begins with = + - or @; model answers may. Columns of numbers stay numbers."""
+    outputs = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", "plain - text", "5"]
+    store = Store(finished)
+    rows = [replace(row, output=text) for row, text in zip(store.rows("1 ORDER BY id"), outputs, strict=False)]
+    store.add([replace(rows[0], logprobs=(-1.5,), scores={"correct": -1.0}), *rows[1:]])
+    store.close()
+    trials, _ = export(finished, "csv")
+    with trials.open(newline="") as file:
+        found = {row["id"]: row for row in csv.DictReader(file)}
+    shown = [found[row.id]["output"] for row in rows]
+    assert shown == ["'=1+1", "'+1", "'-1", "'@SUM(A1)", "'\t=1", "plain - text", "5"]
+    assert not any(cell.startswith(("=", "+", "@")) for row in found.values() for cell in row.values())
+    assert float(found[rows[0].id]["score_correct"]) == -1.0
 
 
 def test_json_reads_back_as_the_store(finished: Path) -> None:
@@ -195,7 +211,7 @@ def test_no_more_memory_is_told_than_the_engine_takes(plan_file: Path, monkeypat
         return describe(load(plan_file, make_task=fakes.make_task), fakes.FakeModels()).memory_bytes
 
     free = told()
-    monkeypatch.setattr("needlework.experiments.describe.default_limit", lambda device: 7)
+    monkeypatch.setattr("needlework.experiments.estimate.default_limit", lambda device: 7)
     weights = told() - 7
     assert 0 <= weights < free - 7
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from needlework.cli import app
 from needlework.experiments import run
 from needlework.receipts import Receipt
-from needlework.store import Store, StoreError, claimed, is_full
+from needlework.results import Store, StoreError, claimed, is_full
 
 PLAN_ARGUMENTS = ["run", "plan.yaml", "--out", "out"]
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import io
+import json
 import os
 import shutil
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +18,7 @@ from typing import Any
 
 import fakes
 import pytest
+from rich.console import Console
 from test_run import go, table
 from typer.testing import CliRunner
 
@@ -22,8 +26,10 @@ from needlework import zoo
 from needlework.cli import app
 from needlework.errors import NeedleworkError
 from needlework.experiments import run
-from needlework.store import Store, claimed
-from needlework.store.database import FILE_NAME
+from needlework.reports import summary
+from needlework.results import Store, claimed
+from needlework.results.export import export
+from needlework.results.store import FILE_NAME
 
 SRC = Path(run.__file__).parents[2]
 
@@ -65,11 +71,41 @@ DAMAGES: dict[str, tuple[Any, str]] = {
     "broken JSON": ("UPDATE trials SET scores = '{x'", "is damaged"),
     "facts that are a list": ("UPDATE trials SET facts = '[]'", "a value of facts is no dict"),
     "broken JSON about models": ("UPDATE meta SET value = '{x' WHERE key = 'models'", "is damaged"),
-    "models that are a list": ("UPDATE meta SET value = '[1]' WHERE key = 'models'", "the entry 'models' is no dict"),
+    "models that are a list": (
+        "UPDATE meta SET value = '[1]' WHERE key = 'models'",
+        "its entry 'models': Input should be an object",
+    ),
     "experiments that are a number": (
         "UPDATE meta SET value = '5' WHERE key = 'experiments'",
-        "the entry 'experiments' is no dict",
+        "its entry 'experiments': Input should be an object",
     ),
+    **{
+        f"meta.{key} = {value[:60]}": (f"INSERT OR REPLACE INTO meta VALUES ('{key}', '{value}')", f"its entry '{key}'")
+        for key, value in [
+            ("models", "null"),
+            ("models", '{"alpha": 5}'),
+            ("models", '{"alpha": {"anatomy": []}}'),
+            ("models", '{"alpha": {"anatomy": {"layers": 3}}}'),
+            ("models", '{"alpha": {"anatomy": {"layers": [{"attention": {}}]}}}'),
+            ("models", '{"alpha": {"anatomy": {"parameters": "many"}}}'),
+            ("models", '{"alpha": {"checkup": {"checks": [{}]}}}'),
+            ("models", '{"alpha": {"checkup": {"checks": [], "quick": true, "at": 5, "versions": {}}}}'),
+            ("experiments", '{"one": []}'),
+            ("experiments", '{"one": {"tasks": []}}'),
+            ("experiments", '{"one": {"tasks": {"fake": 1}}}'),
+            ("experiments", '{"one": {"tasks": {"fake": {"kind": "fake", "options": []}}}}'),
+            ("rankings", '{"alpha": []}'),
+            ("rankings", '{"alpha": {"c": {}}}'),
+            ("rankings", '{"alpha": {"c": {"order": "x", "sinks": {"0": [0.5]}, "sinks_by_entropy": {"0": [0.5]}}}}'),
+            ("rankings", '{"alpha": {"c": {"order": "ranking(0.0)", "sinks": {"1": [0.5]}, "sinks_by_entropy": {}}}}'),
+            ("semantics_version", "[2]"),
+            ("scores_version", '"x"'),
+            ("recorded", "[[1]]"),
+            ("plan", "7"),
+            ("planned", '[["a", "b", "c", "many"]]'),
+        ]
+    },
+    "a plan that is nested too deep": (f"UPDATE meta SET value = '{'[' * 100_000}' WHERE key = 'plan'", "is damaged"),
     "a newer version": ("UPDATE meta SET value = '99' WHERE key = 'schema_version'", "was written with store version 99"),
     "a version that is none": (
         "UPDATE meta SET value = '\"x\"' WHERE key = 'schema_version'",
@@ -94,9 +130,46 @@ def test_a_damaged_store_is_told_and_left_alone(damage: str, finished: Path, pla
     assert (finished / FILE_NAME).read_bytes() == before, "nothing was changed"
 
 
+@pytest.mark.parametrize("name", [FILE_NAME, f"{FILE_NAME}-wal"])
+def test_a_pipe_in_the_place_of_a_store_is_refused(name: str, plan_file: Path, tmp_path: Path) -> None:
+    """Opening it would wait for ever for somebody who writes."""
+    go(plan_file, tmp_path / "out")
+    (tmp_path / "out" / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / "out" / name)
+    for words in (["report"], ["rescore"], ["export", "--to", "csv"], ["compare", str(tmp_path / "out")]):
+        said = CliRunner().invoke(app, [words[0], str(tmp_path / "out"), *words[1:]])
+        assert said.exit_code == 2, (words, said.output)
+        assert "is no regular file" in " ".join(said.output.split())
+    with pytest.raises(NeedleworkError, match="is no regular file"):
+        go(plan_file, tmp_path / "out")
+
+
+def test_an_unfinished_run_says_so_on_the_page_in_the_terminal_and_in_json(
+    finished: Path, plan_file: Path, tmp_path: Path
+) -> None:
+    assert Store(finished).progress() == (146, 146)
+    assert "not finished" not in CliRunner().invoke(app, ["report", str(finished)]).output
+    _change(finished, "DELETE FROM trials WHERE rowid > 60")
+    words = f"{finished} is not finished: 60 of 146 trials are done"
+    said = CliRunner().invoke(app, ["report", str(finished)])
+    assert words in said.output.replace("\n", " ")
+    assert words in (finished / "report.html").read_text()
+    assert words in _shown(summary([finished]))
+    (path,) = export(finished, "json")
+    assert json.loads(path.read_text())["progress"] == {"done": 60, "planned": 146, "finished": False}
+    go(plan_file, finished)
+    assert "not finished" not in CliRunner().invoke(app, ["report", str(finished)]).output
+
+
+def _shown(table: Any) -> str:
+    console = Console(width=400, record=True, file=io.StringIO())
+    console.print(table)
+    return console.export_text()
+
+
 def test_a_large_store_tells_what_is_damaged_when_it_is_read(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not read through when it is opened, and closing it does not hide what was found."""
-    monkeypatch.setattr("needlework.store.database._CHECKED_BYTES", 0)
+    monkeypatch.setattr("needlework.results.store._CHECKED_BYTES", 0)
     _change(finished, "UPDATE trials SET scores = '{x'")
     store = Store(finished)
     with pytest.raises(NeedleworkError, match="is damaged"):
@@ -105,7 +178,7 @@ def test_a_large_store_tells_what_is_damaged_when_it_is_read(finished: Path, mon
 
 
 def test_closing_never_hides_the_cause(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.store.database._CHECKED_BYTES", 0)
+    monkeypatch.setattr("needlework.results.store._CHECKED_BYTES", 0)
     _page(finished)
 
     def read() -> None:
@@ -311,4 +384,15 @@ def test_a_clock_that_is_set_back(plan_file: Path, tmp_path: Path, monkeypatch: 
     assert table(tmp_path / "out") == table(tmp_path / "whole")
     store = Store(tmp_path / "out")
     assert all(0 <= row.seconds < 60 for row in store.rows())
+    store.close()
+
+
+def test_a_store_is_created_while_another_process_opens_it(tmp_path: Path) -> None:
+    other = sqlite3.connect(tmp_path / FILE_NAME, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")  # SQLite refuses the switch to WAL at once under this lock, whatever its timeout
+    release = threading.Timer(0.5, other.close)
+    release.start()
+    store = Store(tmp_path, create=True)
+    release.join()
+    assert store.db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     store.close()

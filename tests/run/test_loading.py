@@ -17,9 +17,9 @@ from needlework.cli import app
 from needlework.experiments.models import look
 from needlework.experiments.plan import Model, load
 from needlework.experiments.schema import Dtype, Kernels, Loading, Window
-from needlework.model import body
+from needlework.model import hooked_model
 from needlework.model import load as loader
-from needlework.store import Store
+from needlework.results import Store
 
 OPTIONS = ["device", "dtype", "window", "kernels", "threads"]
 GIVEN = ["--device", "cpu", "--dtype", "bfloat16", "--window", "deepmind", "--kernels", "stock", "--threads", "2"]
@@ -100,7 +100,7 @@ def test_a_plan_says_how_its_models_are_loaded(plan: Path) -> None:
     one, other = load(path).models.values()
     assert one.loading == Loading(dtype="float16", kernels="stock", device="cuda", window="deepmind")
     assert other.loading == Loading()
-    assert load(path).loading(device="cpu").models["tiny-griffin"].loading == one.loading.but(device="cpu")
+    assert load(path).loading(device="cpu").models["tiny-griffin"].loading == one.loading.replace(device="cpu")
 
 
 def test_what_plan_shows_is_of_the_models_as_they_would_be_loaded(plan: Path) -> None:
@@ -145,4 +145,4 @@ def test_what_cannot_be_is_refused_before_anything_is_written(option: str, value
 def test_a_plan_may_say_what_can_be_loaded_and_nothing_else() -> None:
     assert set(get_args(Dtype)) == {"auto", *loader.DTYPES}
     assert get_args(Window) == get_args(loader.Window)
-    assert get_args(Kernels) == get_args(body.Kernels)
+    assert get_args(Kernels) == get_args(hooked_model.Kernels)

@@ -10,8 +10,8 @@ from typer.testing import CliRunner
 
 from needlework.cli import app
 from needlework.experiments import costs
+from needlework.experiments.estimate import Place, Placement
 from needlework.experiments.models import ModelInfo, PublicModels
-from needlework.experiments.placement import Place, Placement
 from needlework.experiments.plan import Model
 from needlework.experiments.schema import Loading
 
@@ -76,7 +76,7 @@ def test_the_table_fits_a_terminal_and_small_times_are_told_in_seconds() -> None
     large = Place("jamba-mini-1.6-of-52-billion", 3_500, 3_500, 103_100_000_000, 2, 64, None, None, 1234.5, 12.0)
     text = Placement("grid", "Ray cluster 10.0.0.1:6379, 16 threads a worker", (small, large)).text()
     assert max(map(len, text.splitlines())) <= 80, text
-    _, *times = text.partition("time ")[2].splitlines()
+    _, _, *times = text.partition("time ")[2].splitlines()
     assert times[0].split()[1:] == ["below", "1", "s", "18", "s", "18.0", "min", "below", "1", "s"]
     assert times[1].split()[1:] == ["no", "room", "no", "room", "1,234.5", "h", "12.0", "h"]
     assert "0.0 min" not in text

@@ -10,9 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.lines import PlanError
 from needlework.experiments.plan import Model, Plan, load
-from needlework.experiments.schema import Loading
+from needlework.experiments.schema import Loading, PlanError
 from needlework.experiments.trials import decoding, expand, item_digest, trial_id
 from needlework.interventions import NONE, parse
 from needlework.interventions.text import expand as expand_text

@@ -13,7 +13,7 @@ from test_rescore import SMALL, ToyModels
 from test_run import go, table
 
 from needlework.experiments import run
-from needlework.store import LM_EVAL, Store
+from needlework.results import LM_EVAL, Store
 
 
 @pytest.fixture(autouse=True)

@@ -22,7 +22,7 @@ from needlework.experiments import costs, run
 from needlework.experiments.plan import load
 from needlework.experiments.progress import Tracker
 from needlework.experiments.trials import Work, expand
-from needlework.store import Store
+from needlework.results import Store
 from needlework.terminal import Bar, clock
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")

@@ -17,7 +17,7 @@ from needlework.experiments.trials import expand
 from needlework.interventions.attention import with_rankings
 from needlework.interventions.ranking import Ranking, Recorded
 from needlework.requests import Request
-from needlework.store import Store
+from needlework.results import Store
 
 PLAN = """
 models: [alpha]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 
 import fakes
 import pytest
 
 import needlework as nw
-from needlework.experiments.export import export
+from needlework.analysis.findings import Verdict
+from needlework.analysis.verdicts import RULES
 from needlework.experiments.plan import load
-from needlework.verdicts import RULES, Verdict
+from needlework.results.export import export
 
 PLAN = """
 name: small
@@ -86,9 +86,3 @@ def test_a_shipped_plan_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
         nw.run("02", tmp_path / "out", models="mine=tiny-griffin", fast=True)
     (plan,) = asked
     assert (plan.path.stem, plan.fast, list(plan.models)) == ("02-head-sparsification", True, ["mine"])
-
-
-def test_without_pandas_rows_say_how_to_get_it(result: nw.Result, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(nw.NeedleworkError, match=r"pip install 'needlework\[pandas\]'"):
-        result.rows()

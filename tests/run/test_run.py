@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ import pytest
 from needlework.errors import NeedleworkError
 from needlework.experiments import run
 from needlework.requests import Request
-from needlework.store import Store, claimed
+from needlework.results import Store, claimed
 
 HERE = Path(__file__).parent
 
@@ -126,6 +127,7 @@ def test_ctrl_c_is_passed_on_and_loses_nothing(plan_file: Path, tmp_path: Path, 
     assert table(tmp_path / "out") == table(tmp_path / "whole")
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3))])
 def test_killed_at_random_moments_and_resumed_gives_the_same_table(plan_file: Path, tmp_path: Path, seed: int) -> None:
     """4 x 5 kills with SIGKILL in a real process; each time the next run goes on."""
@@ -177,6 +179,7 @@ def _wait_for_rows(out: Path, process: subprocess.Popen[bytes], before: int, sec
         time.sleep(0.01)
 
 
+@pytest.mark.serial
 def test_ctrl_c_in_a_real_process(plan_file: Path, tmp_path: Path) -> None:
     process = _start(plan_file, tmp_path / "out", pause=0.02)
     _wait_for_rows(tmp_path / "out", process, 0)
@@ -187,6 +190,7 @@ def test_ctrl_c_in_a_real_process(plan_file: Path, tmp_path: Path) -> None:
     assert b"Traceback" not in said
 
 
+@pytest.mark.serial
 def test_two_runs_into_one_directory_are_refused(plan_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     first = _start(plan_file, out, pause=0.05)
@@ -237,11 +241,13 @@ def test_a_store_of_other_semantics_or_schema_is_refused(
     with pytest.raises(NeedleworkError, match="semantics version 2, this is version 3"):
         go(plan_file, tmp_path / "out")
     monkeypatch.undo()
-    store = Store(tmp_path / "out")
-    store.set_meta("schema_version", 99)
-    store.close()
-    with pytest.raises(NeedleworkError, match="store version 99"):
-        go(plan_file, tmp_path / "out")
+    for version in (1, 99):
+        db = sqlite3.connect(tmp_path / "out" / "run.sqlite")
+        db.execute("UPDATE meta SET value = ? WHERE key = 'schema_version'", (str(version),))
+        db.commit()
+        db.close()
+        with pytest.raises(NeedleworkError, match=f"store version {version}"):
+            go(plan_file, tmp_path / "out")
 
 
 def test_a_file_that_is_no_store_is_refused(plan_file: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from test_run import _count, _wait_for_rows, table
 
-from needlework.store import Store
+from needlework.results import Store
 
 HERE = Path(__file__).parent
 
@@ -44,9 +44,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from needlework.training import build, recipes
 
     folder = tmp_path_factory.mktemp("live")
-    recipe = recipes.find("tiny-griffin")
+    recipe = recipes.find_recipe("tiny-griffin")
     small = {**recipe.config, "hidden_size": 32, "lru_width": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    build.model(recipe.model_copy(update={"config": small})).save_pretrained(folder / "griffin")
+    build.build_model(recipe.model_copy(update={"config": small})).save_pretrained(folder / "griffin")
     tokenizer.save(folder / "griffin")
     (folder / "plan.yaml").write_text(PLAN)
     return folder / "plan.yaml"
@@ -58,6 +58,7 @@ def start(plan: Path, out: Path) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_a_real_model_killed_five_times_gives_the_same_table(plan: Path, tmp_path: Path) -> None:
     assert start(plan, tmp_path / "whole").wait() == 0
     expected = table(tmp_path / "whole")

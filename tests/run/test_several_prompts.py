@@ -14,7 +14,7 @@ from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
 from needlework.interventions import NONE
 from needlework.receipts import NOTHING_TO_HIDE, Receipt, nothing_to_hide
 from needlework.requests import Answer
-from needlework.store import Store
+from needlework.results import Store
 from needlework.tasks.base import Item, Task
 
 SHORT, LONG = (1, 2, 3), tuple(range(1, 10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from needlework.experiments.chunks import chunks
+from needlework.experiments.trials import chunks
 
 ACTS, WEIGHTS = 5, 100
 MOST_TRIALS, ENOUGH_TRIALS = 200, 10

@@ -24,7 +24,7 @@ def texts(tmp_path: Path) -> Path:
 
 
 def test_files_come_in_the_order_of_their_names(texts: Path) -> None:
-    found = haystack.read(f"{texts}/*.txt")
+    found = haystack.read_sentences(f"{texts}/*.txt")
     assert "".join(found).split("\n\n") == [
         "",
         'Alpha one is 3.5 long. He said "yes." Then\nhe left',
@@ -34,43 +34,43 @@ def test_files_come_in_the_order_of_their_names(texts: Path) -> None:
 
 
 def test_files_begin_again_when_they_run_out(texts: Path) -> None:
-    endless = haystack.sentences(f"{texts}/*.txt", Stream("x"), start_anywhere=False)
+    endless = haystack.iterate_sentences(f"{texts}/*.txt", Stream("x"), start_anywhere=False)
     assert [s.strip() for s in islice(endless, 8)][-2:] == ["Alpha one is 3.5 long.", 'He said "yes."']
 
 
 def test_bad_sources_say_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(NeedleworkError, match="no file matches"):
-        haystack.read(f"{tmp_path}/*.txt")
+        haystack.read_sentences(f"{tmp_path}/*.txt")
     (tmp_path / "empty.txt").write_text("  ")
     with pytest.raises(NeedleworkError, match="all empty"):
-        haystack.read(f"{tmp_path}/*.txt")
+        haystack.read_sentences(f"{tmp_path}/*.txt")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9 au lait.")
     with pytest.raises(NeedleworkError, match="UTF-8"):
-        haystack.read(f"{tmp_path}/latin.*")
+        haystack.read_sentences(f"{tmp_path}/latin.*")
 
 
 @given(st.text(alphabet="ab.!?\"') \n", max_size=60))
 def test_sentences_joined_again_are_the_text(text: str) -> None:
-    assert "".join(haystack.split(text)) == text
+    assert "".join(haystack.split_sentences(text)) == text
 
 
 @settings(max_examples=25, deadline=None)
 @given(tokens=st.integers(0, 600), depth=st.floats(0, 100), seed=st.integers(0, 9), kind=st.sampled_from(["byte", "unigram"]))
 def test_a_needle_goes_in_after_the_nearest_sentence_end(tokens: int, depth: float, seed: int, kind: str) -> None:
     tokenizer = make(kind)
-    hay = haystack.gather(tokenizer, english.sentences(Stream("hay", seed)), tokens)
+    hay = haystack.cut_haystack(tokenizer, english.sentences(Stream("hay", seed)), tokens)
     assert len(token_ids(tokenizer, hay.text)) == hay.tokens == tokens
     slot = hay.slot(depth)
     assert hay.depth_percent(slot) <= depth
     assert slot == len(hay.ends) - 1 or hay.depth_percent(slot + 1) > depth
-    text = "".join(piece.text for piece in haystack.weave(hay, [(slot, [Piece("NEEDLE.")])]))
+    text = "".join(piece.text for piece in haystack.insert_needles(hay, [(slot, [Piece("NEEDLE.")])]))
     assert text.replace(" NEEDLE.", "").replace("NEEDLE. ", "").replace("NEEDLE.", "") == hay.text
     before = text.split("NEEDLE.")[0]
     assert before == "" or re.search(r"[.!?] $", before)
 
 
 def test_whole_sentences_when_asked() -> None:
-    hay = haystack.gather(make("byte"), english.sentences(Stream("hay")), 200, whole=True)
+    hay = haystack.cut_haystack(make("byte"), english.sentences(Stream("hay")), 200, whole=True)
     assert hay.text.endswith(".")
     assert 150 < hay.tokens <= 200
 
@@ -88,4 +88,4 @@ def test_a_tokenizer_that_knows_no_word_is_an_error_and_no_endless_loop() -> Non
     core = Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", fuse_unk=True))
     mute = PreTrainedTokenizerFast(tokenizer_object=core)
     with pytest.raises(NeedleworkError, match="only 1 tokens, and more text makes no more"):
-        haystack.gather(mute, english.sentences(Stream("x")), 64)
+        haystack.cut_haystack(mute, english.sentences(Stream("x")), 64)

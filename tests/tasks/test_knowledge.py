@@ -9,7 +9,7 @@ from token_kinds import make, scored
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import make_task
-from needlework.toy import world
+from needlework.toy import facts
 
 CHOICES = ("cloze_choice", "letter", "letter_lookup", "judgements")
 
@@ -22,10 +22,10 @@ def items(tokenizer: Any, kind: str, seed: int = 0, **spec: Any) -> list[Any]:
 @pytest.mark.parametrize("shots", [0, 2])
 def test_every_fact_is_asked_once(toy: Any, kind: str, shots: int) -> None:
     found = items(toy, kind, shots=shots)
-    assert {(item.facts["subject"], item.facts["key"]) for item in found} == set(world.ALL_FACTS)
-    assert len(found) == len(world.ALL_FACTS) == len({item.id for item in found})
+    assert {(item.facts["subject"], item.facts["key"]) for item in found} == set(facts.ALL_FACTS)
+    assert len(found) == len(facts.ALL_FACTS) == len({item.id for item in found})
     for item in found:
-        subject = world.SUBJECTS[item.facts["subject"]]
+        subject = facts.SUBJECTS[item.facts["subject"]]
         right = subject.values[subject.keys.index(item.facts["key"])]
         assert item.facts["options"][item.answer] == item.target
         if kind == "letter":

@@ -10,6 +10,7 @@ import pytest
 from token_kinds import make, shown
 
 from needlework.errors import NeedleworkError
+from needlework.experiments.trials import item_digest
 from needlework.tasks import english, make_task
 from needlework.toy.sample import Stream
 
@@ -46,10 +47,10 @@ def authors_prompt(tokenizer: Any, essay: list[int], length: int, depth: int, tw
             head = head[:-1]
         tokens = head + needle + tokens[len(head) :]
     context = tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
-    question = f"{QUESTION} Output the most relevant sentence in the context, word by word!" if chat else QUESTION
-    block = f"CONTEXT: {context}\n\nQUESTION: {question}"
+    block = f"CONTEXT: {context}\n\nQUESTION: {QUESTION}"
     prompt = f"{block}\n\n{block}" if twice else block
     if chat:
+        prompt += " Output the most relevant sentence in the context, word by word!"
         return list(encoded(tokenizer, tokenizer.apply_chat_template([{"role": "user", "content": prompt}], tokenize=False)))
     return list(tokenizer(f"{prompt}\n\nANSWER: Here is the most relevant sentence in the context: ")["input_ids"])
 
@@ -58,6 +59,37 @@ def items(tokenizer: Any, essays: Path, **spec: Any) -> list[Any]:
     return list(
         make_task({"kind": "niah", "style": "paper", "haystack": f"{essays}/*.txt", **spec}).items(tokenizer, 0, None, None)
     )
+
+
+def test_files_are_appended_one_to_the_other_as_they_are(tmp_path: Path) -> None:
+    """No blank line between two files, no white space taken away, and over again from the first when they run out."""
+    (tmp_path / "a.txt").write_text("  One walks a lot. It ends with this.")
+    (tmp_path / "b.txt").write_text("May 2021There's a second essay. It is short.\n")
+    essay = (tmp_path / "a.txt").read_text() + (tmp_path / "b.txt").read_text()
+    tokenizer = make("byte")
+    cells = items(tokenizer, tmp_path, lengths=[LENGTHS[1]])
+    assert all("this.May 2021There's" in item.prompt_text.replace(f"\n{SENTENCE}\n", "") for item in cells)
+    for item, depth in zip(cells, DEPTHS, strict=True):
+        assert list(item.prompt) == authors_prompt(tokenizer, encoded(tokenizer, essay * 60), LENGTHS[1], depth, False, False)
+
+
+def test_in_chat_the_instruction_stands_once_at_the_very_end(essays: Path) -> None:
+    tokenizer = make("byte", chat=True)
+    essay = encoded(tokenizer, (essays / "a.txt").read_text())
+    for item in items(tokenizer, essays, layout="jrt", lengths=LENGTHS[:3]):
+        assert item.prompt_text.count("word by word!") == 1
+        cell = item.facts["length_tokens"], item.facts["depth_percent"]
+        assert list(item.prompt) == authors_prompt(tokenizer, essay, *cell, True, True)
+
+
+@pytest.mark.parametrize("kind", ["niah", "niah_choice"])
+def test_cells_and_seeds_that_make_one_prompt_ask_one_question(kind: str, essays: Path) -> None:
+    """At length 250 ten depths make few prompts: whatever a trial's id is made of must be equal for equal prompts."""
+    tokenizer = make("byte")
+    spec = {"kind": kind, "style": "paper", "haystack": f"{essays}/*.txt", "lengths": [250]}
+    found = [item for seed in (0, 1) for item in make_task(spec).items(tokenizer, seed, None, None)]
+    assert len({item.prompt for item in found}) < 10
+    assert len({item_digest(item) for item in found}) == len({item.prompt for item in found})
 
 
 @pytest.mark.parametrize("layout", ["plain", pytest.param("jrt", marks=pytest.mark.slow)])

@@ -16,7 +16,7 @@ from needlework.experiments.plan import load
 from needlework.experiments.schema import ExperimentFile, FastFile, ModelFile, PlanFile, RankingFile
 from needlework.tasks import TASKS, Task
 from needlework.tasks.niah import Other
-from needlework.tasks.own_prompts import Line, OwnPrompts
+from needlework.tasks.own_prompts import OwnPrompts, PromptLine
 from needlework.tasks.retrieval import Retrieval
 
 PAGE = (Path(__file__).parents[2] / "docs" / "plans.md").read_text(encoding="utf-8")
@@ -30,7 +30,7 @@ SCHEMA = {
     "Every task": Task,
     "Every retrieval task": Retrieval,
     "others": Other,
-    "A line of the file": Line,
+    "A line of the file": PromptLine,
 }
 
 

@@ -123,6 +123,16 @@ def test_ruler_says_what_is_too_short(spec: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", LISTS)
+@pytest.mark.parametrize("layout", ["jrt", "question_first"])
+def test_refused_layouts_of_lists_in_the_toy_language(kind: str, layout: str, toy: Any) -> None:
+    for name in (kind, f"{kind}_choice"):
+        task = make_task({"kind": name, "sizes": [4], "samples": 1, "layout": layout})
+        with pytest.raises(NeedleworkError, match=f"{name}: .*layout plain only, not {layout}"):
+            list(task.items(toy, 0, 50, None))
+        assert list(task.items(make("byte"), 0, 50, None))
+
+
+@pytest.mark.parametrize("kind", LISTS)
 @pytest.mark.parametrize("world", ["toy", "byte"])
 def test_recall(kind: str, world: str, toy: Any) -> None:
     tokenizer = toy if world == "toy" else make(world)

@@ -1,4 +1,4 @@
-"""Laws of the toy language: what a Sample promises holds for every kind of sample, seed after seed."""
+"""Laws of the toy language: what a ToySample promises holds for every kind of sample, seed after seed."""
 
 from __future__ import annotations
 
@@ -11,52 +11,53 @@ from itertools import pairwise
 import pytest
 
 from needlework.tasks import toy
-from needlework.toy import facts, world
-from needlework.toy.sample import Sample, Span, Stream
+from needlework.toy import facts, judgements, needles, recall
+from needlework.toy.sample import Stream, ToySample, Words, WordSpan
+from needlework.toy.words import VOCABULARY
 
-Maker = Callable[[Stream], Sample]
+Maker = Callable[[Stream], ToySample]
 N = 60
 
 MAKERS: dict[str, Maker] = {
     **{
-        f"niah-{relation}-{layout}-{quote}": lambda s, r=relation, y=layout, q=quote: world.niah(
+        f"niah-{relation}-{layout}-{quote}": lambda s, r=relation, y=layout, q=quote: needles.make_niah(
             s, context_tokens=150, distractors=5, relation=r, layout=y, quote=q, depth_percent=100 * s.random()
         )
-        for relation in world.RELATION_NAMES
-        for layout in world.LAYOUTS
+        for relation in needles.RELATION_NAMES
+        for layout in needles.LAYOUTS
         for quote in (False, True)
     },
     **{
-        f"linked-{relation}-{hops}": lambda s, r=relation, h=hops: world.niah(
+        f"linked-{relation}-{hops}": lambda s, r=relation, h=hops: needles.make_niah(
             s, context_tokens=150, distractors=2, relation=r, hops=h, depth_percent=100 * s.random()
         )
-        for relation in world.RELATION_NAMES
+        for relation in needles.RELATION_NAMES
         for hops in (2, 3)
     },
-    "variables": lambda s: world.variables(s, chains=2, hops=2, room=160)[s.below(2)],
-    "cloze": lambda s: world.cloze(s, before=world.sentence(s)),
-    "letter": lambda s: world.letter_choice(s, before=world.sentence(s)),
-    "lookup": lambda s: world.letter_lookup(s),
-    **{kind: lambda s, k=kind: world.judgement(s, k, before=world.sentence(s)) for kind in world.JUDGEMENTS},
-    "pairs": lambda s: world.key_values(s, 12, 3)[s.below(3)],
-    "phone": lambda s: world.phone_book(s, 6, 3)[s.below(3)],
-    "copy": lambda s: world.copying(s, 14),
+    "variables": lambda s: needles.make_variable_chains(s, chains=2, hops=2, room=160)[s.below(2)],
+    "cloze": lambda s: facts.make_cloze(s, before=needles.make_sentence(s)),
+    "letter": lambda s: facts.make_letter_choice(s, before=needles.make_sentence(s)),
+    "lookup": lambda s: facts.make_letter_lookup(s),
+    **{kind: lambda s, k=kind: judgements.make_judgement(s, k, before=needles.make_sentence(s)) for kind in judgements.KINDS},
+    "pairs": lambda s: recall.make_key_values(s, 12, 3)[s.below(3)],
+    "phone": lambda s: recall.make_phone_book(s, 6, 3)[s.below(3)],
+    "copy": lambda s: recall.make_copy(s, 14),
 }
 each_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 NIAH = [name for name in MAKERS if name.startswith("niah")]
 each_niah = pytest.mark.parametrize("make", [MAKERS[name] for name in NIAH], ids=NIAH)
 
 
-def some(make: Maker, split: str = "test") -> list[Sample]:
+def some(make: Maker, split: str = "test") -> list[ToySample]:
     return [make(Stream(split, i)) for i in range(N)]
 
 
-def words_of(sample: Sample, span: Span) -> world.Words:
+def words_of(sample: ToySample, span: WordSpan) -> Words:
     return sample.prompt[span.start : span.stop]
 
 
 def value_of(subject: str, key: str) -> str:
-    return world.SUBJECTS[subject].values[world.SUBJECTS[subject].keys.index(key)]
+    return facts.SUBJECTS[subject].values[facts.SUBJECTS[subject].keys.index(key)]
 
 
 @each_kind
@@ -71,12 +72,12 @@ def test_every_word_is_in_the_vocabulary(make: Maker) -> None:
     for sample in some(make):
         words = [*sample.prompt, *sample.target, *(word for choice in sample.choices for word in choice)]
         words += [word for value in (*sample.distractors, *sample.absent) for word in value]
-        assert not set(words) - set(world.VOCABULARY)
+        assert not set(words) - set(VOCABULARY)
 
 
 @each_kind
 def test_distractors_are_in_the_prompt_and_absent_values_are_not(make: Maker) -> None:
-    def stands_in(value: world.Words, prompt: world.Words) -> bool:
+    def stands_in(value: Words, prompt: Words) -> bool:
         return any(prompt[i : i + len(value)] == value for i in range(len(prompt)))
 
     for sample in some(make):
@@ -134,7 +135,7 @@ def test_a_twin_differs_in_its_value_alone(make: Maker) -> None:
 @pytest.mark.parametrize("depth", [0, 25, 50, 75, 100])
 def test_the_needle_lies_at_the_depth_asked_for(depth: int) -> None:
     for i in range(N):
-        sample = world.niah(Stream("test", "depth", i), context_tokens=300, depth_percent=depth)
+        sample = needles.make_niah(Stream("test", "depth", i), context_tokens=300, depth_percent=depth)
         assert sample.depth_percent is not None
         assert depth - 5 <= sample.depth_percent <= depth
         start = sample.named("needle")[0].start
@@ -144,33 +145,33 @@ def test_the_needle_lies_at_the_depth_asked_for(depth: int) -> None:
 @pytest.mark.parametrize("context", [40, 127, 500])
 def test_contexts_fill_their_length(context: int) -> None:
     for i in range(N):
-        sample = world.niah(Stream("test", i), context_tokens=context)
+        sample = needles.make_niah(Stream("test", i), context_tokens=context)
         assert sample.context_tokens is not None
         assert context - 6 < sample.context_tokens <= context
 
 
 def test_too_many_needles_for_the_context_is_an_error_that_says_so() -> None:
     with pytest.raises(ValueError, match="fewer needles or a longer context"):
-        world.niah(Stream("test"), context_tokens=40, distractors=8)
+        needles.make_niah(Stream("test"), context_tokens=40, distractors=8)
     with pytest.raises(ValueError, match="unknown layout"):
-        world.niah(Stream("test"), context_tokens=40, layout="twice")
+        needles.make_niah(Stream("test"), context_tokens=40, layout="twice")
 
 
 def test_values_are_independent_of_the_haystack() -> None:
     """Over many samples each digit is about equally common: nothing in the text tells the value."""
     counts = dict.fromkeys("0123456789", 0)
     for i in range(1000):
-        for digit in world.niah(Stream("test", "value", i), context_tokens=40).target:
+        for digit in needles.make_niah(Stream("test", "value", i), context_tokens=40).target:
             counts[digit] += 1
     assert max(counts.values()) < 1.3 * min(counts.values())
 
 
 def test_facts_are_one_fixed_world() -> None:
-    capitals = world.SUBJECTS["geography"]
+    capitals = facts.SUBJECTS["geography"]
     assert len(set(capitals.values)) == len(capitals.keys)  # one capital each
     # Golden: weights were trained on these facts. A change here makes every shipped model wrong.
     assert capitals.values[:3] == ("fernville", "hartville", "fernburg")
-    assert [s.values[0] for s in world.SUBJECTS.values()] == [
+    assert [s.values[0] for s in facts.SUBJECTS.values()] == [
         "fernville",
         "dornby",
         "honey",
@@ -178,15 +179,15 @@ def test_facts_are_one_fixed_world() -> None:
         "spindle",
         "yellow",
     ]
-    for fact in world.ALL_FACTS:
-        stated = world.statement(Stream("test", *fact), fact)
-        asked = world.cloze(Stream("test", *fact), fact=fact, asked=True)
+    for fact in facts.ALL_FACTS:
+        stated = facts.make_statement(Stream("test", *fact), fact)
+        asked = facts.make_cloze(Stream("test", *fact), fact=fact, asked=True)
         assert stated[-2] == asked.target[0] == value_of(*fact)
 
 
 def test_letter_points_at_the_true_value() -> None:
-    for i, fact in enumerate(world.ALL_FACTS):
-        sample = world.letter_choice(Stream("test", i), fact=fact)
+    for i, fact in enumerate(facts.ALL_FACTS):
+        sample = facts.make_letter_choice(Stream("test", i), fact=fact)
         option = sample.prompt[sample.prompt.index(sample.target[0]) - 1]
         assert option == value_of(*fact)
 
@@ -194,7 +195,7 @@ def test_letter_points_at_the_true_value() -> None:
 def test_every_line_of_a_letter_list_is_true() -> None:
     """Options before their letters, then a question for each: its letter stands behind the option it is about."""
     for i in range(200):
-        lines = facts.letter_lines(Stream("test", i), 0.5)
+        lines = facts.make_letter_lines(Stream("test", i), 0.5)
         listed = lines[0][0][: lines[0][0].index("question")]
         letter_of = dict(zip(listed[::2], listed[1::2], strict=True))
         assert sorted(answer for _, (answer,) in lines) == sorted(letter_of.values())
@@ -202,16 +203,16 @@ def test_every_line_of_a_letter_list_is_true() -> None:
             asked = words[words.index("question") :]
             meant = [option for option in letter_of if option in asked]
             if "which one is" not in " ".join(asked):
-                meant = [value_of(subject, key) for subject, key in world.ALL_FACTS if key in asked]
+                meant = [value_of(subject, key) for subject, key in facts.ALL_FACTS if key in asked]
             assert answer in {letter_of.get(value) for value in meant}
 
 
 def test_judgements_are_balanced_and_true() -> None:
-    for kind in world.JUDGEMENTS:
-        made = [world.judgement(Stream("test", kind, i), kind) for i in range(400)]
+    for kind in judgements.KINDS:
+        made = [judgements.make_judgement(Stream("test", kind, i), kind) for i in range(400)]
         assert 0.4 < sum(s.target == ("yes",) for s in made) / 400 < 0.6
     for i in range(200):
-        sample = world.judgement(Stream("test", i), "entailment")
+        sample = judgements.make_judgement(Stream("test", i), "entailment")
         first, second = (words_of(sample, sample.named(name)[0]) for name in ("first", "second"))
         left_out_only = all(word in first for word in second) and first[: len(second) - 3] == second[: len(second) - 3]
         if sample.target == ("yes",):
@@ -221,7 +222,7 @@ def test_judgements_are_balanced_and_true() -> None:
 
 
 def test_series_prompts_continue_each_other() -> None:
-    for made in (world.key_values(Stream("test"), 10, 4), world.phone_book(Stream("test"), 5, 4)):
+    for made in (recall.make_key_values(Stream("test"), 10, 4), recall.make_phone_book(Stream("test"), 5, 4)):
         for before, after in pairwise(made):
             told = (*before.prompt, *before.target)
             assert after.prompt[: len(told)] == told
@@ -240,7 +241,7 @@ def test_stream_draws_fairly_and_refuses_too_many() -> None:
 
 
 def test_the_world_needs_neither_torch_nor_transformers() -> None:
-    code = "import sys, needlework.training.recipes, needlework.toy.world; print(*(m in sys.modules for m in sys.argv[1:]))"
+    code = "import sys, needlework.training.recipes, needlework.toy.needles; print(*(m in sys.modules for m in sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, "torch", "transformers"], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
 
@@ -259,7 +260,7 @@ def read_off(text: str) -> tuple[dict[str, str], dict[str, str]]:
 
 
 @pytest.mark.parametrize("hops", [2, 3])
-@pytest.mark.parametrize("relation", world.RELATION_NAMES)
+@pytest.mark.parametrize("relation", needles.RELATION_NAMES)
 def test_links_lead_to_the_answer_in_as_many_hops_as_asked_and_stand_behind_what_they_name(relation: str, hops: int) -> None:
     for sample in some(MAKERS[f"linked-{relation}-{hops}"]):
         values, links = read_off(sample.text)
@@ -271,7 +272,7 @@ def test_links_lead_to_the_answer_in_as_many_hops_as_asked_and_stand_behind_what
             name, steps, place = links[name], steps + 1, stands
         assert (values[name], steps) == (sample.target_text, hops)
         assert [span for span in sample.spans if span.name == "value"] == [
-            Span("value", (last := sample.named("needle")[-1]).stop - len(sample.target), last.stop)
+            WordSpan("value", (last := sample.named("needle")[-1]).stop - len(sample.target), last.stop)
         ]
         assert words_of(sample, sample.named("value")[0]) == sample.target
         assert len(sample.named("needle")) == hops

@@ -8,19 +8,17 @@ import re
 import numpy as np
 import pytest
 
-from needlework.toy import recall, world
+from needlework.toy import facts, needles, recall
 from needlework.toy.sample import Stream
-from needlework.toy.words import LETTERS, NAMES
+from needlework.toy.words import BOS, LETTERS, NAMES, PAD, VOCABULARY, WORD_ID
 from needlework.training import documents
-from needlework.training import links as links_module
-from needlework.training.documents import ITEM_KINDS, ITEM_SHARES, ROW_KINDS
-from needlework.training.rows import Diet
+from needlework.training.documents import ITEM_KINDS, ITEM_SHARES, ROW_KINDS, DocumentMix
 
-EVERY = Diet(rows=dict.fromkeys(ROW_KINDS, 1.0), items=ITEM_SHARES, answer_weight=4.0)
+EVERY = DocumentMix(rows=dict.fromkeys(ROW_KINDS, 1.0), items=ITEM_SHARES, answer_weight=4.0)
 
 
-def only(kind: str) -> Diet:
-    return Diet(rows={kind: 1.0}, items=ITEM_SHARES, answer_weight=4.0)
+def only(kind: str) -> DocumentMix:
+    return DocumentMix(rows={kind: 1.0}, items=ITEM_SHARES, answer_weight=4.0)
 
 
 @pytest.mark.parametrize("length", [48, 64, 97, 256, 1024, pytest.param(4096, marks=pytest.mark.slow)])
@@ -28,11 +26,11 @@ def only(kind: str) -> Diet:
 def test_rows_fit_their_length_and_hold_answers(kind: str, length: int) -> None:
     used = answered = 0
     for i in range(60):
-        words, weights = documents.row(Stream("test", kind, i), length, only(kind))
-        assert words[0] == world.BOS
+        words, weights = documents.make_row(Stream("test", kind, i), length, only(kind))
+        assert words[0] == BOS
         assert weights[0] == 0.0
         assert len(words) == len(weights) <= length
-        assert not set(words) - set(world.VOCABULARY)
+        assert not set(words) - set(VOCABULARY)
         used += len(words)
         answered += 4.0 in weights
     assert used > 0.75 * 60 * length
@@ -41,7 +39,7 @@ def test_rows_fit_their_length_and_hold_answers(kind: str, length: int) -> None:
 
 def test_only_answers_have_the_answer_weight() -> None:
     for i in range(200):
-        words, weights = documents.row(Stream("test", i), 160, EVERY)
+        words, weights = documents.make_row(Stream("test", i), 160, EVERY)
         for j in range(1, len(words)):
             if weights[j] == 4.0 and weights[j - 1] != 4.0:  # an answer begins: after a colon, a key or a statement
                 assert words[j - 1] == ":" or words[j - 1] in {*keys(), *statement_ends()}
@@ -51,12 +49,12 @@ def test_only_answers_have_the_answer_weight() -> None:
 
 def keys() -> set[str]:
     """What a key-value list is asked for: names, or options."""
-    return {*NAMES, *(option for subject in world.SUBJECTS.values() for option in subject.options())}
+    return {*NAMES, *(option for subject in facts.SUBJECTS.values() for option in subject.options())}
 
 
 def statement_ends() -> set[str]:
     ends = set()
-    for subject in world.SUBJECTS.values():
+    for subject in facts.SUBJECTS.values():
         for template in subject.statements:
             last = template.split()[-1]
             ends |= set(subject.keys) if last == "{k}" else {last}
@@ -65,7 +63,7 @@ def statement_ends() -> set[str]:
 
 def test_needle_rows_answer_what_the_context_says() -> None:
     for i in range(100):
-        words, _ = documents.row(Stream("test", "truth", i), 200, only("sparse"))
+        words, _ = documents.make_row(Stream("test", "truth", i), 200, only("sparse"))
         text = " ".join(words)
         for question in text.split("question : what is the secret code of ")[1:]:
             name, rest = question.split(" ? answer : ")[0], question.split(" ? ")[1]
@@ -74,12 +72,12 @@ def test_needle_rows_answer_what_the_context_says() -> None:
 
 
 @pytest.mark.parametrize("length", [48, 64, 96, 256])
-@pytest.mark.parametrize("layout", world.LAYOUTS)
+@pytest.mark.parametrize("layout", needles.LAYOUTS)
 def test_rows_of_few_needles_ask_for_one_of_two_to_four_in_the_layout_that_they_are_called_by(layout: str, length: int) -> None:
-    diet = Diet(rows={f"few_{layout}": 1.0}, items=ITEM_SHARES, answer_weight=4.0, relations=("code",))
+    diet = DocumentMix(rows={f"few_{layout}": 1.0}, items=ITEM_SHARES, answer_weight=4.0, relations=("code",))
     seen = set()
     for i in range(60):
-        words, weights = documents.row(Stream("test", "few", i), length, diet)
+        words, weights = documents.make_row(Stream("test", "few", i), length, diet)
         text, answer = " ".join(words), [word for word, weight in zip(words, weights, strict=True) if weight == 4.0]
         copies = 2 if layout == "jrt" and length >= 96 else 1
         stated = re.findall(r"the secret code of (\w+) is (\d \d \d) \.", text)
@@ -97,7 +95,7 @@ def test_rows_of_few_needles_ask_for_one_of_two_to_four_in_the_layout_that_they_
 def test_lists_of_any_kind_meet_in_every_combination_and_are_answered_by_what_stands_behind_the_key() -> None:
     seen = set()
     for i in range(300):
-        lines = recall.any_pairs(Stream("test", "any", i), 6)
+        lines = recall.make_any_pairs(Stream("test", "any", i), 6)
         named = "question" in lines[0][0]
         listed = lines[0][0][:-9] if named else lines[0][0][2:-4]
         pairs = dict(zip(listed[::2], listed[1::2], strict=True))
@@ -110,18 +108,18 @@ def test_lists_of_any_kind_meet_in_every_combination_and_are_answered_by_what_st
 
 
 def test_a_batch_is_a_function_of_seed_and_step() -> None:
-    ids, weights = documents.batch(3, 7, 4, 96, EVERY)
-    again, _ = documents.batch(3, 7, 4, 96, EVERY)
+    ids, weights = documents.make_batch(3, 7, 4, 96, EVERY)
+    again, _ = documents.make_batch(3, 7, 4, 96, EVERY)
     assert ids.shape == weights.shape == (4, 96)
     assert np.array_equal(ids, again)
-    assert not np.array_equal(ids, documents.batch(3, 8, 4, 96, EVERY)[0])
-    assert not np.array_equal(ids, documents.batch(4, 7, 4, 96, EVERY)[0])
+    assert not np.array_equal(ids, documents.make_batch(3, 8, 4, 96, EVERY)[0])
+    assert not np.array_equal(ids, documents.make_batch(4, 7, 4, 96, EVERY)[0])
     assert len({row.tobytes() for row in ids}) == 4
 
 
 def test_padding_weighs_nothing() -> None:
-    ids, weights = documents.batch(0, 0, 64, 96, EVERY)
-    pad = ids == world.WORD_ID[world.PAD]
+    ids, weights = documents.make_batch(0, 0, 64, 96, EVERY)
+    pad = ids == WORD_ID[PAD]
     assert pad.any()
     assert not weights[pad].any()
     assert (weights[:, 1:][~pad[:, 1:]] > 0).all()
@@ -141,8 +139,8 @@ MARKS = {
 
 @pytest.mark.parametrize("kind", ITEM_KINDS)
 def test_every_item_kind_comes_up(kind: str) -> None:
-    diet = Diet(rows={"short": 1.0}, items={kind: 1.0}, answer_weight=4.0)
-    rows = [documents.row(Stream("test", i), 256, diet) for i in range(20)]
+    diet = DocumentMix(rows={"short": 1.0}, items={kind: 1.0}, answer_weight=4.0)
+    rows = [documents.make_row(Stream("test", i), 256, diet) for i in range(20)]
     text = " ".join(word for words, _ in rows for word in words)
     assert MARKS[kind] in text
     assert any(4.0 in weights for _, weights in rows) == (kind not in ("sentence", "statement"))
@@ -174,7 +172,7 @@ DIGESTS = {
 def test_documents_change_with_the_data_version_alone(kind: str) -> None:
     digest = hashlib.blake2b(digest_size=6)
     for step, length in ((0, 64), (1, 256)):
-        ids, weights = documents.batch(0, step, 6, length, only(kind))
+        ids, weights = documents.make_batch(0, step, 6, length, only(kind))
         digest.update(ids.tobytes() + weights.tobytes())
     assert documents.DATA_VERSION == 2
     assert digest.hexdigest() == DIGESTS[kind]
@@ -188,10 +186,10 @@ PLAIN = re.compile(r"^(\w+) hid the key in the (\w+)$")
 @pytest.mark.parametrize("names", [8, len(NAMES)])
 def test_what_a_link_says_is_the_value_at_the_end_of_the_names(said: float, names: int) -> None:
     """Read anew, sentence by sentence: each link names someone before it, and a value that it says has an answer's weight."""
-    diet = Diet({"hops": 1.0}, ITEM_SHARES, 4.0, ("hideout",), names, said)
+    diet = DocumentMix({"hops": 1.0}, ITEM_SHARES, 4.0, ("hideout",), names, said)
     links = told = linked_to_links = 0
     for i in range(40):
-        words, weights = documents.row(Stream("test", "said", i), 128, diet)
+        words, weights = documents.make_row(Stream("test", "said", i), 128, diet)
         text, start, known, like = " ".join(words), 0, {}, set()
         for sentence in text.split(" . "):
             at, start = start, start + len(sentence.split()) + 1
@@ -216,10 +214,10 @@ def test_what_a_link_says_is_the_value_at_the_end_of_the_names(said: float, name
 
 def test_where_a_link_that_does_not_say_its_value_leads_cannot_be_guessed_from_others() -> None:
     """Two links lead to one needle as often as chance has it, and every link is asked for or gives way to a needle."""
-    diet = Diet({"hops": 1.0}, ITEM_SHARES, 4.0, ("hideout",), len(NAMES), 0.0)
+    diet = DocumentMix({"hops": 1.0}, ITEM_SHARES, 4.0, ("hideout",), len(NAMES), 0.0)
     alike = by_chance = documents_seen = gave_way = 0.0
     for i in range(300):
-        words, _ = documents.row(Stream("test", "alike", i), 128, diet)
+        words, _ = documents.make_row(Stream("test", "alike", i), 128, diet)
         for document in " ".join(words).split("context : ")[1:]:
             plain = re.findall(r"(\w+) hid the key in the", document)
             links = dict(re.findall(r"(\w+) hid the key with (\w+) \.", document))
@@ -234,4 +232,4 @@ def test_where_a_link_that_does_not_say_its_value_leads_cannot_be_guessed_from_o
                 alike += first == second
                 by_chance += 1 / len(plain)
     assert abs(alike - by_chance) < 3 * by_chance**0.5
-    assert abs(gave_way / documents_seen - links_module.ONE_HOP_SHARE) < 0.1
+    assert abs(gave_way / documents_seen - documents.ONE_HOP_SHARE) < 0.1

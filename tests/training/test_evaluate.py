@@ -6,24 +6,24 @@ from typing import Any
 
 import pytest
 
-from needlework.toy import world
-from needlework.toy.sample import Stream
+from needlework.toy.sample import Stream, ToySample
+from needlework.toy.words import BOS, VOCABULARY, WORD_ID
 from needlework.training import build, documents, evaluate, recipes
-from needlework.training.evaluate import Figure
+from needlework.training.evaluate import CardFigure
 
 
 def test_wilson_intervals_by_hand() -> None:
-    assert Figure(0, 73).interval() == pytest.approx((0.0, 0.04999), abs=1e-4)
-    assert Figure(95, 100).interval() == pytest.approx((0.8882, 0.9785), abs=1e-4)
-    assert Figure(1000, 1000).interval() == pytest.approx((0.99617, 1.0), abs=1e-4)
+    assert CardFigure(0, 73).interval() == pytest.approx((0.0, 0.04999), abs=1e-4)
+    assert CardFigure(95, 100).interval() == pytest.approx((0.8882, 0.9785), abs=1e-4)
+    assert CardFigure(1000, 1000).interval() == pytest.approx((0.99617, 1.0), abs=1e-4)
 
 
 def test_exact_match_is_what_greedy_decoding_gives() -> None:
     """A model that has learnt to copy a little is right sometimes: both ways must agree on when."""
     import torch
 
-    recipe = recipes.find("tiny-transformer")
-    model = build.model(recipe).eval()
+    recipe = recipes.find_recipe("tiny-transformer")
+    model = build.build_model(recipe).eval()
     with torch.no_grad():  # an untrained model that nearly repeats its input: right on some targets, wrong on others
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
         for layer in model.model.layers:
@@ -31,15 +31,15 @@ def test_exact_match_is_what_greedy_decoding_gives() -> None:
             layer.mlp.down_proj.weight.mul_(0.02)
     group = []
     for i in range(30):
-        last = world.VOCABULARY[10 + i]
-        target = (last,) * (1 + i % 3) if i % 2 else (world.VOCABULARY[100 + i],)
-        group.append(world.Sample(task="echo", prompt=("the",) * (i % 5) + (last,), target=target))
+        last = VOCABULARY[10 + i]
+        target = (last,) * (1 + i % 3) if i % 2 else (VOCABULARY[100 + i],)
+        group.append(ToySample(task="echo", prompt=("the",) * (i % 5) + (last,), target=target))
     greedy = []
     for sample in group:
-        ids = torch.tensor([[world.WORD_ID[word] for word in (world.BOS, *sample.prompt)]])
+        ids = torch.tensor([[WORD_ID[word] for word in (BOS, *sample.prompt)]])
         for _ in sample.target:
             ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
-        greedy.append(ids[0, -len(sample.target) :].tolist() == [world.WORD_ID[word] for word in sample.target])
+        greedy.append(ids[0, -len(sample.target) :].tolist() == [WORD_ID[word] for word in sample.target])
     assert evaluate.exact(model, group) == greedy
     assert 5 < sum(greedy) < 25
 
@@ -53,9 +53,9 @@ def test_evaluation_shares_no_document_with_training(monkeypatch: pytest.MonkeyP
             splits.append(split)
             super().__init__(split, *parts)
 
-    recipe = recipes.find("tiny-griffin")
+    recipe = recipes.find_recipe("tiny-griffin")
     monkeypatch.setattr(documents, "Stream", Noting)
-    documents.batch(0, 0, 4, 96, recipe.diet(recipe.stages[0]))
+    documents.make_batch(0, 0, 4, 96, recipe.document_mix(recipe.stages[0]))
     assert splits == ["train"] * 4
     splits.clear()
     monkeypatch.setattr(evaluate, "Stream", Noting)
@@ -95,7 +95,7 @@ def test_card_figures_are_what_task_and_engine_give(told: dict[str, Any]) -> Non
     bos = subject.tokenizer.bos_token_id
     words = [subject.tokenizer.convert_ids_to_tokens([t for t in item.prompt if t != bos]) for item in items]
     group = [
-        world.Sample(task="any", prompt=tuple(prompt), target=tuple(item.target.split()))
+        ToySample(task="any", prompt=tuple(prompt), target=tuple(item.target.split()))
         for prompt, item in zip(words, items, strict=True)
     ]
     torch.manual_seed(0)

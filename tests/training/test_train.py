@@ -25,8 +25,10 @@ from needlework import terminal
 from needlework.cli import app
 from needlework.errors import ZooError
 from needlework.model.patches import fast_kernels
-from needlework.training import build, card, checkpoints, effects, optimisers, recipes, rehearsal
-from needlework.training.train import learning_rate, one_pace, train, train_step
+from needlework.training import build, card, recipes
+from needlework.training import train as training
+from needlework.training.train import fixed_threads, learning_rate, train, train_step
+from needlework.zoo import RECORD
 
 pytestmark = pytest.mark.slow  # whole trainings, however small
 
@@ -76,6 +78,7 @@ def everything_in(out: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in out.iterdir()}
 
 
+@pytest.mark.serial
 def test_killed_and_resumed_gives_the_same_bits(recipe_file: Path, trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "killed"
     code = (
@@ -84,15 +87,15 @@ def test_killed_and_resumed_gives_the_same_bits(recipe_file: Path, trained: Path
     )
     process = subprocess.Popen([sys.executable, "-c", code, str(recipe_file), str(out)])
     give_up = time.monotonic() + 60
-    while not (out / checkpoints.CHECKPOINT).exists() and process.poll() is None and time.monotonic() < give_up:
+    while not (out / training.CHECKPOINT).exists() and process.poll() is None and time.monotonic() < give_up:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL, "the training ended before it could be killed"
-    assert not (out / checkpoints.RECORD).exists()
+    assert not (out / RECORD).exists()
     train(recipe_file, out, **QUICK)
     assert weights_of(out) == weights_of(trained)
-    assert (out / checkpoints.RECORD).exists()
-    assert not (out / checkpoints.CHECKPOINT).exists()
+    assert (out / RECORD).exists()
+    assert not (out / training.CHECKPOINT).exists()
 
 
 def test_seed_and_steps_decide_the_weights(recipe_file: Path, trained: Path, tmp_path: Path) -> None:
@@ -106,9 +109,9 @@ def test_seed_and_steps_decide_the_weights(recipe_file: Path, trained: Path, tmp
 @pytest.mark.parametrize("matrices", [{}, {"matrix_lr": 0.01}])
 def test_the_loss_falls(matrices: dict[str, float]) -> None:
     settings = {"lr": 0.01, "warmup_steps": 5, **matrices}
-    recipe = recipes.checked({**TINY, "steps": 200, "optimiser": settings}, "tiny")
-    model = build.model(recipe)
-    optimiser = optimisers.for_model(recipe.optimiser, model)
+    recipe = recipes.validate_recipe({**TINY, "steps": 200, "optimiser": settings}, "tiny")
+    model = build.build_model(recipe)
+    optimiser = build.build_optimiser(recipe.optimiser, model)
     losses = [train_step(recipe, model, optimiser, step) for step in range(40)]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
@@ -126,12 +129,12 @@ def test_what_was_made_loads_by_plain_transformers(trained: Path) -> None:
 
 
 def test_the_card_says_how_it_was_made(trained: Path, recipe_file: Path) -> None:
-    recipe = recipes.find(recipe_file)
+    recipe = recipes.find_recipe(recipe_file)
     card = (trained / "README.md").read_text()
-    record = json.loads((trained / checkpoints.RECORD).read_text())
+    record = json.loads((trained / RECORD).read_text())
     assert recipe.hash() in card
     assert record["recipe_hash"] == recipe.hash()
-    assert recipes.find(trained / "recipe.yaml") == recipe
+    assert recipes.find_recipe(trained / "recipe.yaml") == recipe
     assert record["threads"] == 1
     assert (record["seed"], record["steps"]) == (recipe.seed, recipe.steps)
     for what, value in (("seed", recipe.seed), ("steps", recipe.steps), ("wall time", f"{record['train_minutes']} minutes")):
@@ -155,18 +158,18 @@ def test_a_checkpoint_of_another_recipe_is_refused(recipe_file: Path, tmp_path: 
         pass
 
     out = tmp_path / "model"
-    save = checkpoints.save
+    save = training.save_checkpoint
 
     def save_and_stop(*args: Any) -> None:
         save(*args)
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "save", save_and_stop)
+        patch.setattr(training, "save_checkpoint", save_and_stop)
         with pytest.raises(Stop):
             train(recipe_file, out, **QUICK)
     before = everything_in(out)
-    assert checkpoints.CHECKPOINT in before
+    assert training.CHECKPOINT in before
     with pytest.raises(ZooError, match=r"another training .*'tiny-test'"):
         train(recipe_file, out, seed=5, **QUICK)
     assert everything_in(out) == before
@@ -206,70 +209,70 @@ SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 def test_what_could_not_be_measured_is_not_trained(
     architecture: str, config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    recipe = recipes.checked({**TINY, "architecture": architecture, "config": config}, "test")
+    recipe = recipes.validate_recipe({**TINY, "architecture": architecture, "config": config}, "test")
     with pytest.raises(ZooError, match=message):
         train(recipe, tmp_path / "out", **QUICK)
     assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_rehearsal_leaves_the_model_as_it_was(recipe_file: Path) -> None:
-    recipe = recipes.find(recipe_file)
-    model = build.model(recipe).train()
+    recipe = recipes.find_recipe(recipe_file)
+    model = build.build_model(recipe).train()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
-    rehearsal.rehearse(recipe, model)
+    training.run_preflight(recipe, model)
     assert model.training
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
 
 
 def test_a_training_that_diverges_stops_and_keeps_its_last_checkpoint(tmp_path: Path) -> None:
-    recipe = recipes.checked({**TINY, "optimiser": {"lr": 1e30, "warmup_steps": 1, "clip": 1e30}}, "test")
+    recipe = recipes.validate_recipe({**TINY, "optimiser": {"lr": 1e30, "warmup_steps": 1, "clip": 1e30}}, "test")
     with pytest.raises(ZooError, match=r"not finite at step \d+.*Lower optimiser.lr"):
         train(recipe, tmp_path / "out", **{**QUICK, "checkpoint_steps": 1})
-    kept = torch.load(tmp_path / "out" / checkpoints.CHECKPOINT, weights_only=True)
+    kept = torch.load(tmp_path / "out" / training.CHECKPOINT, weights_only=True)
     assert kept["progress"]["step"] >= 1
 
 
 def test_two_trainings_into_one_directory_are_refused(recipe_file: Path, tmp_path: Path) -> None:
-    with checkpoints.claimed(tmp_path), pytest.raises(ZooError, match="another training is writing"):
+    with training.claim_directory(tmp_path), pytest.raises(ZooError, match="another training is writing"):
         train(recipe_file, tmp_path, **QUICK)
 
 
 def test_a_damaged_checkpoint_is_named(recipe_file: Path, tmp_path: Path) -> None:
-    (tmp_path / checkpoints.CHECKPOINT).write_bytes(b"half a file")
+    (tmp_path / training.CHECKPOINT).write_bytes(b"half a file")
     with pytest.raises(ZooError, match="not a readable checkpoint"):
         train(recipe_file, tmp_path, **QUICK)
-    assert (tmp_path / checkpoints.CHECKPOINT).read_bytes() == b"half a file"
+    assert (tmp_path / training.CHECKPOINT).read_bytes() == b"half a file"
 
 
 def test_a_checkpoint_that_is_none_is_named(recipe_file: Path, tmp_path: Path) -> None:
     import torch
 
-    torch.save([1, 2], tmp_path / checkpoints.CHECKPOINT)
+    torch.save([1, 2], tmp_path / training.CHECKPOINT)
     with pytest.raises(ZooError, match="not a checkpoint of a training"):
         train(recipe_file, tmp_path, **QUICK)
 
 
 def test_an_effect_that_could_not_be_measured_is_not_zero(trained: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from needlework.experiments.models import LoadedSubject
+    from needlework.engine.engine import Engine
 
-    answers = LoadedSubject.answers
+    run = Engine.run
 
-    def fail_first(self: LoadedSubject, requests: Any) -> Any:
-        for i, answer in answers(self, requests):
+    def fail_first(self: Engine, requests: Any, **options: Any) -> Any:
+        for i, answer in run(self, requests, **options):
             yield i, replace(answer, finish="failed", error="logits are not finite") if i == 0 else answer
 
-    assert effects.measure(trained, 128, per_depth=1)["none"]["niah"].n == 5
-    monkeypatch.setattr(LoadedSubject, "answers", fail_first)
-    with pytest.raises(ZooError, match="none could not be carried out: logits are not finite"):
-        effects.measure(trained, 128, per_depth=1)
+    assert card.measure_effects(trained, 128, per_depth=1)["none"]["niah"].n == 5
+    monkeypatch.setattr(Engine, "run", fail_first)
+    with pytest.raises(nw.NeedleworkError, match=r"niah/.*: logits are not finite"):
+        card.measure_effects(trained, 128, per_depth=1)
 
 
 def test_without_a_card_nothing_is_measured_and_the_record_says_so(
     recipe_file: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "bare"
-    monkeypatch.setattr(rehearsal, "rehearse", lambda *given: None)  # it measures, too, before the first step
-    monkeypatch.setattr(effects, "measure", lambda *given, **options: pytest.fail("measured"))
+    monkeypatch.setattr(training, "run_preflight", lambda *given: None)  # it measures, too, before the first step
+    monkeypatch.setattr(card, "measure_effects", lambda *given, **options: pytest.fail("measured"))
     monkeypatch.setattr("needlework.training.train.CHECKPOINT_STEPS", 4)
     shown = CliRunner().invoke(app, ["train", str(recipe_file), "--out", str(out), "--no-card"])
     assert shown.exit_code == 0, shown.output
@@ -280,7 +283,7 @@ def test_without_a_card_nothing_is_measured_and_the_record_says_so(
     assert "No card was measured" in (out / "README.md").read_text()
     assert nw.load(out).generate(["the king"], max_new_tokens=2)[0].tokens
     monkeypatch.undo()
-    card.renew(out, samples=4)
+    card.renew_card(out, samples=4)
     record = json.loads((out / "figures.json").read_text())
     assert record["measured"]
     assert record["figures"].keys() == json.loads((trained / "figures.json").read_text())["figures"].keys()
@@ -293,8 +296,8 @@ def test_a_bar_is_shown_while_the_card_is_measured(
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(terminal, "PLAIN_SECONDS", 0.01)
-    measured = card.figures(AutoModelForCausalLM.from_pretrained(trained), 128, 2, True)
-    effects.measure(trained, 128, per_depth=1, per_subject=1, progress=True)
+    measured = card.measure_figures(AutoModelForCausalLM.from_pretrained(trained), 128, 2, True)
+    card.measure_effects(trained, 128, per_depth=1, per_subject=1, progress=True)
     said = capsys.readouterr().err
     assert f"/{len(measured)} figures" in said
     assert re.search(r"card: \w+: \d+/\d+ figures, 0:\d\d", said)
@@ -302,17 +305,17 @@ def test_a_bar_is_shown_while_the_card_is_measured(
     assert "\x1b" not in said
     model = AutoModelForCausalLM.from_pretrained(trained)
     capsys.readouterr()  # what transformers tells while it loads
-    card.figures(model, 128, 2, False)
+    card.measure_figures(model, 128, 2, False)
     assert capsys.readouterr().err == ""
 
 
 def test_a_card_can_be_measured_again(trained: Path, tmp_path: Path) -> None:
     shutil.copytree(trained, tmp_path / "model")
-    card.renew(tmp_path / "model", samples=QUICK["card_samples"])
-    before, same = (json.loads((folder / checkpoints.RECORD).read_text()) for folder in (trained, tmp_path / "model"))
+    card.renew_card(tmp_path / "model", samples=QUICK["card_samples"])
+    before, same = (json.loads((folder / RECORD).read_text()) for folder in (trained, tmp_path / "model"))
     assert same == before
-    card.renew(tmp_path / "model", samples=50)
-    after = json.loads((tmp_path / "model" / checkpoints.RECORD).read_text())
+    card.renew_card(tmp_path / "model", samples=50)
+    after = json.loads((tmp_path / "model" / RECORD).read_text())
     assert {f["n"] for f in after["figures"].values()} == {50}
     assert {f["n"] for some in after["effects"].values() for f in some.values()} == {180, 10}
     assert "(n = 10)" in (tmp_path / "model" / "README.md").read_text()
@@ -321,12 +324,12 @@ def test_a_card_can_be_measured_again(trained: Path, tmp_path: Path) -> None:
 def test_an_effect_stands_under_its_own_task_in_whatever_order_trials_are_answered(
     trained: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The card once had facts in the column of needles: the engine had asked for the shorter prompts first."""
-    from needlework.store import Store
+    """A card once had facts in the column of needles: the engine had answered the shorter prompts first."""
+    from needlework.engine.engine import Engine
 
-    in_order, ordered = effects.measure(trained, 128, per_depth=1, per_subject=1), Store.rows
-    monkeypatch.setattr(Store, "rows", lambda self: reversed(list(ordered(self))))
-    again = effects.measure(trained, 128, per_depth=1, per_subject=1)
+    in_order, run = card.measure_effects(trained, 128, per_depth=1, per_subject=1), Engine.run
+    monkeypatch.setattr(Engine, "run", lambda self, requests, **options: reversed(list(run(self, requests, **options))))
+    again = card.measure_effects(trained, 128, per_depth=1, per_subject=1)
     assert [list(by_task) for by_task in (*in_order.values(), *again.values())] == [["niah", "cloze"]] * (2 * len(in_order))
     assert again == in_order
 
@@ -334,22 +337,22 @@ def test_an_effect_stands_under_its_own_task_in_whatever_order_trials_are_answer
 def test_needles_of_a_card_are_of_a_kind_that_the_model_was_trained_on(trained: Path) -> None:
     def relation(*relations: str) -> str:
         stages = [{**stage, "relations": list(relations)} for stage in TINY["stages"]]
-        return card.relation_of(recipes.checked({**TINY, "stages": stages}, "test"))
+        return card.relation_of(recipes.validate_recipe({**TINY, "stages": stages}, "test"))
 
     assert relation("gift", "code") == "code"
     assert relation("gift", "hideout") == "gift"
-    assert card.relation_of(recipes.checked(TINY, "test")) == "code"
+    assert card.relation_of(recipes.validate_recipe(TINY, "test")) == "code"
 
 
 def test_a_card_tells_the_phases_apart_where_links_were_trained(trained: Path, tmp_path: Path) -> None:
     stages = [{**stage, "rows": {"hops": 1}, "relations": ["gift"]} for stage in TINY["stages"]]
-    assert card.phases_of(trained, recipes.checked(TINY, "test"), 5) == {}
-    found = card.phases_of(trained, recipes.checked({**TINY, "stages": stages}, "test"), 5)
-    assert list(found) == list(effects.PHASES)
+    assert card.phases_of(trained, recipes.validate_recipe(TINY, "test"), 5) == {}
+    found = card.phases_of(trained, recipes.validate_recipe({**TINY, "stages": stages}, "test"), 5)
+    assert list(found) == list(card.PHASES)
     assert {task: figure.n for task, figure in found["none"].items()} == {"one_hop": 5, "two_hops": 5}
-    record = json.loads((trained / checkpoints.RECORD).read_text())
-    assert "while reading" not in card.text(record)
-    told = card.text({**record, "phases": card.as_dicts(found)})
+    record = json.loads((trained / RECORD).read_text())
+    assert "while reading" not in card.card_text(record)
+    told = card.card_text({**record, "phases": card.as_dicts(found)})
     assert "no attention heads while reading | `ablate_attention(phase='prefill')`" in told
     assert "\n\n## What attention is for while reading" in told
 
@@ -359,22 +362,22 @@ def test_a_card_tells_the_phases_apart_where_links_were_trained(trained: Path, t
 def test_every_family_trains_to_the_same_bits(name: str) -> None:
     import torch
 
-    recipe = recipes.find(name).changed(steps=3)
+    recipe = recipes.find_recipe(name).changed(steps=3)
     made = []
     for _ in range(2):
-        model = build.model(recipe)
-        optimiser = optimisers.for_model(recipe.optimiser, model)
-        with one_pace(1), fast_kernels(model):
+        model = build.build_model(recipe)
+        optimiser = build.build_optimiser(recipe.optimiser, model)
+        with fixed_threads(1), fast_kernels(model):
             for step in range(3):
                 train_step(recipe, model, optimiser, step)
         made.append(model.state_dict())
-    fresh = build.model(recipe).state_dict()
+    fresh = build.build_model(recipe).state_dict()
     assert all(torch.equal(weight, made[1][key]) for key, weight in made[0].items())
     assert not all(torch.equal(weight, fresh[key]) for key, weight in made[0].items())
 
 
 def test_the_learning_rate_warms_up_and_comes_down() -> None:
-    recipe = recipes.checked(TINY, "tiny")
+    recipe = recipes.validate_recipe(TINY, "tiny")
     rates = [learning_rate(recipe, step, 0.003) for step in range(40)]
     assert rates[0] < rates[2] < rates[4]
     assert max(rates) <= 0.003
@@ -389,8 +392,8 @@ def test_a_second_cycle_goes_on_from_the_weights_of_the_first_recipe(trained: Pa
 
     stages = [{**stage, "until": until} for stage, until in zip(TINY["stages"], (0.4, 1.0), strict=True)]
     cycles = {"cycles": [{"until": 0.8}, {"until": 1.0, "peak": 0.5}]}
-    once = recipes.checked(TINY, "tiny")
-    twice = recipes.checked({**TINY, "steps": 50, "stages": stages, "optimiser": {**TINY["optimiser"], **cycles}}, "tiny")
+    once = recipes.validate_recipe(TINY, "tiny")
+    twice = recipes.validate_recipe({**TINY, "steps": 50, "stages": stages, "optimiser": {**TINY["optimiser"], **cycles}}, "tiny")
     first, second = ([learning_rate(recipe, step, 0.003) for step in range(recipe.steps)] for recipe in (once, twice))
     assert second[:40] == first
     assert second[40] < second[42] < second[44] <= 0.0015
@@ -398,14 +401,14 @@ def test_a_second_cycle_goes_on_from_the_weights_of_the_first_recipe(trained: Pa
     assert once.hash() != twice.hash()
 
     def run(model: Any, steps: range) -> Any:
-        optimiser = optimisers.for_model(twice.optimiser, model)
-        with one_pace(1), fast_kernels(model):
+        optimiser = build.build_optimiser(twice.optimiser, model)
+        with fixed_threads(1), fast_kernels(model):
             for step in steps:
                 train_step(twice, model, optimiser, step)
         return model
 
-    whole = run(build.model(twice).train(), range(42)).state_dict()
-    resumed = build.model(twice).train()
+    whole = run(build.build_model(twice).train(), range(42)).state_dict()
+    resumed = build.build_model(twice).train()
     resumed.load_state_dict(load_file(trained / "model.safetensors"), strict=False)
     again = run(resumed, range(40, 42)).state_dict()
     assert all(torch.equal(weight, again[name]) for name, weight in whole.items())
@@ -419,7 +422,7 @@ def test_muon_steps_are_orthogonal_and_torch_agrees() -> None:
     for shape in ((24, 40), (40, 24)):
         start, gradient = torch.randn(shape), torch.randn(shape)
         ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-        muon = optimisers.Muon([ours], lr=0.01, weight_decay=0.1)
+        muon = build.Muon([ours], lr=0.01, weight_decay=0.1)
         stock = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
         for _ in range(3):
             before = ours.detach().clone()

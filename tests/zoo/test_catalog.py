@@ -9,9 +9,8 @@ import pytest
 
 from needlework import zoo
 from needlework.errors import ZooError
-from needlework.toy import world
+from needlework.toy.words import WORD_ID
 from needlework.training import evaluate, recipes
-from needlework.zoo import shelf
 
 SHIPPED = sorted(zoo.catalog())
 MISSING_PART = {"tiny-mamba": {"ablate_attention()"}, "tiny-transformer": {"ablate_recurrent()"}}  # the two controls
@@ -19,11 +18,11 @@ each_model = pytest.mark.parametrize("name", SHIPPED)
 
 
 def test_every_recipe_has_its_model() -> None:
-    assert set(SHIPPED) == set(recipes.builtin())
+    assert set(SHIPPED) == set(recipes.builtin_recipes())
 
 
 def test_a_hybrid_and_the_control_with_attention_saw_the_same_documents_for_as_long_and_are_about_as_large() -> None:
-    alike = [recipes.find(name) for name in ("tiny-granite", "tiny-transformer")]
+    alike = [recipes.find_recipe(name) for name in ("tiny-granite", "tiny-transformer")]
     first, *others = [(r.stages, r.items, r.steps, r.seed, r.batch_tokens, r.answer_weight) for r in alike]
     assert all(other == first for other in others)
     sizes = {recipe.name: zoo.catalog()[recipe.name].record["parameters"] for recipe in alike}
@@ -51,10 +50,10 @@ def test_two_hops_need_attention_while_reading_and_one_does_not() -> None:
 @pytest.mark.slow
 def test_the_phases_of_tiny_lfm_are_as_its_card_says(tmp_path: Path) -> None:
     """Fresh samples: other seed, fewer of them."""
-    from needlework.training import effects
+    from needlework.training import card
 
     entry = zoo.catalog()["tiny-lfm"]
-    found = effects.phases(entry.path, entry.record["longest_document_tokens"], "hideout", per_depth=12, seed=7)
+    found = card.measure_phases(entry.path, entry.record["longest_document_tokens"], "hideout", per_depth=12, seed=7)
     for text, by_task in found.items():
         for task, figure in by_task.items():
             low, high = figure.interval()
@@ -66,7 +65,7 @@ def test_the_phases_of_tiny_lfm_are_as_its_card_says(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "heads"), [("tiny-griffin", (10, 1)), ("tiny-jamba", (32, 8))])
 def test_the_papers_two_classes_have_published_head_counts_and_an_ordinary_training(name: str, heads: tuple[int, int]) -> None:
     """AdamW alone, and nothing that knows of single heads; the curriculum begins as that of the others does."""
-    recipe, control = recipes.find(name), recipes.find("tiny-transformer")
+    recipe, control = recipes.find_recipe(name), recipes.find_recipe("tiny-transformer")
     assert (recipe.config["num_attention_heads"], recipe.config["num_key_value_heads"]) == heads
     assert recipe.optimiser.matrix_lr is None
     kinds = [[(stage.lengths, stage.rows, stage.relations) for stage in each.stages[:3]] for each in (recipe, control)]
@@ -81,11 +80,11 @@ def test_a_shipped_model_loads_by_name_with_its_tokenizer(name: str) -> None:
 
     subject = nw.load(name)
     assert subject.anatomy.parameters == zoo.catalog()[name].record["parameters"]
-    assert AutoTokenizer.from_pretrained(zoo.path(name)).get_vocab() == world.WORD_ID
+    assert AutoTokenizer.from_pretrained(zoo.path(name)).get_vocab() == WORD_ID
 
 
 def test_all_weights_together_stay_small() -> None:
-    total = sum(file.stat().st_size for file in shelf.weights_directory().rglob("*") if file.is_file())
+    total = sum(file.stat().st_size for file in zoo.weights_directory().rglob("*") if file.is_file())
     assert total < 40_000_000
 
 
@@ -96,7 +95,9 @@ def test_a_shipped_model_is_complete_and_made_by_its_recipe(name: str) -> None:
     have = {file.name for file in entry.path.iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "recipe.yaml", "curve.png"} <= have
     assert not {file for file in have if "checkpoint" in file}
-    assert entry.record["recipe_hash"] == recipes.find(name).hash() == recipes.read(entry.path / "recipe.yaml").hash()
+    assert (
+        entry.record["recipe_hash"] == recipes.find_recipe(name).hash() == recipes.read_recipe(entry.path / "recipe.yaml").hash()
+    )
     assert entry.record["recipe_hash"] in (entry.path / "README.md").read_text()
     assert all(figure["n"] >= 1000 for figure in entry.figures.values())
     effects = entry.record["effects"]
@@ -128,7 +129,7 @@ def test_an_unknown_model_is_told_the_nearest(tmp_path: Path, monkeypatch: pytes
     folder.mkdir(parents=True)
     (folder / "figures.json").write_text(json.dumps({"figures": {"niah": {"value": 1.0}}}))
     (tmp_path / "weights" / "half-written").mkdir()
-    monkeypatch.setattr(shelf, "weights_directory", lambda: tmp_path / "weights")
+    monkeypatch.setattr(zoo, "weights_directory", lambda: tmp_path / "weights")
     assert list(zoo.catalog()) == ["tiny-owl"]
     assert zoo.catalog()["tiny-owl"].figures["niah"]["value"] == 1.0
     assert zoo.path("tiny-owl") == folder

@@ -1,1 +1,1 @@
-"""The engine: prompts are read once, their memory is forked, and all trials decode in one batch."""
+"""The inference engine: each distinct prompt is prefilled once, its cache is forked, and all requests decode in one batch."""

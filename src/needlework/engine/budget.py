@@ -1,4 +1,4 @@
-"""How much fits into memory at once: estimates of cost, and batches cut to a limit."""
+"""Memory budget: estimates of the bytes that requests take, and batches that fit into a limit."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 from needlework.engine.reading import Reading, readings_of
 from needlework.errors import NeedleworkError
-from needlework.model.body import Body
 from needlework.model.chunks import LEAST_CHUNK
+from needlework.model.hooked_model import HookedModel
 from needlework.requests import Prepared
 
 if TYPE_CHECKING:
     from needlework.engine.decode import Track
     from needlework.engine.prefill import Stem
 
-_ACTIVATIONS = 24  # values kept per token and hidden unit while a layer runs, seen over the families
+_ACTIVATIONS = 24  # values held per token and hidden unit while a layer runs; measured over the model families
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Bytes that prompts and answers take of a model, on top of its weights. Estimates, seen over the families."""
+    """Estimates of the bytes that prompts and answers take, on top of the weights; measured over the model families."""
 
     weights: int
     kv_per_token: int
@@ -32,16 +32,16 @@ class Costs:
     heads: int
     vocabulary: int
     activations_per_token: int  # while a layer runs
-    shareable: bool  # rows read the prompt's keys where they lie
-    per_token: int = 0  # weights that a token of a prompt is multiplied with: no embedding, and of experts the chosen ones
-    head: int = 0  # weights that are multiplied with where a token is to be said
-    experts: float = 0.0  # part of all weights
-    active: float = 1.0  # part of the experts that a token goes through
-    chunk: int = 0  # the most tokens of a prompt that are read at once; 0: all of them
+    shareable: bool  # rows of one prompt read its keys without a copy
+    per_token: int = 0  # weights used per prompt token: without embeddings, and only active experts
+    head: int = 0  # weights of the output head, used where logits are computed
+    experts: float = 0.0  # share of all weights that are in experts
+    active: float = 1.0  # share of the experts that one token uses
+    chunk: int = 0  # most prompt tokens of one forward; 0: no limit
 
     @staticmethod
-    def of(body: Body, value_bytes: int | None = None) -> Costs:
-        """`value_bytes` where the model will be loaded in another precision than the one that the body is in."""
+    def of(body: HookedModel, value_bytes: int | None = None) -> Costs:
+        """Estimate the costs of a model; `value_bytes` if it will be loaded in another precision than this instance's."""
         anatomy, own = body.anatomy, int(next(body.model.parameters()).element_size())
         size = value_bytes or own
         config = body.model.config.get_text_config(decoder=True)
@@ -66,18 +66,18 @@ class Costs:
         )
 
     def prompt(self, tokens: int, one_piece: bool = False) -> int:
-        """Peak while a prompt is read, its memory included."""
+        """Return the peak bytes of a prompt's prefill, its cache included."""
         return tokens * 2 * self.kv_per_token + self.reading(tokens, one_piece) + self.state
 
     def reading(self, tokens: int, one_piece: bool = False) -> int:
-        """What a forward takes while a prompt is read: all of it at once, or a chunk at a time."""
+        """Return the bytes of activations during prefill: of the whole prompt (`one_piece`), or of one chunk."""
         return (tokens if one_piece or not self.chunk else min(tokens, self.chunk)) * self.activations_per_token
 
     def row(self, item: Prepared) -> int:
-        """What one request adds: a row that decodes, or one for each option: their tokens are read at once, all logits kept."""
+        """Return the bytes of one request's rows: one that decodes, or one per option, with the logits of all its tokens."""
         steps, options = item.request.steps, len(item.request.options)
         if options and steps == 1:
-            return 12 * self.vocabulary  # its reading tells of all options: nothing is forked
+            return 12 * self.vocabulary  # the prompt's last logits score all options: nothing is forked
         own_keys = steps if self.shareable else steps + item.prefill_tokens
         scores = 4 * self.heads * (item.prefill_tokens + steps)
         kept = steps if options else 1
@@ -85,14 +85,15 @@ class Costs:
         return max(1, options) * (2 * (own_keys * self.kv_per_token + self.state) + read + scores)
 
     def batch(self, items: Sequence[Prepared]) -> int:
-        """Rows that are read and go on together: each reading once, and each prompt that several of them are of once more."""
+        """Return the bytes of a batch: its rows, its distinct prefills, and one recording per prompt with several prefills."""
         readings = _Readings()
         return sum(self.row(item) + readings.add(item) * self.prompt(item.prefill_tokens, item.one_piece) for item in items)
 
     def within(self, limit: int | None, items: Iterable[Prepared]) -> Costs:
-        """What it takes with chunks as small as this limit wants them.
+        """Return costs whose chunks are small enough for each single request to stay within a limit.
 
-        Refuses a limit that not even one request at a time stays within, with the least that does.
+        Raises:
+            NeedleworkError: One request alone exceeds the limit even in the smallest chunks; names the least limit.
         """
         if limit is None:
             return self
@@ -112,22 +113,22 @@ class Costs:
         return costs
 
     def in_smaller_chunks(self) -> Costs | None:
-        """With chunks of half the size; None where they are all of a prompt, or as small as they get."""
+        """Return costs with chunks of half the size; None if prompts are not chunked, or chunks are already minimal."""
         return replace(self, chunk=self.chunk // 2) if self.chunk >= 2 * LEAST_CHUNK else None
 
 
 class _Readings:
-    """What is read for requests: their readings, and once more, untouched, every prompt that several readings are of.
+    """Counts the prefills of a batch: distinct readings, plus one recording for each prompt with several readings.
 
-    That one pays for its recording, too: readings go piece by piece, and each is charged activations of its own.
+    This overestimates: prefills run slice by slice, but each is charged activations of its own, which also covers the recording.
     """
 
     def __init__(self) -> None:
         self._keys: set[tuple[object, ...]] = set()
-        self._prompts: dict[object, int] = {}  # -> readings of it
+        self._prompts: dict[object, int] = {}  # tokens -> number of readings
 
     def add(self, item: Prepared) -> int:
-        """How many more are read with this request."""
+        """Add a request and return the number of additional prefills."""
         more = 0
         for key in {reading.key for reading in readings_of(item).values()} - self._keys:
             self._keys.add(key)
@@ -137,31 +138,31 @@ class _Readings:
 
 
 def amount(count: int) -> str:
-    """Bytes as the command line takes them, rounded up."""
+    """Format bytes as the command line accepts them ("12MiB"), rounded up."""
     unit, size = ("MiB", 2**20) if count >= 2**20 else ("KiB", 2**10)
     return f"{-(-count // size)}{unit}"
 
 
 class Budget:
-    """A number of bytes for prompts and answers, and what fits into it. The engine halves when estimates prove too low."""
+    """A limit in bytes for prompts and answers. Estimates may be too low: the engine then halves the batch."""
 
-    def __init__(self, body: Body, limit: int | None) -> None:
+    def __init__(self, body: HookedModel, limit: int | None) -> None:
         self.given = limit
         self.limit = limit or default_limit(body.device)
         self.costs = self._usual = Costs.of(body)
 
     def check(self, items: Iterable[Prepared]) -> Costs:
-        """What these requests take, in chunks that fit; refuses them if none do."""
+        """Return the costs with chunks that fit the given limit, or raise NeedleworkError; see `Costs.within`."""
         return self._usual.within(self.given, items)
 
     def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Track], kept: int = 0) -> bool:
-        """Whether a batch may be read while these trials decode and stems of so many bytes are kept."""
+        """Return whether a batch can be prefilled while `running` decodes and `kept` bytes are held otherwise."""
         items = [item for _, item in batch]
         now = sum(self.costs.row(track.prepared) for track in running)
         return now + kept + self.costs.batch(items) <= self.limit
 
     def fits_beside(self, reading: Reading, stems: Sequence[Stem]) -> bool:
-        """Whether there is room for a request beside the stems that it starts from."""
+        """Return whether a request fits beside the shared prefixes that it starts from."""
         filled = _Filled(self.costs)
         filled.add(reading.item, stems)
         return filled.bytes <= self.limit
@@ -173,14 +174,18 @@ class Budget:
         stems_of: Callable[[Prepared], Sequence[Stem]] = lambda item: (),
         padded: Callable[[Prepared], bool] = lambda item: False,
     ) -> Iterator[list[tuple[int, Prepared]]]:
-        """Batches that fit, the longest first; requests that share readings stay together where they can.
+        """Yield batches that fit into the limit, longest prompts first; requests with the same prompt are neighbours.
 
-        A batch is of one length, but for requests that may be `padded`: of these, who start from one stem stand together, so
-        that few stems are kept at a time.
+        Args:
+            requests: (index, request) pairs.
+            most: Maximum number of requests in a batch.
+            stems_of: The shared prefixes that a request starts from.
+            padded: Whether a request may be padded. Others only share a batch with requests of the same prefill length. Padded
+                ones are ordered by their shared prefix, so that few prefixes are kept at a time.
         """
         may = {id(item): padded(item) for _, item in requests}
         chains = {id(item): stems_of(item) for _, item in requests}
-        begins: dict[object, int] = {}  # beginnings, and beginnings under acts, are numbered as they come
+        begins: dict[object, int] = {}  # prefixes, and prefixes with acts, numbered in order of appearance
 
         def order(pair: tuple[int, Prepared]) -> tuple[object, ...]:
             item, shelf = pair[1], list[int]()
@@ -203,7 +208,7 @@ class Budget:
 
 
 class _Filled:
-    """What a batch takes so far: rows, readings as long as its longest, and the stems that they start from."""
+    """Bytes of a batch so far: its rows, its prefills (each counted as the longest) and their shared prefixes."""
 
     def __init__(self, costs: Costs) -> None:
         self._costs, self._readings, self._stems = costs, _Readings(), dict[int, int]()
@@ -224,21 +229,13 @@ class _Filled:
 
 
 def _other(one: Prepared, item: Prepared, may: Mapping[int, bool]) -> bool:
-    """Whether two requests cannot be read in one batch."""
+    """Return whether two requests cannot be prefilled in one batch."""
     alike = one.prefill_tokens == item.prefill_tokens and one.request.decodes_last == item.request.decodes_last
     return may[id(one)] != may[id(item)] or not (alike or may[id(one)])
 
 
-def out_of_memory(error: Exception) -> bool:
-    """Whether an error says that memory ran out; CPU allocation failures are plain RuntimeErrors."""
-    text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-    )
-
-
 def default_limit(device: torch.device) -> int:
-    """Half of what is free."""
+    """Return half of the free memory, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0]) // 2
     return int(psutil.virtual_memory().available) // 2

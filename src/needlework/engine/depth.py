@@ -1,8 +1,8 @@
-"""Depth: readings of one prompt share the layers below the first that acts on them.
+"""Sharing of lower layers: prefills of one prompt under different acts share the layers below their first act.
 
-An untouched reading of the prompt is recorded, and every other one enters the model where its own acts begin. A layer is
-entered once that was seen to give what reading from the first layer on gives, memory and receipts included; a model that
-is no plain stack of layers is read as a whole.
+An unmodified prefill of the prompt is recorded, and every other one enters the model at the layer where its own acts begin. An
+entry point is used only after a check that it gives the same logits, cache and receipts as a full prefill; a model that is not
+a plain stack of layers is always prefilled from its first layer.
 """
 
 from __future__ import annotations
@@ -15,119 +15,123 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.engine.budget import out_of_memory
-from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens, watched
+from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens, out_of_memory, watched
 from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
 from needlework.interventions.scores import RANDOM
-from needlework.model.body import Body
 from needlework.model.depth import Entry, Recording, Stack
 from needlework.model.edits import keeps_from_sdpa
+from needlework.model.hooked_model import HookedModel
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
 
 logger = logging.getLogger("needlework")
-_HEADS = 0.4  # what a layer computes before its heads have spoken, as a share of the layer
+_HEADS = 0.4  # share of a layer's compute that comes before its head outputs are known
 _PROOF_TOKENS = 12
-_PROOF_FORWARDS, _PROOF_COST = 5, 100  # what a proof takes: forwards, and tokens that go through them
-_PROOF_ROWS = (1, 0, 1)  # of two prompts: in another order, and one of them twice
+_PROOF_FORWARDS, _PROOF_COST = 5, 100  # cost of a check: forwards, and the tokens fed to them
+_PROOF_ROWS = (1, 0, 1)  # rows of two prompts: reordered, and one of them twice
 
 
-class Door(NamedTuple):
-    """Where a reading may enter the model."""
+class EntryPoint(NamedTuple):
+    """The layer at which a prefill enters the model, continuing from a recording."""
 
     layer: int
-    after_heads: bool  # what the heads of this layer say is known, too
-    last_only: bool = True  # the topmost layer computes no more than the next token needs
-    scored: tuple[str, int] | None = None  # by which score, without how many first tokens, the heads of this layer are kept
+    after_heads: bool  # the head outputs of this layer are taken from the recording, too
+    last_only: bool = True  # the topmost layer computes only what the next token needs
+    scored: tuple[str, int] | None = None  # head score, and sinks left out of it, if heads of this layer are kept by one
 
     def share(self, layers: int) -> float:
-        """How much of the model lies below it."""
+        """Return the share of the model's compute that lies below it."""
         return (self.layer + _HEADS * self.after_heads) / layers
 
 
 class Depth:
-    """Reads prompts that several requests act on, each from where its own acts begin."""
+    """Prefills prompts that several requests act on, each from the layer where its own acts begin."""
 
-    def __init__(self, body: Body) -> None:
+    def __init__(self, body: HookedModel) -> None:
         self.body = body
         self._stack = Stack.of(body.model, body.attention, {mixer.module: mixer.layer for mixer in body.mixers})
-        self._proven: dict[Door, bool] = {}
-        self.whole_passes = 0.0  # tokens that were read, each counted by the share of the model that it went through
+        self._proven: dict[EntryPoint, bool] = {}
+        self.whole_passes = 0.0  # prefilled tokens, each weighted by the share of the model that was computed for it
 
-    def door(self, item: Prepared) -> Door | None:
-        """Where readings under these acts enter; None: they are read as a whole. Needs an open session."""
-        return next((door for door in self._doors(item) if self.proven(door)), None)
+    def entry_point(self, item: Prepared) -> EntryPoint | None:
+        """Return the best entry point that passes its check, or None for a full prefill. Needs an open session."""
+        return next((entry for entry in self._entry_points(item) if self.proven(entry)), None)
 
-    def _doors(self, item: Prepared) -> list[Door]:
-        """Where readings under these acts might enter, the best first."""
+    def _entry_points(self, item: Prepared) -> list[EntryPoint]:
+        """Return the candidate entry points for a request's acts, best first."""
         acts = item.acts["prefill"]
         if self._stack is None or not acts or any(isinstance(act, ClearState) for act in acts):
-            return []  # states are cleared between forwards
+            return []  # a state is cleared between forwards, so the prompt is not one forward
         layer = min(act.layer for act in acts)
         here = [act for act in acts if act.layer == layer]
         silences = all(isinstance(act, KeepBest) or (isinstance(act, SilenceHeads) and not act.means) for act in here)
         after = [True] * silences + [False] * (layer > 0)
         shortcuts = (True, False) if self._stack.lone_top else (False,)
         scored = next(((act.by, act.sinks) for act in here if isinstance(act, KeepBest)), None)
-        return [Door(layer, heads, last_only, scored if heads else None) for heads in after for last_only in shortcuts]
+        return [EntryPoint(layer, heads, last_only, scored if heads else None) for heads in after for last_only in shortcuts]
 
     def _possible(self) -> bool:
-        """What observers and hooks of others do, skipped layers would not do or do twice."""
+        """Return whether layers can be shared; not with observers or foreign hooks, which must see each layer once per row."""
         return self._stack is not None and not watched(self.body)
 
-    def proven(self, door: Door) -> bool:
-        """Whether entering there gives what the whole model gives. Tried once; needs an open session."""
-        if door not in self._proven:
+    def proven(self, entry: EntryPoint) -> bool:
+        """Return whether entering there gives the same result as a full prefill. Checked once; needs an open session."""
+        if entry not in self._proven:
             observer, self.body.observer = self.body.observer, None
             try:
-                self._proven[door] = self._prove(door)
+                self._proven[entry] = self._prove(entry)
             except Exception as error:  # whatever it is, it would have been an error of a real reading
-                logger.debug("layer %d cannot be entered: %s", door.layer, error)
+                logger.debug("layer %d cannot be entered: %s", entry.layer, error)
                 if out_of_memory(error):  # another time it may be otherwise
                     return False
-                self._proven[door] = False
+                self._proven[entry] = False
             finally:
                 self.body.observer = observer
-        return self._proven[door]
+        return self._proven[entry]
 
     def worthwhile(self, readings: Sequence[Reading]) -> dict[int, float]:
-        """The places of the readings that are better read this way, together, and how much of the model each is spared.
+        """Choose the readings for which sharing layers saves compute.
 
-        Untouched readings among them are recorded: since that must be done for the others anyway, they are spared everything.
+        Returns:
+            Index of each chosen reading -> share of the model's compute that it saves. Readings without acts save all of it,
+            since the recording that the others need is their own prefill.
         """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, reading in enumerate(readings):
-            if len(reading.tokens) <= self.body.chunk or not self.body.continues:  # of long ones, what is recorded would be large
+            if len(reading.tokens) <= self.body.chunk or not self.body.continues:  # longer recordings take much memory
                 prompts[reading.tokens].append(i)
         shared = [i for members in prompts.values() if len(members) > 1 for i in members]
         if not shared or not self._possible():
             return {}
-        hoped = {i: next(iter(self._doors(readings[i].item)), None) for i in shared}
-        if not self._gain(readings, prompts, hoped):  # not even if every door is open: none needs to be tried
+        hoped = {i: next(iter(self._entry_points(readings[i].item)), None) for i in shared}
+        if not self._gain(readings, prompts, hoped):  # no gain even if all entry points pass: skip the checks
             return {}
-        return self._gain(readings, prompts, {i: self.door(readings[i].item) for i in shared})
+        return self._gain(readings, prompts, {i: self.entry_point(readings[i].item) for i in shared})
 
     def _gain(
-        self, readings: Sequence[Reading], prompts: Mapping[tuple[int, ...], Sequence[int]], doors: Mapping[int, Door | None]
+        self,
+        readings: Sequence[Reading],
+        prompts: Mapping[tuple[int, ...], Sequence[int]],
+        entries: Mapping[int, EntryPoint | None],
     ) -> dict[int, float]:
-        """What is spared through these doors, by reading; nothing where more forwards, and proofs, would cost more."""
+        """Return the share of compute saved per reading; empty if the extra forwards and checks would cost more."""
         chosen: dict[int, float] = {}
         saved, used, layers = 0.0, set(), len(self.body.anatomy.layers)
         for tokens, members in prompts.items():
-            entering = {i: door for i in members if (door := doors.get(i))}
+            entering = {i: entry for i in members if (entry := entries.get(i))}
             untouched = [i for i in members if not readings[i].item.acts["prefill"]]
-            recordings = max(1, len({door.scored for door in entering.values() if not door.layer}))
-            gain = sum(door.share(layers) for door in entering.values()) - (recordings - bool(untouched))
+            recordings = max(1, len({entry.scored for entry in entering.values() if not entry.layer}))
+            gain = sum(entry.share(layers) for entry in entering.values()) - (recordings - bool(untouched))
             if gain > 0:
-                chosen |= {i: door.share(layers) for i, door in entering.items()} | dict.fromkeys(untouched, 1.0)
+                chosen |= {i: entry.share(layers) for i, entry in entering.items()} | dict.fromkeys(untouched, 1.0)
                 used |= set(entering.values())
                 saved += gain * len(tokens)
-        untried = sum(door not in self._proven for door in used)
+        untried = sum(entry not in self._proven for entry in used)
         costs = forward_tokens(self.body) * (len(used) + _PROOF_FORWARDS * untried) + _PROOF_COST * untried
         return chosen if saved > costs else {}
 
     def read(self, readings: Mapping[int, Reading], remember: bool) -> Iterator[tuple[list[int], Read]]:
-        """These readings, of one length, some at a time; with the places of those that are done."""
+        """Prefill readings of one length and yield (their indices, results), some at a time."""
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, reading in readings.items():
             prompts[reading.tokens].append(i)
@@ -138,114 +142,123 @@ class Depth:
     def _some_prompts(
         self, prompts: Sequence[tuple[int, ...]], items: Mapping[int, Prepared], place: Mapping[int, int], remember: bool
     ) -> Iterator[tuple[list[int], Read]]:
-        """Readings of a few prompts, from one recording of them; `place` says which of the prompts each reading is of."""
-        groups = self._by_door(items)
-        kinds: list[tuple[str, int] | None] = list({door.scored for door in groups if door and door.scored}) or [None]
-        for kind in kinds:
-            served = [door for door in groups if (door.scored if door else None) in (kind, None if kind == kinds[0] else kind)]
-            recording = self._record(torch.tensor(prompts, device=self.body.device), [door for door in served if door])
-            self.whole_passes += recording.ids.numel()
-            yield from self._go_on({door: groups[door] for door in served}, recording, items, place, remember)
+        """Prefill the readings of a few prompts, with one recording per kind of head score.
 
-    def _by_door(self, items: Mapping[int, Prepared]) -> dict[Door | None, list[int]]:
-        """Readings by where they enter; None: they are untouched. One recording notes one score: rarer ones are taken where heads
-        need not have spoken."""
-        doors = {i: self.door(item) for i, item in items.items()}
-        common = Counter(door.scored for door in doors.values() if door and door.scored).most_common(1)
-        groups: dict[Door | None, list[int]] = defaultdict(list)
-        for i, door in doors.items():
-            if door and door.scored and door.scored != common[0][0]:
-                door = next((d for d in self._doors(items[i]) if not d.scored and self.proven(d)), door)
-            groups[door].append(i)
+        Args:
+            prompts: Token ids of each prompt, all of one length.
+            items: Index of each reading -> its request.
+            place: Index of each reading -> its prompt's index in `prompts`.
+        """
+        groups = self._by_entry_point(items)
+        kinds: list[tuple[str, int] | None] = list({entry.scored for entry in groups if entry and entry.scored}) or [None]
+        for kind in kinds:
+            served = [
+                entry for entry in groups if (entry.scored if entry else None) in (kind, None if kind == kinds[0] else kind)
+            ]
+            recording = self._record(torch.tensor(prompts, device=self.body.device), [entry for entry in served if entry])
+            self.whole_passes += recording.ids.numel()
+            yield from self._go_on({entry: groups[entry] for entry in served}, recording, items, place, remember)
+
+    def _by_entry_point(self, items: Mapping[int, Prepared]) -> dict[EntryPoint | None, list[int]]:
+        """Group readings by entry point; None for readings without acts.
+
+        A recording holds one kind of head score, so readings by rarer scores enter before the heads where they can.
+        """
+        entries = {i: self.entry_point(item) for i, item in items.items()}
+        common = Counter(entry.scored for entry in entries.values() if entry and entry.scored).most_common(1)
+        groups: dict[EntryPoint | None, list[int]] = defaultdict(list)
+        for i, entry in entries.items():
+            if entry and entry.scored and entry.scored != common[0][0]:
+                entry = next((d for d in self._entry_points(items[i]) if not d.scored and self.proven(d)), entry)
+            groups[entry].append(i)
         return groups
 
     def _go_on(
         self,
-        groups: Mapping[Door | None, list[int]],
+        groups: Mapping[EntryPoint | None, list[int]],
         recording: Recording,
         items: Mapping[int, Prepared],
         place: Mapping[int, int],
         remember: bool,
     ) -> Iterator[tuple[list[int], Read]]:
-        """Readings that one recording serves."""
+        """Prefill the readings that start from one recording; yield (their indices, results)."""
         tokens = recording.ids.shape[1]
-        for door, members in groups.items():
+        for entry, members in groups.items():
             members.sort(key=lambda i: keeps_from_sdpa(items[i].acts["prefill"]))
             for some in by_pieces(members, tokens, self.body):
                 rows = torch.tensor([place[i] for i in some], device=self.body.device)
-                if door is None:
+                if entry is None:
                     memory = recording.memory.select(rows) if remember else None
                     yield some, Read(memory, recording.logits[rows], [recording.receipts[place[i]] for i in some])
                     continue
                 acts, samples = [items[i].acts["prefill"] for i in some], [items[i].sample for i in some]
-                self.whole_passes += len(some) * tokens * (1 - door.share(len(self.body.anatomy.layers)))
-                yield some, self._enter(door, recording, rows, acts, samples, remember)
+                self.whole_passes += len(some) * tokens * (1 - entry.share(len(self.body.anatomy.layers)))
+                yield some, self._enter(entry, recording, rows, acts, samples, remember)
 
-    def _record(self, ids: Tensor, doors: Sequence[Door]) -> Recording:
-        """Prompts read untouched, once for everyone who enters at one of these doors."""
+    def _record(self, ids: Tensor, entries: Sequence[EntryPoint]) -> Recording:
+        """Prefill prompts [rows, tokens] without acts, and record what these entry points need."""
         assert self._stack is not None
         body, count = self.body, len(ids)
         recording, tally = Recording(ids, body.new_memory(count)), Tally(count)
-        notes = {(door.layer, *door.scored) for door in doors if door.scored and door.scored[0] != RANDOM}
+        notes = {(entry.layer, *entry.scored) for entry in entries if entry.scored and entry.scored[0] != RANDOM}
         all_kept = [
             KeepBest(layer, body.anatomy.attention(layer).query_heads, by, sinks=sinks) for layer, by, sinks in notes
-        ]  # nothing is acted on
+        ]  # keeps every head: only the scores are recorded
         rows = body.compile([all_kept] * count, [0] * count, "prefill", torch.arange(count, device=body.device))
         if any(edits.needs_probabilities for edits in rows.attention.values()):
-            body.check_own_maths()  # now: it runs the model, which must not be recorded meanwhile
-        heard: dict[int, list[Mapping[str, Tensor]]] = {}
-        below = {door.layer - 1 for door in doors if door.layer}
-        with self._stack.recorded(recording, below, {door.layer for door in doors if door.after_heads}):
-            body.heard = heard
-            try:
-                recording.logits = body.feed(ids, recording.memory, "prefill", rows, tally)[:, 0]
-            finally:
-                body.heard = None
+            body.check_own_maths()  # checked now: it runs the model, which must not happen while recording
+        scores: dict[int, list[Mapping[str, Tensor]]] = {}
+        below = {entry.layer - 1 for entry in entries if entry.layer}
+        with self._stack.recorded(recording, below, {entry.layer for entry in entries if entry.after_heads}):
+            recording.logits = body.feed(ids, recording.memory, "prefill", rows, tally, recorded_scores=scores)[:, 0]
         recording.scores = {
-            layer: {name: torch.cat([b[name] for b in blocks], 1) for name in blocks[0]} for layer, blocks in heard.items()
+            layer: {name: torch.cat([b[name] for b in blocks], 1) for name in blocks[0]} for layer, blocks in scores.items()
         }
         recording.receipts = [tally.receipt(i) for i in range(count)]
         return recording
 
     def _enter(
         self,
-        door: Door,
+        point: EntryPoint,
         recording: Recording,
         rows: Tensor,
         acts: Sequence[Sequence[Act]],
         samples: Sequence[int],
         remember: bool = True,
     ) -> Read:
-        """Rows that go on from recorded ones, each under its own acts."""
+        """Prefill from an entry point on.
+
+        Args:
+            rows: [n] the recorded row that each new row continues.
+            acts: Prefill acts of each new row.
+            samples: Sample key of each new row.
+        """
         assert self._stack is not None
         body, count = self.body, len(rows)
-        part = body.anatomy.layers[door.layer].attention
-        entry = Entry(recording, rows, door.layer, door.after_heads, door.last_only, part.query_heads if part else 0)
+        part = body.anatomy.layers[point.layer].attention
+        entry = Entry(recording, rows, point.layer, point.after_heads, point.last_only, part.query_heads if part else 0)
         memory, tally = body.new_memory(count), Tally(count)
         compiled = body.compile(acts, samples, "prefill", torch.arange(count, device=body.device))
         if any(edits.needs_probabilities for edits in compiled.attention.values()):
-            body.check_own_maths()  # now: it runs the model, which must not be entered meanwhile
+            body.check_own_maths()  # checked now: it runs the model, which must not happen inside `entered`
         ids, fed = recording.ids[rows], self._stack.fed(entry)
         positions = torch.arange(ids.shape[1], device=body.device)[fed].expand(count, -1)
-        body.last_only = self._stack.top if door.last_only else None
-        try:
-            with self._stack.entered(entry):
-                logits = body.feed(ids[:, fed], memory, "prefill", compiled, tally, positions)[:, 0]
-        finally:
-            body.last_only = None
-        receipts = [_below(door, recording.receipts[row]) + tally.receipt(i) for i, row in enumerate(rows.tolist())]
+        top = self._stack.top if point.last_only else None
+        with self._stack.entered(entry):
+            logits = body.feed(ids[:, fed], memory, "prefill", compiled, tally, positions, last_only=top)[:, 0]
+        receipts = [_below(point, recording.receipts[row]) + tally.receipt(i) for i, row in enumerate(rows.tolist())]
         return Read(memory.above(recording.memory, rows, entry.remembered) if remember else None, logits, receipts)
 
-    def _prove(self, door: Door) -> bool:
-        """A short prompt twice, as a whole and from this door on, and one token more from either memory."""
+    def _prove(self, entry: EntryPoint) -> bool:
+        """Compare a full prefill with one from this entry point: logits, receipts, and one decoded token from either cache."""
         body = self.body
         prompts = torch.arange(2 * _PROOF_TOKENS, device=body.device).view(2, -1) * 7 % body.anatomy.vocabulary
         rows = torch.tensor(_PROOF_ROWS, device=body.device)
-        count, slots, acts = len(rows), torch.arange(len(rows), device=body.device), self._acts_at(door)
+        count, slots, acts = len(rows), torch.arange(len(rows), device=body.device), self._acts_at(entry)
         memory, tally = body.new_memory(count), Tally(count)
         compiled = body.compile([acts] * count, [0] * count, "prefill", slots)
         whole = [body.feed(prompts[rows], memory, "prefill", compiled, tally)]
-        read = self._enter(door, self._record(prompts, [door]), rows, [acts] * count, [0] * count)
+        read = self._enter(entry, self._record(prompts, [entry]), rows, [acts] * count, [0] * count)
         assert read.memory is not None
         entered = [read.logits[:, None]]
         for answers, remembered in ((whole, memory), (entered, read.memory)):
@@ -254,15 +267,15 @@ class Depth:
         same = [tally.receipt(i) for i in range(count)] == read.receipts
         return same and body.agree(torch.cat(whole, 1), torch.cat(entered, 1))
 
-    def _acts_at(self, door: Door) -> list[Act]:
-        """Something that changes the layer, whatever it is made of."""
-        acts: list[Act] = [SilenceHeads(door.layer, frozenset({0}))] if self.body.anatomy.layers[door.layer].attention else []
-        if door.scored:
-            acts = [KeepBest(door.layer, 1, door.scored[0], sinks=door.scored[1])]
-        mixed = any(mixer.layer == door.layer for mixer in self.body.mixers)
-        return acts + [DropRecurrent(door.layer)] * (mixed and not door.after_heads)
+    def _acts_at(self, entry: EntryPoint) -> list[Act]:
+        """Return acts that change the layer, whether it has attention, a recurrent mixer or both."""
+        acts: list[Act] = [SilenceHeads(entry.layer, frozenset({0}))] if self.body.anatomy.layers[entry.layer].attention else []
+        if entry.scored:
+            acts = [KeepBest(entry.layer, 1, entry.scored[0], sinks=entry.scored[1])]
+        mixed = any(mixer.layer == entry.layer for mixer in self.body.mixers)
+        return acts + [DropRecurrent(entry.layer)] * (mixed and not entry.after_heads)
 
 
-def _below(door: Door, receipt: Receipt) -> Receipt:
-    """What an untouched reading counted in the layers that were not entered."""
-    return Receipt({at: dict(count) for at, count in receipt.counts.items() if at[0] < door.layer})
+def _below(entry: EntryPoint, receipt: Receipt) -> Receipt:
+    """Return the recorded receipt of the layers below the entry point."""
+    return Receipt({at: dict(count) for at, count in receipt.counts.items() if at[0] < entry.layer})

@@ -1,9 +1,9 @@
-"""The engine: takes requests, batches them within a memory budget, and hands back answers as they finish.
+"""The engine batches requests within a memory budget and yields answers as they finish.
 
-Requests that agree on their prompt and on what is done to it in prefill share one reading of it. Prompts of one length
-are read together; then their memory is forked: each request gets a row of its own that reads the shared keys where they
-lie. Rows of all lengths decode as one batch, which is refilled as rows finish; options are scored in one forward, and where
-all are single tokens no forward is needed: what the prompt's reading says of the next token has all of them.
+Requests with the same prompt and the same prefill acts share one prefill. Prompts of one length are prefilled in one batch;
+then the cache is forked: each request gets its own row, which reads the shared keys without a copy. Rows of all lengths decode
+as one batch, which is refilled as rows finish. Options of one length are scored in one forward; options of a single token need
+none, because the prompt's last logits already score them.
 """
 
 from __future__ import annotations
@@ -15,56 +15,63 @@ from dataclasses import replace
 
 import torch
 
-from needlework.engine.budget import Budget, out_of_memory
-from needlework.engine.decode import NOT_FINITE, Decoder, Track, choose
+from needlework.engine.budget import Budget
+from needlework.engine.decode import NOT_FINITE, Decoder, Track, choose, first_bad_layer
 from needlework.engine.depth import Depth
-from needlework.engine.diagnosis import first_bad_layer
-from needlework.engine.padding import Padding
 from needlework.engine.prefill import Reader
-from needlework.engine.reading import group, readings_of
+from needlework.engine.reading import Padding, group, out_of_memory, readings_of
 from needlework.engine.score import score
-from needlework.model.body import Body
+from needlework.model.hooked_model import HookedModel
 from needlework.model.memory import Memory
 from needlework.requests import Answer, Prepared, Request, prepare
 
 logger = logging.getLogger("needlework")
 Batch = list[tuple[int, Prepared]]
-ROWS_AT_ONCE = 512  # fewer pay the fixed cost of a step more often; with more, little is left to gain
-_STEP_COST = 2.5  # prompt tokens that are read in the time of one decoded token
+ROWS_AT_ONCE = 512  # smaller batches pay the fixed cost of a step more often; larger ones gain little
+_STEP_COST = 2.5  # prompt tokens that are prefilled in the time of one decoded token
 
 
 class Engine:
-    """Runs requests on a body within a memory budget."""
+    """Runs requests on a hooked model within a memory budget."""
 
-    def __init__(self, body: Body, memory_bytes: int | None = None) -> None:
+    def __init__(self, body: HookedModel, memory_bytes: int | None = None) -> None:
         self.body = body
         self.budget = Budget(body, memory_bytes)
         self._alone, self._most = False, ROWS_AT_ONCE
         self.depth, self.padding = Depth(body), Padding(body)
-        self.reader = Reader(body, self.depth, self.padding)  # of the newest run; its counts say how much was shared
-        self._to_read, self._to_answer, self._answered = 0, 0, 0  # tokens, of the run that goes on
+        self.reader = Reader(body, self.depth, self.padding)  # of the latest run; its counters show how much was shared
+        self._to_read, self._to_answer, self._answered = 0, 0, 0  # tokens of the current run
 
     @property
     def share(self) -> float:
-        """How much of the work of the run that goes on is done, from 0 to 1; 0 if none does. Any thread may look.
+        """The share of the current run that is done, from 0 to 1; 0 if no run is active. Safe to read from any thread.
 
-        Counted in tokens that were read and answered; an answer that ended early was all of its work.
+        Counts prefilled and decoded tokens; an answer that stopped early counts with all its steps.
         """
         work = self._to_read + _STEP_COST * self._to_answer
         done = min(self.reader.tokens_asked, self._to_read) + _STEP_COST * min(self._answered, self._to_answer)
         return done / work if work else 0.0
 
     # [walk 4] docs/architecture.md
-    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        """Answers as they finish, with the index of their request. All requests are checked before any compute."""
+    def run(self, requests: Sequence[Request | Prepared]) -> Iterator[tuple[int, Answer]]:
+        """Run the requests and yield (index of the request, answer) as answers finish.
+
+        All requests are checked before any compute.
+
+        Raises:
+            NeedleworkError: A request is invalid, or one request alone exceeds the given memory limit.
+            MemoryError: One request alone runs out of memory.
+        """
         apart = self.body.observer is not None and self.body.observer.each_sample
-        prepared = [prepare(request, self.body.anatomy, apart) for request in requests]
+        prepared = [
+            replace(one, apart=apart) if isinstance(one, Prepared) else prepare(one, self.body.anatomy, apart) for one in requests
+        ]
         for item in prepared:
             self.body.check_length(item.tokens_read)
             self.body.check_rankings(item.request.intervention)
         costs = self.budget.check(prepared)
-        with self.body.session(), self.body.chunks_of(costs.chunk):  # before anything of this engine is set: another
-            self.budget.costs = costs  # thread's run may not be over
+        with self.body.session(), self.body.chunks_of(costs.chunk):  # opened before this engine's state is set, because
+            self.budget.costs = costs  # another thread's run may still be active
             self.reader = Reader(self.body, self.depth, self.padding)
             readings = [reading for item in prepared for reading in readings_of(item).values() if reading.tokens]
             self._to_read = sum({reading.key: len(reading.tokens) for reading in readings}.values())
@@ -85,7 +92,7 @@ class Engine:
         return self.budget.batches(requests, most, self.reader.stems_of, self.padding.allowed)
 
     def _fits(self, batch: Batch, decoder: Decoder) -> bool:
-        keys = 2 * decoder.memory.nbytes("kv")  # once more turned around for the kernel, or while batches are joined
+        keys = 2 * decoder.memory.nbytes("kv")  # twice: copied when transposed for the kernel or when batches are joined
         return self.budget.fits(batch, decoder.alive(), self.reader.kept_bytes + keys)
 
     def _score(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
@@ -102,6 +109,7 @@ class Engine:
                 yield from answers
 
     def _decode(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
+        """Prefill and decode all pending batches; a batch joins once the decoder is at most half full."""
         decoder: Decoder | None = None
         while pending or decoder:
             room = decoder is None or (decoder.memory.ragged and 2 * len(decoder) <= self._most)
@@ -125,30 +133,37 @@ class Engine:
                 decoder = None
 
     def _admit(self, batch: Batch, decoder: Decoder | None, pending: deque[Batch]) -> tuple[Decoder | None, list[Track]]:
-        """Read a batch and let it decode along; if it does not fit, put its halves back."""
+        """Prefill a batch and add it to the decoder; if memory runs out, put smaller batches back into `pending`."""
         try:
             new, finished = self._start(batch)
-            if new is None or decoder is None:
-                return new or decoder, finished
-            return decoder.join(new), finished
+            if new is not None:
+                return decoder.join(new) if decoder else new, finished
         except Exception as error:
             if not out_of_memory(error):
                 raise
-            self._halve(batch, pending, error, reading=True)
-            return decoder, []
+            finished = []
+            if decoder is not None and len(batch) == 1:  # it may fit alone: nothing joins until the decoder is empty
+                self._most = 1
+                pending.appendleft(batch)
+            else:
+                self._halve(batch, pending, error, reading=True)
+        if decoder is not None:
+            decoder.begin_observation()
+        return decoder, finished
 
     def _halve(self, batch: Batch, pending: deque[Batch], error: Exception, reading: bool = False) -> None:
+        """Put a batch that ran out of memory back into `pending`, in halves, or in shorter chunks if it is one prefill."""
         if len(batch) == 1:
             if reading and self._shorter_chunks(batch[0][1]):
                 pending.appendleft(batch)
                 return
             raise MemoryError(f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory") from error
-        fewer = self._most = (len(batch) + 1) // 2  # also for what joins later: it would run out again
+        fewer = self._most = (len(batch) + 1) // 2  # also for later batches, which would run out again
         logger.warning("out of memory with %d rows: going on with %d", len(batch), fewer)
         pending.extendleft(reversed(list(self._batches(batch, fewer))))
 
     def _shorter_chunks(self, item: Prepared) -> bool:
-        """From now on, chunks are half as long; False if that would not help this request."""
+        """Halve the prefill chunk for the rest of the run; return False if that would not help this request."""
         costs = self.budget.costs.in_smaller_chunks()
         if costs is None or item.one_piece or max(item.prefill_tokens, item.request.steps - 1) <= costs.chunk:
             return False
@@ -157,7 +172,7 @@ class Engine:
         return True
 
     def _start(self, batch: Batch) -> tuple[Decoder | None, list[Track]]:
-        """Read what the batch shares, fork it, and take the first token where prefill produces it."""
+        """Prefill the batch, fork its cache, and choose the first token where prefill produces its logits."""
         tracks = [Track(i, item) for i, item in batch]
         memory: Memory | None
         tokens, decodes_last = batch[0][1].prefill_tokens, batch[0][1].request.decodes_last
@@ -187,15 +202,17 @@ class Engine:
         return Decoder(self.body, alive, memory, fed[rows], torch.full_like(rows, tokens)), done
 
     def _fork(self, memory: Memory, places: Sequence[Mapping[str, int]]) -> Memory:
-        """A row for each request: its keys from one reading, its recurrent state from the same one or from a twin's.
+        """Return a cache with one row per request; a swapped half (kv or recurrent) comes from the twin's prefill.
 
-        `places` says for each request in which row of the memory its own reading and its twins' are.
+        Args:
+            memory: The cache of the distinct prefills.
+            places: For each request, the rows of `memory` that hold its own prompt ("own") and its twins (by half).
         """
         kv = torch.tensor([place.get("kv", place["own"]) for place in places], device=self.body.device)
         recurrent = torch.tensor([place.get("recurrent", place["own"]) for place in places], device=self.body.device)
         straight = torch.arange(memory.rows, device=self.body.device)
         if self._alone and torch.equal(kv, straight) and torch.equal(recurrent, straight):
-            return memory  # nothing is forked and nothing will join: the stock path serves as it is
+            return memory  # nothing is forked and no batch will join: the stock cache can be used as it is
         if self.body.shareable:
             return memory.share(kv, recurrent)
         return memory.select(kv, recurrent)
@@ -207,5 +224,5 @@ class Engine:
 
 
 def _answer_tokens(item: Prepared) -> int:
-    """The most tokens that answering takes: the steps of an answer, or all tokens of all options."""
+    """Return the maximum number of answer tokens: the decode steps, or all tokens of all options."""
     return sum(map(len, item.request.options)) or item.request.steps

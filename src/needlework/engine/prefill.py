@@ -1,8 +1,8 @@
-"""Prefill: every distinct prompt is read once, and what several prompts begin with is read once for all.
+"""Prefill of prompts: each distinct prompt is computed once, and so is each prefix that several prompts share.
 
-A common beginning is called a stem. Stems are found with a prefix tree, which is pruned by what each branch would cost.
-Readings of one prompt that begin to differ at some layer share the layers below it instead, where that saves more.
-Readings that nothing will go on from may be of several lengths: they stand padded in one forward.
+A shared prefix is called a stem. Stems are found with a prefix tree, which is pruned by what each branch would cost. Prefills of
+one prompt whose acts begin at some layer share the layers below it instead (see depth.py), where that saves more. Prompts of
+several lengths are padded into one forward where their cache is not needed afterwards.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ import torch
 from torch import Tensor
 
 from needlework.engine.depth import Depth
-from needlework.engine.padding import PAD, Padding, without_padding
-from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens, readings_of
-from needlework.model.body import Body
+from needlework.engine.reading import PAD, Padding, Read, Reading, by_pieces, forward_tokens, readings_of, without_padding
 from needlework.model.edits import keeps_from_sdpa
+from needlework.model.hooked_model import HookedModel
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
 
 
 class Reader:
-    """Reads prompts for the engine. Stems are kept for as long as somebody will still start from them."""
+    """Prefills prompts for the engine. The cache of a shared prefix is kept until its last prompt has started from it."""
 
-    def __init__(self, body: Body, depth: Depth, padding: Padding | None = None) -> None:
+    def __init__(self, body: HookedModel, depth: Depth, padding: Padding | None = None) -> None:
         self.body, self.depth, self.padding = body, depth, padding or Padding(body)
         self.prompts_read = self.tokens_asked = 0
-        self.tokens_read = 0.0  # each counted by the share of the model that it went through
-        self._stems: dict[tuple[object, ...], Stem] = {}  # reading -> stem that it starts from
-        self._kept: dict[int, tuple[Memory, Receipt]] = {}  # id of a stem -> what reading it left
-        self._waiting: dict[int, int] = {}
+        self.tokens_read = 0.0  # each weighted by the share of the model that was computed for it
+        self._stems: dict[tuple[object, ...], Stem] = {}  # key of a reading -> shared prefix that it starts from
+        self._kept: dict[int, tuple[Memory, Receipt]] = {}  # id of a stem -> its cache and receipt
+        self._waiting: dict[int, int] = {}  # id of a stem -> prompts and stems that have yet to start from it
 
     @property
     def kept_bytes(self) -> int:
-        """What stems take that somebody will still start from."""
+        """Bytes of the shared prefixes that are kept."""
         return sum(memory.nbytes() for memory, _ in self._kept.values())
 
     def stems_of(self, item: Prepared) -> list[Stem]:
-        """The stem that a request's prompt starts from and those that this one starts from, the longest first."""
+        """Return the shared prefix that a request's prompt starts from and the prefixes it continues, longest first."""
         return _chain(self._stems.get(readings_of(item)["own"].key))
 
     def expect(self, readings: Sequence[Reading], fits: Callable[[Reading, Sequence[Stem]], bool] | None = None) -> None:
-        """Announce all readings to come, so that shared beginnings are found before anything is read.
+        """Find the shared prefixes of all readings of a run, before any of them is prefilled.
 
-        `fits` says whether there is room for a reading beside the stems that it starts from; where there is none, it starts
-        from nothing.
+        Args:
+            readings: All prefills of the run.
+            fits: Whether a reading fits into memory beside the prefixes that it starts from. If one reading does not fit, all
+                readings with its acts are prefilled without shared prefixes.
         """
         if not self.body.continues:
             return
@@ -63,7 +64,7 @@ class Reader:
             if _saved(stems := find_stems([reading.tokens for reading in alike.values()], forward_tokens(self.body)))
             and (fits is None or _all_fit(list(alike.values()), stems, fits))
         }
-        while better := self._better_from_stems(whole, stems_of, by_acts):  # who leaves no longer shares depth with the others
+        while better := self._better_from_stems(whole, stems_of, by_acts):  # removed ones no longer share layers with the rest
             alike, stems = by_acts[better], stems_of.pop(better)
             self._stems |= {key: stem for key, stem in zip(alike, stems, strict=True) if stem is not None}
             for key in alike:
@@ -80,7 +81,7 @@ class Reader:
         stems_of: Mapping[tuple[object, ...], list[Stem | None]],
         by_acts: Mapping[tuple[object, ...], Mapping[tuple[object, ...], Reading]],
     ) -> tuple[object, ...] | None:
-        """The acts whose readings gain most by starting from stems, against what those that are read whole share in depth."""
+        """Return the acts whose readings gain most from shared prefixes over shared layers; None if no group gains."""
         if not stems_of:
             return None
         deep = self.depth.worthwhile(list(whole.values()))
@@ -93,7 +94,12 @@ class Reader:
         return best if gains[best] > 0 else None
 
     def read(self, readings: Sequence[Reading], remember: bool = True) -> Read:
-        """Read prompts, each under its own acts. What nothing will go on from needs no memory, and may be of any length."""
+        """Prefill prompts, each under its own acts, and return logits, receipts and cache in the order given.
+
+        Args:
+            readings: Of one length; with `remember=False`, of any lengths.
+            remember: Whether to keep the cache, to decode or score from it.
+        """
         done: list[tuple[list[int], Read]] = []
         whole = [i for i, reading in enumerate(readings) if reading.key not in self._stems]
         deep = self.depth.worthwhile([readings[i] for i in whole])
@@ -102,7 +108,7 @@ class Reader:
             before = self.depth.whole_passes
             done += self.depth.read({i: x for i, x in together.items() if len(x.tokens) == length}, remember)
             self.tokens_read += self.depth.whole_passes - before
-        parts: dict[int, list[int]] = defaultdict(list)  # tokens already read -> readings
+        parts: dict[int, list[int]] = defaultdict(list)  # length of the shared prefix -> indices of readings
         for i, reading in enumerate(readings):
             if i not in together:
                 stem = self._stems.get(reading.key)
@@ -115,9 +121,9 @@ class Reader:
         return _joined(done)
 
     def _pieces(self, readings: Sequence[Reading], members: list[int], known: int) -> Iterator[list[int]]:
-        """Members that have as many tokens behind them, forward by forward."""
+        """Yield the members (indices of readings with `known` tokens in the cache) of each forward."""
         lengths = {len(readings[i].tokens) - known for i in members}
-        # Rows that need attention probabilities stand together: they keep the others of their forward from SDPA.
+        # Rows that need attention probabilities are batched together: they keep all rows of their forward from using SDPA.
         members.sort(key=lambda i: keeps_from_sdpa(readings[i].item.acts["prefill"]))
         if len(lengths) == 1:
             yield from by_pieces(members, lengths.pop(), self.body)
@@ -128,12 +134,13 @@ class Reader:
                 yield [some[place] for place in piece]
 
     def _continue(self, readings: Sequence[Reading], remember: bool) -> Read:
-        """Readings that have as many tokens behind them, in one batch."""
+        """Prefill, in one batch, the rest of readings whose shared prefixes have one length."""
         memory, before = self._start([(self._stems.get(reading.key), reading.item) for reading in readings])
         logits, receipts = self._feed(readings, memory)
         return Read(memory if remember else None, logits, [a + b for a, b in zip(before, receipts, strict=True)])
 
     def _feed(self, readings: Sequence[Reading], memory: Memory) -> tuple[Tensor, list[Receipt]]:
+        """Feed the tokens that `memory` does not hold yet; return last logits [readings, vocabulary] and receipts."""
         body, rest = self.body, [reading.tokens[memory.length :] for reading in readings]
         fed = max(map(len, rest))
         ids = torch.tensor([tokens + (PAD,) * (fed - len(tokens)) for tokens in rest], device=body.device)
@@ -150,7 +157,7 @@ class Reader:
         return logits, [without_padding(tally.receipt(i), len(tokens), fed) for i, tokens in enumerate(rest)]
 
     def _start(self, starts: Sequence[tuple[Stem | None, Prepared]]) -> tuple[Memory, list[Receipt]]:
-        """A memory that may be written to, of the stem of each row, and what reading it did. Stems are of one length, or none."""
+        """Return a writable cache with each row's shared prefix, and the receipts. Prefixes have one length, or all are None."""
         stems = {id(stem): (stem, item) for stem, item in starts if stem is not None}
         if not stems:
             return self.body.new_memory(len(starts)), [Receipt()] * len(starts)
@@ -162,14 +169,14 @@ class Reader:
                 self._kept.pop(id(stem), None)
         joined = Memory.join([memory for memory, _ in kept.values()])
         receipts = [kept[id(stem)][1] for stem, _ in starts]
-        if len(starts) == 1 and self._waiting[id(starts[0][0])] <= 0:  # the last reader may have the memory itself
+        if len(starts) == 1 and self._waiting[id(starts[0][0])] <= 0:  # the last user takes the cache itself, without a copy
             return joined, receipts
         place = {name: i for i, name in enumerate(kept)}
         rows = torch.tensor([place[id(stem)] for stem, _ in starts], device=self.body.device)
         return joined.select(rows), receipts
 
     def _read_stems(self, stems: Mapping[int, tuple[Stem, Prepared]]) -> None:
-        """Read those of these stems that are not there yet, each under the acts of one that starts from it."""
+        """Prefill the shared prefixes that are not cached yet, each under the acts of a request that starts from it."""
         new: dict[tuple[int, int], list[tuple[Stem, Prepared]]] = defaultdict(list)
         for name, (stem, item) in stems.items():
             if name not in self._kept:
@@ -184,17 +191,17 @@ class Reader:
 
 
 def _all_fit(readings: Sequence[Reading], stems: Sequence[Stem | None], fits: Callable[[Reading, Sequence[Stem]], bool]) -> bool:
-    """Whether each reading fits beside the stems that it starts from."""
+    """Return whether each reading fits beside the shared prefixes that it starts from."""
     return all(stem is None or fits(reading, _chain(stem)) for reading, stem in zip(readings, stems, strict=True))
 
 
 def _chain(stem: Stem | None) -> list[Stem]:
-    """A stem and those that it starts from, the longest first."""
+    """Return a stem and its ancestors, longest first."""
     return [] if stem is None else [stem, *_chain(stem.parent)]
 
 
 def _joined(done: Sequence[tuple[list[int], Read]]) -> Read:
-    """Readings that were done some at a time, in the order of their places."""
+    """Join the results of several forwards, in the order of the readings' indices."""
     places = [i for members, _ in done for i in members]
     if len(done) == 1 and places == sorted(places):
         return done[0][1]
@@ -204,7 +211,7 @@ def _joined(done: Sequence[tuple[list[int], Read]]) -> Read:
     memory = Memory.join(memories) if memories else None
     memories.clear()
     for _, read in done:
-        read.memory = None  # let go before rows are copied into their order
+        read.memory = None  # free these before rows are copied into their order
     receipts = [receipt for _, read in done for receipt in read.receipts]
     return Read(
         memory if memory is None or places == sorted(places) else memory.select(rows),
@@ -215,11 +222,11 @@ def _joined(done: Sequence[tuple[list[int], Read]]) -> Read:
 
 @dataclass
 class Stem:
-    """A beginning that several prompts share. Its parent is a shorter stem that it continues."""
+    """A prefix that several prompts share. Its parent is a shorter shared prefix that it continues."""
 
     tokens: tuple[int, ...]
     parent: Stem | None = None
-    readers: int = 0  # prompts and stems that continue right here
+    readers: int = 0  # number of prompts and stems that continue it directly
     children: list[Stem] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
 
@@ -229,10 +236,14 @@ class Stem:
 
 
 def find_stems(prompts: Sequence[tuple[int, ...]], overhead_tokens: float) -> list[Stem | None]:
-    """For each prompt the longest stem worth starting from. A stem leaves every reader at least one token to read.
+    """Return, for each prompt, the longest shared prefix worth prefilling on its own, or None.
 
-    Reading a stem apart costs forwards of its own, and prompts that start from different stems cannot be read in one
-    batch: `overhead_tokens` is what one more forward costs, in tokens.
+    A stem leaves each of its prompts at least one token to prefill, which gives the logits.
+
+    Args:
+        prompts: Token ids of each prompt.
+        overhead_tokens: Cost of one more forward, in tokens. A stem costs forwards of its own, and prompts that start from
+            stems of different lengths cannot be prefilled in one batch.
     """
     if len(prompts) < 2:
         return [None] * len(prompts)
@@ -244,7 +255,7 @@ def find_stems(prompts: Sequence[tuple[int, ...]], overhead_tokens: float) -> li
 
 
 def _saved(stems: Sequence[Stem | None]) -> int:
-    """Tokens that need not be read because others have read them."""
+    """Return the number of prompt tokens that sharing these prefixes saves."""
     found: dict[int, Stem] = {}
     for stem in stems:
         while stem is not None and id(stem) not in found:
@@ -255,11 +266,11 @@ def _saved(stems: Sequence[Stem | None]) -> int:
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Length of the common beginning, short of the last token of either."""
+    """Return the length of the common prefix, which excludes the last token of the shorter sequence."""
     low, high = 0, min(len(a), len(b)) - 1
     if high <= 0:
         return 0
-    while low < high:  # compare halves at C speed instead of token by token
+    while low < high:  # binary search: slices compare in C, token by token would be slow
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:
             low = middle
@@ -269,7 +280,7 @@ def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
 
 
 def _tree(prompts: Sequence[tuple[int, ...]]) -> Stem:
-    """Neighbours in sorted order share the most, so one pass with a stack finds every branching point."""
+    """Build the prefix tree: prompts that are neighbours when sorted share the most, so one pass finds all branches."""
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     root = Stem(())
     stack = [root]
@@ -279,7 +290,7 @@ def _tree(prompts: Sequence[tuple[int, ...]]) -> Stem:
         closed = None
         while len(stack[-1].tokens) > before:
             closed = stack.pop()
-        if closed is not None and len(stack[-1].tokens) < before:  # a branching point inside the stem just closed
+        if closed is not None and len(stack[-1].tokens) < before:  # the prompts branch inside the stem just closed
             between = Stem(prompts[i][:before], stack[-1], children=[closed])
             stack[-1].children[-1] = between
             closed.parent = between
@@ -293,7 +304,7 @@ def _tree(prompts: Sequence[tuple[int, ...]]) -> Stem:
 
 
 def _prune(stem: Stem, overhead_tokens: float) -> None:
-    """Dissolve stems that save less than they cost, from the leaves up."""
+    """Merge stems that save less than they cost into their parents, from the leaves up."""
     for child in list(stem.children):
         _prune(child, overhead_tokens)
         readers = len(child.children) + len(child.prompts)
@@ -307,6 +318,7 @@ def _prune(stem: Stem, overhead_tokens: float) -> None:
 
 
 def _assign(stem: Stem, stems: list[Stem | None]) -> None:
+    """Set each prompt's stem in `stems`, and count the prompts and stems that continue each stem."""
     stem.readers = len(stem.children) + len(stem.prompts)
     for i in stem.prompts:
         stems[i] = stem if stem.tokens else None

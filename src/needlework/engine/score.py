@@ -1,4 +1,4 @@
-"""Log-likelihoods and logits: one forward in which every position counts as prefill, or a forced decode."""
+"""Scoring of options and `Subject.logits`: log-likelihoods from prefill, logits from prefill and teacher-forced decode."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from needlework.engine.reading import Read, group
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import Intervention
-from needlework.model.body import Body
+from needlework.model.hooked_model import HookedModel
 from needlework.model.memory import Memory
 from needlework.receipts import Tally
 from needlework.requests import Answer, Finish, Prepared, Request, prepare
@@ -23,15 +23,15 @@ from needlework.requests import Answer, Finish, Prepared, Request, prepare
 
 @dataclass(frozen=True)
 class _Option:
-    """One option of one request of a batch: a row."""
+    """One row of a scoring batch: one option of one request."""
 
-    place: int  # the reading that it continues
+    place: int  # index of the reading that it continues
     item: Prepared
     tokens: tuple[int, ...]
 
 
-def score(body: Body, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> list[tuple[int, Answer]]:
-    """The options of every request scored: one reading serves all that continue it."""
+def score(body: HookedModel, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> list[tuple[int, Answer]]:
+    """Return (index, answer) of each request, with the log-likelihoods of its options; options share their prompt's prefill."""
     readings, places = group([item for _, item in batch])
     read = reader.read(readings, remember=any(item.request.steps > 1 for _, item in batch))
     rows = [_Option(places[b]["own"], item, option) for b, (_, item) in enumerate(batch) for option in item.request.options]
@@ -40,7 +40,7 @@ def score(body: Body, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> 
     tally = Tally(len(rows))
     scores: dict[int, tuple[tuple[float, ...], bool]] = {}
     for length in sorted({len(row.tokens) for row in rows}):
-        # Options of one length are read together: none is padded, so nothing is counted that no option has.
+        # Options of one length share a forward: without padding, receipts count only the options' own tokens.
         alike = {r: row for r, row in enumerate(rows) if len(row.tokens) == length}
         scores |= _one_length(body, read, alike, tally)
     numbers = iter(range(len(rows)))
@@ -58,11 +58,13 @@ def score(body: Body, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> 
     return answers
 
 
-def _one_length(body: Body, read: Read, rows: Mapping[int, _Option], tally: Tally) -> dict[int, tuple[tuple[float, ...], bool]]:
-    """Log-likelihoods of every token of these options, and whether each is the model's first choice; by row."""
+def _one_length(
+    body: HookedModel, read: Read, rows: Mapping[int, _Option], tally: Tally
+) -> dict[int, tuple[tuple[float, ...], bool]]:
+    """Return, by row, the log-likelihood of each token of an option, and whether all its tokens are the argmax."""
     place = torch.tensor([row.place for row in rows.values()], device=body.device)
     tokens = torch.tensor([row.tokens for row in rows.values()], device=body.device)
-    first = read.logits.log_softmax(-1)  # [readings, vocabulary] of the first token of every option that continues the reading
+    first = read.logits.log_softmax(-1)  # [readings, vocabulary]: scores each option's first token
     logprobs, greedy = first[place, tokens[:, 0]][:, None], first.argmax(-1)[place] == tokens[:, 0]
     if tokens.shape[1] > 1:
         slots = torch.tensor(list(rows), device=body.device)
@@ -74,9 +76,9 @@ def _one_length(body: Body, read: Read, rows: Mapping[int, _Option], tally: Tall
 
 
 def _continuations(
-    body: Body, memory: Memory, place: Tensor, rows: Sequence[_Option], tokens: Tensor, slots: Tensor, tally: Tally
+    body: HookedModel, memory: Memory, place: Tensor, rows: Sequence[_Option], tokens: Tensor, slots: Tensor, tally: Tally
 ) -> Tensor:
-    """Logits after every token of every option but its last, [rows, length - 1, vocabulary]."""
+    """Return logits [rows, length - 1, vocabulary] after each token of each option but its last."""
     forked = memory.share(place) if body.shareable else memory.select(place)
     acts, samples = [row.item.acts["prefill"] for row in rows], [row.item.sample for row in rows]
     compiled = body.compile(acts, samples, "prefill", slots)
@@ -84,7 +86,7 @@ def _continuations(
 
 
 def logits(
-    body: Body,
+    body: HookedModel,
     input_ids: Tensor | Sequence[Sequence[int]],
     intervention: Intervention,
     prompt_tokens: int | None,
@@ -92,7 +94,7 @@ def logits(
     spans: Mapping[str, Span],
     boundary: Phase,
 ) -> Tensor:
-    """See `Subject.logits`."""
+    """Return logits [rows, tokens, vocabulary]; see `Subject.logits`."""
     ids = torch.as_tensor(input_ids, device=body.device)
     if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
         shape = f"{tuple(ids.shape)} of {ids.dtype}"
@@ -129,7 +131,7 @@ def logits(
 
 
 def _rows_alone(
-    body: Body,
+    body: HookedModel,
     ids: Tensor,
     attention_mask: Tensor,
     intervention: Intervention,
@@ -137,7 +139,7 @@ def _rows_alone(
     spans: Mapping[str, Span],
     boundary: Phase,
 ) -> Tensor:
-    """Each row without its padding, run by itself: padding cannot change an answer that never sees it."""
+    """Run each row alone, without its left padding, so that padding cannot change its logits; padded positions stay 0."""
     mask = attention_mask.to(ids.device).bool()
     if mask.shape != ids.shape or not bool((mask.int().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
         raise NeedleworkError("attention_mask must have the shape of input_ids and mark left padding only (0 ... 0 1 ... 1)")

@@ -1,1 +1,1 @@
-"""From a plan to rows in a store: plans, the trials they stand for, runs that survive anything, exports."""
+"""Experiments: plans, their trials, and resumable runs that write rows into a store."""

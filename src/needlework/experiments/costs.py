@@ -1,4 +1,4 @@
-"""About how long answers take: estimates before a run, and the weights of its progress, which are scaled by what is measured."""
+"""Estimate how long answers take, for `needlework plan` and as weights of the progress bar."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from dataclasses import dataclass
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.trials import Trial, Work
 
-TRIAL_SECONDS = 0.002  # preparing, scoring and writing
-ROWS = 32  # decode together, where it is not known how many
+TRIAL_SECONDS = 0.002  # to prepare, score and write one trial
+ROWS = 32  # assumed to decode together where the number is unknown
 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a machine does in a second: arithmetic, and bytes of weights that a decode step reads whatever its rows."""
+    """Speed of a machine: FLOP per second, and bytes of weights per second, which every decode step reads once."""
 
     flops: float
     bytes: float
-    step_seconds: float = 0.0  # of a decode step, beside both
-    step_flops: float = 0.0  # in a decode step, where it is not as in a prompt
+    step_seconds: float = 0.0  # constant overhead of a decode step
+    step_flops: float = 0.0  # FLOP per second in a decode step; 0: as in prefill
 
     def reading(self, flops: float) -> float:
         return flops / self.flops
 
     def step(self, weight_bytes: float, flops: float) -> float:
-        """One decode step of all rows."""
+        """Return the seconds of one decode step; `flops` are those of all rows."""
         return self.step_seconds + weight_bytes / self.bytes + flops / (self.step_flops or self.flops)
 
     def times(self, factor: float) -> Speed:
-        """So many times as fast."""
+        """Return a speed that is `factor` times as high."""
         return Speed(self.flops * factor, self.bytes * factor, self.step_seconds / factor, self.step_flops * factor)
 
 
-# Of small models, the time between the sums counts most. Seen on two CPU cores; so is the speed of a large one.
+# Measured on two CPU cores. For small models, overhead between matrix products dominates.
 SMALL_PARAMETERS = 10**8
 SMALL = Speed(4e10, float("inf"), step_flops=1.5e10)
 LARGE_ON_CPU = Speed(3.2e11, 1.4e10)
-# Published peaks of an A100 of 80 GB in bf16 (312 TFLOP/s, 2.0 TB/s), and the shares of them that large matrix products and
-# long reads commonly reach; a decode step of some hundred small kernels takes 30 ms. Not measured here: there is no GPU.
+# Published peaks of an A100 80 GB in bf16 (312 TFLOP/s, 2.0 TB/s), times the utilization that large matrix products and long
+# reads commonly reach, and 30 ms per decode step for launching some hundred small kernels. Not measured on a GPU.
 GPU = Speed(0.4 * 312e12, 0.6 * 2.0e12, 0.03)
 GPU_BYTES = 80e9
 
@@ -55,19 +55,19 @@ def reading_flops(info: ModelInfo, tokens: float) -> float:
 
 
 def context_flops(info: ModelInfo, tokens: int) -> float:
-    """What attention adds for a prompt of so many tokens: each of them against the keys that it sees."""
+    """Return the FLOPs of attention scores and values in the prefill of one prompt of `tokens` tokens."""
     anatomy = info.anatomy
     full = anatomy.flops_per_token("attention", tokens // 2) - 2 * anatomy.attention_parameters
     return float(full * tokens)
 
 
 def answer_flops(info: ModelInfo, steps: float) -> float:
-    """A decoded token goes through the layers, and what it says is looked up in the whole vocabulary."""
+    """Return the FLOPs of `steps` decoded tokens: all layers and the LM head."""
     return 2.0 * (info.costs.per_token + info.costs.head if info.costs else info.anatomy.parameters) * steps
 
 
 def step_bytes(info: ModelInfo, rows: float) -> float:
-    """Weights that a decode step reads: of a mixture, more experts with more rows."""
+    """Return the bytes of weights that a decode step reads; in a mixture of experts, more rows read more experts."""
     if info.costs is None:
         return 4.0 * info.anatomy.parameters
     read = 1.0 - float((1.0 - info.costs.active) ** rows)
@@ -75,7 +75,7 @@ def step_bytes(info: ModelInfo, rows: float) -> float:
 
 
 def weights(work: Work) -> dict[str, float]:
-    """Estimated seconds of every answer, by trial id. The reading of a prompt is parted among those that share it."""
+    """Return the estimated seconds of every answer by trial id; a prefill is divided among the trials that share it."""
     info, speed = work.model, usual_speed(work.model)
     asked = {name: same[0] for name, same in work.by_id().items()}
     sizes: dict[tuple[str, str, int], tuple[int, int]] = {}
@@ -97,12 +97,12 @@ def weights(work: Work) -> dict[str, float]:
 
 
 def answer_seconds(info: ModelInfo, speed: Speed, steps: float, rows: int = ROWS) -> float:
-    """A row's part of decode steps that it takes together with others."""
+    """Return the share of one row in the time of `steps` decode steps of `rows` rows."""
     return steps * speed.step(step_bytes(info, rows), answer_flops(info, rows)) / rows
 
 
 def chunk_seconds(info: ModelInfo, speed: Speed, chunk: Sequence[Trial], most_rows: int) -> float:
-    """Answering a chunk: its rows decode together; options are read as a prompt is."""
+    """Return the seconds after prefill of a chunk: decoding up to `most_rows` rows together, or scoring its options."""
     steps = sum(trial.tokens - sum(len(item.prompt) for item in (trial.item, *trial.item.also)) for trial in chunk)
     if chunk[0].mode != "generate":
         return speed.reading(answer_flops(info, steps))
@@ -114,9 +114,9 @@ def _form(trial: Trial) -> tuple[str, str, int]:
 
 
 def measured_speed(info: ModelInfo) -> Speed:
-    """Of this machine with a large model's own kind of numbers: two matrix products are timed, for less than a second.
+    """Measure the speed of this machine in the model's dtype by timing two matrix products, in less than a second.
 
-    Processor time is measured, so that other programs do not count, and all threads are taken to be of one speed.
+    CPU time is measured, so that other programs do not count, and all threads are assumed to be equally fast.
     """
     import time
 
@@ -125,7 +125,7 @@ def measured_speed(info: ModelInfo) -> Speed:
     from needlework.model.load import torch_dtype
 
     threads, dtype = torch.get_num_threads(), torch_dtype(info.model.loading.dtype)
-    several = [torch.randn(_HIGH, _WIDE).to(dtype) for _ in range(4)]  # more than a cache holds
+    several = [torch.randn(_HIGH, _WIDE).to(dtype) for _ in range(4)]  # larger than the CPU cache
 
     def seconds(rows: int) -> float:
         x, best = torch.randn(rows, _WIDE).to(dtype), float("inf")
@@ -142,4 +142,4 @@ def measured_speed(info: ModelInfo) -> Speed:
 
 
 _WIDE, _HIGH, _MANY = 2560, 7680, 256
-BESIDE_PRODUCTS = 0.8  # of the time, matrix products take so much: norms, scans, attention and memory take the rest
+BESIDE_PRODUCTS = 0.8  # share of matrix products in the time of a model; norms, scans, attention and memory take the rest

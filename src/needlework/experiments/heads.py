@@ -1,4 +1,4 @@
-"""`nw.rank` and `nw.smallest_set`: heads of a loaded model, ranked on tasks that go by name or come from a plan."""
+"""`nw.rank` and `nw.smallest_set`: rank the attention heads of a model on named tasks or on tasks of a plan."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.cluster import Cluster
+from needlework.experiments.ray_executor import Cluster
 from needlework.experiments.shipped import get
 from needlework.heads import foreign
-from needlework.heads.judging import SmallestSet
+from needlework.heads.evaluation import SmallestSet
 from needlework.heads.methods import Method, chosen, table
-from needlework.heads.rank import Steps, origin, rank_by
-from needlework.heads.recurrent import recurrent_side
-from needlework.heads.recurrent_values import RecurrentSide
-from needlework.heads.samples import NAMES, check_heads, draw, named_tasks, retrieval_tasks, untouched
-from needlework.heads.survey import Settings, Survey, survey
+from needlework.heads.recurrent import RecurrentSide, recurrent_side
+from needlework.heads.samples import NAMES, check_heads, draw_samples, measure_baseline, named_tasks, retrieval_tasks
+from needlework.heads.survey import ProgressSteps, Settings, Survey, origin, rank_by, survey
 from needlework.interventions.ranking import Ranking
 from needlework.tasks.base import Task
 
@@ -26,11 +24,11 @@ if TYPE_CHECKING:
 
 Tasks = str | Path | Task | Sequence[Task]
 ALL = "all"  # methods
-CEILING, CEILING_HEADS = "greedy", 64  # a search over sets: what a ranking could be at best; of larger models only if asked for
+CEILING, CEILING_HEADS = "greedy", 64  # greedy search over sets: an upper reference; by default for models of up to 64 heads
 
 
 def tasks_of(task: Tasks, subject: Subject) -> list[Task]:
-    """The tasks that heads are ranked on: `niah`, `recall`, a task or several, or those of a plan that ask for what they hide."""
+    """Return the tasks to rank heads on: `niah`, `recall`, given tasks, or the retrieval tasks of a plan."""
     if isinstance(task, Task):
         return _retrieving([task])
     if not isinstance(task, (str, Path)):
@@ -53,12 +51,12 @@ def _retrieving(tasks: list[Task]) -> list[Task]:
 
 
 def check_methods(by: Sequence[str]) -> None:
-    """Refuse what is no method, before a model is loaded for it."""
+    """Raise for unknown method names, before a model is loaded."""
     chosen(name for name in by if name != ALL)
 
 
 def methods_of(by: str | Sequence[str] | None, subject: Subject) -> list[Method]:
-    """Methods by name; `all`; by default those that cost little, and greedy search as a ceiling for a small model."""
+    """Return methods by name, or all; by default the cheap ones, plus greedy search for a small model."""
     names = [by] if isinstance(by, str) else list(by or ())
     if ALL in names:
         return list(table().values())
@@ -78,7 +76,7 @@ def heads_of(
     name: str = "",
     progress: bool = False,
 ) -> Survey:
-    """Everything that `needlework heads` finds out. `files` hold rankings to be judged beside those that are made now."""
+    """Return the survey that `needlework heads` shows. `files` hold further rankings to evaluate with the computed ones."""
     methods = [] if files and not by else methods_of(by, subject)
     names = [*(method.name for method in methods), *(file.stem for file in files)]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -89,22 +87,22 @@ def heads_of(
 
 @contextmanager
 def opened(model: str, cluster: Cluster | None, **loading: Any) -> Iterator[Subject]:
-    """The model that heads are ranked of: loaded here, or held by workers of a cluster."""
+    """Open a model to rank heads of: loaded in this process, or on workers of a cluster."""
     if cluster is None:
         from needlework.subject import load
 
         yield load(model, **loading)
         return
-    from needlework.experiments.distant import distant
+    from needlework.experiments.remote import open_remote
 
-    with distant(model, cluster, **loading) as subject:
+    with open_remote(model, cluster, **loading) as subject:
         yield subject
 
 
 def recurrent_side_of(subject: Subject, task: Tasks, samples: int, seed: int, progress: bool = False) -> RecurrentSide:
-    """What `needlework heads --recurrent` finds out: the recurrent side, on the samples that heads would be ranked on."""
-    drawn = draw(subject, tasks_of(task, subject), samples, seed)
-    with Steps(1, progress) as steps, steps.step("the recurrent side") as told:
+    """Return the analysis of `needlework heads --recurrent`, on the samples that heads would be ranked on."""
+    drawn = draw_samples(subject, tasks_of(task, subject), samples, seed)
+    with ProgressSteps(1, progress) as steps, steps.step("the recurrent side") as told:
         return recurrent_side(subject, [sample.item for sample in drawn], seed=seed, progress=told)
 
 
@@ -118,16 +116,19 @@ def rank(
     name: str = "",
     progress: bool = False,
 ) -> Ranking | dict[str, Ranking]:
-    """The model's attention heads from best to worst: one ranking for one method, by name for several (or "all").
+    """Rank the model's attention heads from best to worst on `samples` samples of a retrieval task.
 
-    They are ranked on `samples` samples of a retrieval task, of which the untouched model must answer at least half.
+    The model without intervention must answer at least half of the samples.
+
+    Returns:
+        One ranking if `by` is the name of one method; a dict by method name for several methods or "all".
     """
     check_heads(subject)
     methods = methods_of(by, subject)
-    drawn = draw(subject, tasks_of(task, subject), samples, seed)
-    with Steps(1 + len(methods), progress) as steps:
+    drawn = draw_samples(subject, tasks_of(task, subject), samples, seed)
+    with ProgressSteps(1 + len(methods), progress) as steps:
         with steps.step("asking the untouched model") as told:
-            untouched(subject, drawn, told)
+            measure_baseline(subject, drawn, told)
         made, of = {}, origin(subject, name)
         for method in methods:
             with steps.step(f"ranking by {method.name}") as told:
@@ -146,10 +147,10 @@ def smallest_set(
     seed: int = 0,
     progress: bool = False,
 ) -> SmallestSet:
-    """The fewest heads that keep this share of retrieval, at every position and with all other heads silent.
+    """Find the fewest heads that keep this share of retrieval accuracy with all other heads zeroed at every position.
 
-    Heads are ranked by each method; the best ranking and the number of heads are chosen on `held_out` other samples, and
-    what that set keeps is measured on as many again.
+    Heads are ranked by each method on `samples` samples. The ranking and the number of heads are selected on `held_out`
+    other samples, and the selected set is evaluated on as many further samples.
     """
     settings = Settings(samples, held_out, seed, keep, dynamic=False, retest=False, random_orders=0)
     found = survey(subject, tasks_of(task, subject), methods_of(by, subject), settings, shown=progress)

@@ -1,29 +1,30 @@
-"""The models of a run: what is known of each before its weights are loaded, and the loaded model that answers."""
+"""Models of a run: their metadata before weights are loaded, and the loaded model that answers requests."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from needlework.anatomy import Anatomy
-from needlework.errors import NeedleworkError, shown
+from needlework.errors import NeedleworkError, short_repr
 from needlework.experiments.plan import Model
 from needlework.heads.methods import Seen, chosen
-from needlework.heads.pieces import Piece
 from needlework.interventions import Ranking
+from needlework.measure import SampleFunction
 from needlework.model.files import fetch, read_tokenizer, tokenizer_hash, weights_hash
-from needlework.requests import Answer, Request, stop_tokens
+from needlework.requests import Answer, Prepared, Request, failed_answer, prepare, stop_tokens
 from needlework.tasks.base import Item
 from needlework.tasks.prompts import token_ids
 
 if TYPE_CHECKING:
-    from needlework.checkup.findings import Checkup
+    from needlework.checks.findings import Checkup
     from needlework.engine.budget import Costs
     from needlework.subject import Subject
 
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One model of a run. `weights` and `tokenizer_hash` say which; everything a trial's id needs is here."""
+    """Metadata of one model, without weights. The hashes `weights` and `tokenizer_hash` go into trial ids."""
 
     model: Model
     weights: str
@@ -41,7 +42,7 @@ class ModelInfo:
     tokenizer: Any
     eos: frozenset[int] = frozenset()
     directory: str = ""  # where it is loaded from
-    costs: Costs | None = None  # what prompts and answers take of it
+    costs: Costs | None = None  # memory and FLOPs of prompts and answers
 
     @property
     def name(self) -> str:
@@ -49,16 +50,16 @@ class ModelInfo:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What the letters in a plan's ranges stand for."""
+        """Values of the letters in a plan's ranges: H is the smallest number of query heads of a layer."""
         heads = [part.query_heads for _, part in self.anatomy.attention_parts()]
         return {"H": min(heads, default=0)}
 
     def stops(self, text: str | None) -> frozenset[int]:
-        """Token ids that end an answer: the model's own, and the task's stop."""
+        """Return the token ids that end an answer: the model's EOS and those of the task's stop text."""
         return stop_tokens(self.eos, () if text is None else (text,), partial(token_ids, self.tokenizer))
 
     def identity(self) -> dict[str, str]:
-        """What a store remembers, and compares before it takes more trials."""
+        """Return what identifies the model in a store; rows of a model with another identity are refused."""
         return {
             "weights": self.weights,
             "tokenizer": self.tokenizer_hash,
@@ -68,37 +69,37 @@ class ModelInfo:
 
 
 def look(model: Model, elsewhere: bool = False) -> ModelInfo:
-    """Look at a model on disk. Needs transformers for the tokenizer and torch for the anatomy, but loads no weights.
+    """Inspect a model on disk: tokenizer, anatomy, hashes and costs, without loading weights.
 
-    `elsewhere`: other machines will load it, which may have devices that this one lacks.
+    Args:
+        elsewhere: Other machines will load it, so its device need not exist here.
     """
     from needlework.engine.budget import Costs
-    from needlework.model.load import blueprint, torch_device, torch_dtype
-    from needlework.subject import own_dtype
+    from needlework.model.load import blueprint, convert_gguf, own_dtype, torch_device, torch_dtype
 
     try:
         if not elsewhere:
             torch_device(model.loading.device)
         place = locate(model)
-        if model.loading.dtype == "auto":  # rows are of one type: from here on, the model says which
-            model = replace(model, loading=model.loading.but(dtype=own_dtype(place)))
-        folder, gguf = (place.parent, place.name) if place.is_file() else (place, "")
+        if model.loading.dtype == "auto":  # rows name a concrete dtype
+            model = replace(model, loading=model.loading.replace(dtype=own_dtype(place)))
+        folder = convert_gguf(place) if place.is_file() else place
         weights, words = weights_hash(place), tokenizer_hash(place)
         value_bytes = torch_dtype(model.loading.dtype).itemsize
-        body = blueprint(place, model.loading.window)
+        body = blueprint(folder, model.loading.window)
         eos = _eos(folder)
-        tokenizer = read_tokenizer(folder, gguf)
+        tokenizer = read_tokenizer(folder)
         if tokenizer is None:
             raise NeedleworkError(
                 f"{place} is without a tokenizer, and tasks need one; save it there with tokenizer.save_pretrained(...)"
             )
     except NeedleworkError as error:
-        raise model.error(f"model {shown(model.name)}: {error}") from None
+        raise model.error(f"model {short_repr(model.name)}: {error}") from None
     return ModelInfo(model, weights, words, body.anatomy, tokenizer, eos, str(place), Costs.of(body, value_bytes))
 
 
 def locate(model: Model) -> Path:
-    """The directory or .gguf file of a model: a path, a zoo name, or a hub id (fetched, or found in the hub's cache)."""
+    """Return the directory or .gguf file of a path, a zoo name or a hub id (downloaded, or from the hub's cache)."""
     from needlework import zoo
 
     here = Path(model.source).expanduser()
@@ -107,12 +108,14 @@ def locate(model: Model) -> Path:
     if model.source in zoo.names() or "/" not in model.source:
         return zoo.path(model.source)  # raises with the nearest name
     if here.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
-        raise NeedleworkError(f"there is no {shown(model.source)}; give a model directory, a .gguf file, a zoo name or a hub id")
+        raise NeedleworkError(
+            f"there is no {short_repr(model.source)}; give a model directory, a .gguf file, a zoo name or a hub id"
+        )
     return fetch(model.source, model.revision)
 
 
 def _eos(folder: Path) -> frozenset[int]:
-    """As transformers does: the generation configuration's, else the model configuration's."""
+    """Return the EOS ids as transformers does: of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
         try:
             ends = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
@@ -124,10 +127,10 @@ def _eos(folder: Path) -> frozenset[int]:
 
 
 class LoadedModel(Protocol):
-    """It answers requests as they finish, and lets its attention be watched.
+    """A model that yields answers as they finish, and attention statistics (`watch`).
 
-    A method `share`, if it has one, says how much of what it was last asked is done, from 0 to 1: progress between answers.
-    A method `rank` is asked for rankings that cannot be had from what `watch` sums up.
+    Optional methods: `share` returns the progress of the current call from 0 to 1; `rank` computes rankings that need more
+    than the statistics of `watch`.
     """
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]: ...
@@ -136,16 +139,16 @@ class LoadedModel(Protocol):
 
 
 class ModelSource(Protocol):
-    """Where a run's models come from: looked at first, all of them, and loaded one at a time."""
+    """A provider of models: `look` is called for all models first, then they are loaded one at a time."""
 
-    memory_bytes: int | None  # most that prompts and answers may take
+    memory_bytes: int | None  # limit for caches, states and activations
 
     def look(self, model: Model) -> ModelInfo: ...
     def load(self, info: ModelInfo) -> LoadedModel: ...
 
 
 class DiskModels:
-    """Models from disk or hub."""
+    """Models from disk or from the hub."""
 
     def __init__(self, memory_bytes: int | None = None) -> None:
         self.memory_bytes = memory_bytes
@@ -161,10 +164,9 @@ class DiskModels:
 
 
 class PublicModels(DiskModels):
-    """For looking only: the paper's models are known by their public configurations alone.
+    """Models for estimates: also presets, of which only the public configuration is known.
 
-    Prompts for them are made in the toy language, since their tokenizers are not here; where a plan says how long prompts
-    are, they have as many tokens.
+    Their prompts are made with the toy tokenizer, since their own is not available; lengths that a plan sets still hold.
     """
 
     def __init__(self, elsewhere: bool = False) -> None:
@@ -174,37 +176,45 @@ class PublicModels(DiskModels):
     def look(self, model: Model) -> ModelInfo:
         from needlework.engine.budget import Costs
         from needlework.model.load import blueprint, torch_dtype
-        from needlework.model.presets import PRESETS
+        from needlework.model.presets import presets
         from needlework.toy.tokenizer import build
 
-        if model.source not in PRESETS:
+        if model.source not in presets():
             return look(model, self.elsewhere)
         dtype = "bfloat16" if model.loading.dtype == "auto" else model.loading.dtype
         body = blueprint(model.source, model.loading.window)
         costs = Costs.of(body, torch_dtype(dtype).itemsize)
-        loading = model.loading.but(dtype=dtype)
+        loading = model.loading.replace(dtype=dtype)
         return ModelInfo(replace(model, loading=loading), model.source, "toy", body.anatomy, build(), costs=costs)
 
 
 class LoadedSubject:
-    """A Subject as a run sees it."""
+    """A Subject with the interface of `LoadedModel`."""
 
-    def __init__(self, subject: Subject, model: Model) -> None:
-        self.subject, self.model = subject, model
-        self._share: float | None = None  # of a piece that is under way
+    def __init__(self, subject: Subject, model: Model, more_versions: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.subject, self.model, self.more_versions = subject, model, more_versions
+        self._share: float | None = None  # progress of a running `apply`
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
-        for i, answer in self.subject.engine.run(requests):
-            yield i, self.subject.with_text(answer)
+        """Yield (index, answer) for each request; an invalid request gives a failed answer."""
+        prepared: dict[int, Prepared] = {}
+        for i, request in enumerate(requests):
+            try:
+                prepared[i] = prepare(request, self.subject.anatomy)
+            except NeedleworkError as error:
+                yield i, failed_answer(error)
+        indices = list(prepared)
+        for i, answer in self.subject.engine.run(list(prepared.values())):
+            yield indices[i], self.subject.with_text(answer)
 
-    def do(self, piece: Piece[T], samples: Sequence[Any]) -> T:
-        """Work on samples that needs the model itself; while it lasts, it says how much of it is done."""
+    def apply(self, function: SampleFunction[T], samples: Sequence[Any]) -> T:
+        """Apply a function to samples: see `measure.map_samples`. Meanwhile, `share` returns its progress."""
 
         def progress(share: float) -> None:
             self._share = share
 
         try:
-            return piece(self.subject, samples, progress)
+            return function(self.subject, samples, progress)
         finally:
             self._share = None
 
@@ -212,20 +222,23 @@ class LoadedSubject:
         return self.subject.engine.share if self._share is None else self._share
 
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]:
-        from needlework.observation import observe
+        """Run requests and return the attention statistics of every head; `span` is where attention mass is summed."""
+        from needlework.observation import HeadObserver, observing
 
-        with observe(self.subject, span=span) as watch:
+        observer = HeadObserver(span)  # the span may be missing: plans also record tasks without a needle
+        with observing(self.subject, observer):
             self.subject.answer(requests)
-        return watch.table()
+        return observer.table()
 
     def rank(self, by: str, items: Sequence[Item], seed: int) -> Ranking:
+        """Rank all heads with a method that needs the model itself."""
         (method,) = chosen([by])
         scores = method.score(self.subject, items, seed=seed, progress=lambda share: None).values
         heads = self.subject.anatomy.heads
         return Ranking.by_scores({head: float(score) for head, score in zip(heads, scores, strict=True)})
 
     def checkup(self, quick: bool) -> Checkup:
-        from needlework.checkup.doctor import doctor
+        from needlework.checks.doctor import doctor
 
         return doctor(self.subject, quick=quick)
 
@@ -243,4 +256,5 @@ class LoadedSubject:
             "device": str(self.subject.body.device),
             "dtype": self.model.loading.dtype,
             "kernels": self.subject.body.kernels,
+            **self.more_versions,
         }

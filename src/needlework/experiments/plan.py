@@ -1,4 +1,4 @@
-"""A Plan: models x tasks x interventions x seeds, from a YAML file in which every mistake has a line. Free of torch."""
+"""Read a plan (models x tasks x interventions x seeds) from YAML; errors name the line. Free of torch."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from needlework.errors import NeedleworkError, did_you_mean, shown
-from needlework.experiments.lines import Place, PlanError, YamlFile, read
+from needlework.errors import NeedleworkError, did_you_mean, short_repr
 from needlework.experiments.schema import (
     NAME,
     NAME_RULE,
@@ -22,27 +21,31 @@ from needlework.experiments.schema import (
     FastFile,
     Loading,
     ModelFile,
+    Place,
+    PlanError,
     PlanFile,
     RankingFile,
     Settings,
+    YamlFile,
     keys_at,
     model_option,
+    read,
 )
 from needlework.heads.methods import chosen
 from needlework.interventions import Ranking
 from needlework.interventions.acts import Phase
 from needlework.interventions.text import check_ranges
-from needlework.rescoring import scoring
+from needlework.results.rescoring import scoring
 from needlework.tasks.base import Task
 
-FAST_LIMIT = 75  # samples per condition with --fast where the plan says nothing: 0 of 75 bounds a share below 5 %
+FAST_LIMIT = 75  # samples per condition with --fast if the plan sets no limit: 0 of 75 bounds a rate below 5 %
 
 MakeTask = Callable[[Mapping[str, Any]], Task]
 
 
 @dataclass(frozen=True)
 class Located:
-    """Something written in the plan, and where."""
+    """Base of plan entries: the place in the file, for error messages."""
 
     place: str  # file:line
 
@@ -52,7 +55,9 @@ class Located:
 
 @dataclass(frozen=True)
 class Model(Located):
-    name: str  # as it stands in tables: a path's last part, or what the plan calls it
+    """A model of the plan, not inspected yet."""
+
+    name: str  # shown in tables: the plan's name for it, else the last part of its path
     source: str
     loading: Loading = field(default_factory=Loading)
     revision: str | None = None
@@ -60,25 +65,29 @@ class Model(Located):
 
 @dataclass(frozen=True)
 class NamedTask(Located):
+    """A task with its name in the plan."""
+
     name: str
     task: Task
-    optional: bool = False  # left out, and said so, for models that cannot be asked it
+    optional: bool = False  # skipped with a note for models that it does not work with
 
     @cached_property
     def scoring(self) -> str:
-        """What turns its answers into scores."""
+        """Hash of everything that turns its answers into scores."""
         return scoring(self.task)
 
 
 @dataclass(frozen=True)
 class Grid(Located):
-    """Intervention text, with its ranges."""
+    """Intervention text that may contain ranges, which expand to several interventions."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Experiment(Located):
+    """An experiment with all settings resolved."""
+
     name: str
     about: str
     models: tuple[str, ...]
@@ -93,7 +102,7 @@ class Experiment(Located):
 
 @dataclass(frozen=True)
 class RankingSource(Located):
-    """An order of heads that is recorded on samples of its own, or that was read from a file."""
+    """A head ranking of the plan: computed on its own samples, or read from a file (`ranking`)."""
 
     name: str
     by: str
@@ -105,6 +114,8 @@ class RankingSource(Located):
 
 @dataclass(frozen=True)
 class Plan:
+    """A checked plan. Its text is stored with the results."""
+
     path: Path
     name: str
     about: str
@@ -113,16 +124,22 @@ class Plan:
     experiments: tuple[Experiment, ...]
     fast: bool = False
     rankings: Mapping[str, RankingSource] = field(default_factory=dict)
-    adds: bool = False  # to what a directory holds; else rows that it does not ask for are not counted any more
+    adds: bool = False  # keep counting other rows of the store (lm-eval); False: reports count only rows of this plan
 
     def loading(self, **given: Any) -> Plan:
-        """The same plan with all its models loaded as is given (device, dtype, window, kernels; None: as each says itself)."""
-        models = {name: replace(model, loading=model.loading.but(**given)) for name, model in self.models.items()}
+        """Return the plan with these loading options for all models (device, dtype, window, kernels; None: unchanged)."""
+        models = {name: replace(model, loading=model.loading.replace(**given)) for name, model in self.models.items()}
         return replace(self, models=models)
 
 
 def load(path: str | Path, *, fast: bool = False, models: Sequence[str] = (), make_task: MakeTask | None = None) -> Plan:
-    """Read and check a plan. `models` replaces the plan's own; `fast` takes its reduced grid."""
+    """Read and check a plan file.
+
+    Args:
+        fast: Use the plan's reduced grid.
+        models: Models as on the command line (SOURCE or NAME=SOURCE), instead of the plan's.
+        make_task: Creates a task from its options; by default from the registry of tasks.
+    """
     file = read(path)
     if not isinstance(file.data, dict):
         raise file.error((), "a plan is a mapping with the keys models and experiments")
@@ -138,24 +155,24 @@ def load(path: str | Path, *, fast: bool = False, models: Sequence[str] = (), ma
 
 
 def _explain(error: ValidationError, file: YamlFile) -> PlanError:
-    """All faults at once, each with its line, in the order of the file."""
+    """Convert pydantic's errors into one PlanError: a line per fault, in the order of the file."""
     faults = []
     for fault in error.errors():
         place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
         where = ".".join(map(str, place))
         if fault["type"] == "extra_forbidden":
-            message = f"unknown key {shown(place[-1])}: {did_you_mean(str(place[-1]), keys_at(place[:-1]))}"
+            message = f"unknown key {short_repr(place[-1])}: {did_you_mean(str(place[-1]), keys_at(place[:-1]))}"
         elif fault["type"] == "missing":
             message = f"the key {place[-1]!r} is missing" + (f" in {'.'.join(map(str, place[:-1]))}" if place[1:] else "")
         else:
-            message = f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {shown(fault['input'])})"
+            message = f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {short_repr(fault['input'])})"
         faults.append((file.line(place), message))
     return PlanError("\n".join(f"{file.path}:{line}: {message}" for line, message in sorted(set(faults))))
 
 
 @dataclass
 class _Builder:
-    """Turns checked YAML into a Plan: settings handed down, tasks made, intervention texts read."""
+    """Builder of a Plan from validated YAML: inherits settings, creates tasks, checks intervention texts."""
 
     file: YamlFile
     content: PlanFile
@@ -168,7 +185,7 @@ class _Builder:
         experiments = []
         for name, spec in self.content.experiments.items():
             if not NAME.fullmatch(name):
-                raise self.file.error(("experiments", name), f"{shown(name)} is no name; {NAME_RULE}")
+                raise self.file.error(("experiments", name), f"{short_repr(name)} is no name; {NAME_RULE}")
             if not (self.fast and spec.fast and spec.fast.skip):
                 experiments.append(self._experiment(name, spec))
         if not experiments:
@@ -199,7 +216,7 @@ class _Builder:
         return RankingSource(self._at(place), name, spec.by, tasks, tuple(dict.fromkeys(spec.seeds)), spec.limit)
 
     def _ranking_file(self, place: Place, name: str, spec: RankingFile, path: str) -> RankingSource:
-        """A ranking that is known already: nothing is recorded for it."""
+        """Return a ranking that is read from a file, relative to the plan or to the working directory."""
         if more := sorted(spec.model_fields_set - {"about", "file"}):
             raise self.file.error((*place, more[0]), f"rankings.{name} comes from a file, so leave {more[0]!r} out")
         beside = self.file.path.parent / path
@@ -211,9 +228,10 @@ class _Builder:
         return RankingSource(self._at(place), name, ranking.method, (), seeds, None, ranking)
 
     def _experiment(self, name: str, spec: ExperimentFile) -> Experiment:
+        """Resolve the settings of an experiment: its own, else the plan's, each reduced with --fast."""
         place: Place = ("experiments", name)
         levels: list[tuple[Place, Settings]] = [(place, spec), ((), self.content)]
-        if self.fast:  # what is nearest to the experiment goes first, and the reduced grid before the full one
+        if self.fast:  # precedence: the reduced grid before the full one, in each the experiment before the plan
             fast: list[tuple[Place, Settings | None]] = [((*place, "fast"), spec.fast), (("fast",), self.content.fast)]
             levels = [(at, level) for at, level in fast if level is not None] + levels
         tasks_at, tasks = self._own(place, spec, "tasks")
@@ -239,6 +257,7 @@ class _Builder:
         return f"{self.file.path}:{self.file.line(place)}"
 
     def _own(self, place: Place, spec: ExperimentFile, key: str) -> tuple[Place, list[Any]]:
+        """Return tasks or interventions of an experiment, reduced with --fast, and their place in the file."""
         reduced: FastFile | None = spec.fast if self.fast else None
         if reduced is not None and getattr(reduced, key) is not None:
             return (*place, "fast", key), getattr(reduced, key)
@@ -254,16 +273,17 @@ class _Builder:
         raise self.file.error(place, "no models: give models here, for the whole plan, or with --model")
 
     def _model(self, spec: ModelFile, at: str) -> str:
+        """Register a model and return its name; raise if another model has this name."""
         source = spec.source
         beside = self.file.path.parent / source
         if at != "--model" and not Path(source).is_absolute() and os.path.exists(beside):
-            source = str(beside)  # paths in a plan are read from where the plan is
+            source = str(beside)  # paths in a plan are relative to the plan file
         name = spec.name or Path(source.rstrip("/")).name or source
         model = Model(at, name, source, spec.loading, spec.revision)
         known = self.models.setdefault(name, model)
         if replace(known, place=at) != model:
-            cure = "--model NAME=PATH" if at == "--model" else "name: ..."
-            raise model.error(f"two models are called {name!r} (the other at {known.place}); give one another name: {cure}")
+            hint = "--model NAME=PATH" if at == "--model" else "name: ..."
+            raise model.error(f"two models are called {name!r} (the other at {known.place}); give one another name: {hint}")
         return name
 
     def _tasks(self, place: Place, specs: list[Any]) -> tuple[NamedTask, ...]:
@@ -277,15 +297,16 @@ class _Builder:
         return tuple(made.values())
 
     def _task(self, place: Place, spec: Any) -> NamedTask:
+        """Create and check a task; its errors get the line of the option that they name."""
         options = {"kind": spec} if isinstance(spec, str) else spec
         if not isinstance(options, dict) or not isinstance(options.get("kind"), str):
             raise self.file.error(place, "a task is its name, or a mapping with kind: NAME and the task's options")
         name = options.get("name", options["kind"])
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise self.file.error((*place, "name"), f"{shown(name)} is no name; {NAME_RULE}")
+            raise self.file.error((*place, "name"), f"{short_repr(name)} is no name; {NAME_RULE}")
         optional = options.get("optional", False)
         if not isinstance(optional, bool):
-            raise self.file.error((*place, "optional"), f"optional is true or false (got {shown(optional)})")
+            raise self.file.error((*place, "optional"), f"optional is true or false (got {short_repr(optional)})")
         options = {key: value for key, value in options.items() if key not in ("name", "optional")}
         try:
             task = self._beside(self.make_task(options))
@@ -298,7 +319,7 @@ class _Builder:
             raise self.file.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
 
     def _beside(self, task: Task) -> Task:
-        """The task with its files read from where the plan is, if they are there; else from where the command runs."""
+        """Return the task with file paths made relative to the plan file, where such files exist."""
         beside = {key: self.file.path.parent / value for key in task.files if (value := getattr(task, key))}
         moved = {key: str(path) for key, path in beside.items() if os.path.exists(path) or any(iglob(str(path), recursive=True))}
         return task.model_copy(update=moved) if moved else task
@@ -306,7 +327,7 @@ class _Builder:
     def _bad_task(self, error: ValidationError, place: Place, kind: str) -> PlanError:
         fault = error.errors()[0]
         where = ".".join(map(str, fault["loc"]))
-        message = f"task {kind!r}: {where}: {fault['msg']} (got {shown(fault['input'])})"
+        message = f"task {kind!r}: {where}: {fault['msg']} (got {short_repr(fault['input'])})"
         return self.file.error((*place, *fault["loc"]), message)
 
     def _grid(self, place: Place, text: str) -> Grid:

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: one bar over all its trials with the time left, and a last word."""
+"""Progress of a run: one bar over all trials with the time left, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from needlework.experiments.costs import weights
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Recording, Work
 from needlework.receipts import NOTHING_TO_HIDE
-from needlework.store import LM_EVAL, Store
+from needlework.results import LM_EVAL, Store
 from needlework.terminal import Bar, clock, say
 
 
 @dataclass
 class _Underway:
-    """Work that someone is at: what it weighs, how much of it is done, and what of that the bar has counted already."""
+    """A running batch: its weight, its progress, and the weight that the bar has counted already."""
 
     weight: float
     share: Callable[[], float]
@@ -27,7 +27,7 @@ class _Underway:
 
 
 class Tracker:
-    """The bar of a run: its trials, each weighted by what its answer is likely to take."""
+    """The progress bar of a run; each trial is weighted by the estimated time of its answer."""
 
     def __init__(self, works: Sequence[Work], store: Store, shown: bool) -> None:
         self.weights = {work.model.name: weights(work) for work in works}
@@ -48,22 +48,23 @@ class Tracker:
         self.bar.show(f"{model} (loading)")
 
     def asks(self, model: str, unit: Hashable, names: Sequence[str], share: Callable[[], float]) -> None:
-        """These answers are asked for: until they are there, `share` says how far they are. Others may be under way, too."""
+        """Track a batch that starts. `names` are its trial ids, `share` returns its progress; batches may run in parallel."""
         self._follow(model, unit, sum(self.weights[model][name] for name in names), share)
 
     def answered(self, model: str, name: str, trials: int, unit: Hashable) -> None:
+        """Count an answer that serves this many trials."""
         weight = self.weights[model][name]
         if unit in self._underway:
             self._underway[unit].counted += weight
         self.bar.advance(trials, weight)
 
     def over(self, unit: Hashable) -> None:
-        """Nobody is at it any more: what it did not bring is still to do."""
+        """Stop tracking a batch; trials that it did not finish count as not done."""
         self._underway.pop(unit, None)
 
     @contextmanager
     def records(self, model: str, recording: Recording, share: Callable[[], float]) -> Iterator[None]:
-        """A recording is made: no trial is counted, but it takes its time."""
+        """Track a recording while it runs: it has a weight, but counts as no trial."""
         weight = self._weight(model, recording)
         self._follow(f"{model} (attention)", id(recording), weight, share)
         yield
@@ -71,7 +72,7 @@ class Tracker:
         self.bar.advance(0, weight)
 
     def rate(self) -> str:
-        """How many trials came in how much time; empty if none did."""
+        """Return the number of trials and the throughput as text; empty if there were none."""
         count, seconds = self.bar.counted_now, self.bar.seconds
         return f"{count} asked in {clock(seconds)}, {count / seconds:.3g} trials per second" if count else ""
 
@@ -84,7 +85,7 @@ class Tracker:
 
 
 def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, rate: str, tell: bool = True) -> bool:
-    """True if every trial of the plan was answered, and every condition was one; the last word, if it is to be said."""
+    """Print the summary if `tell`; return whether no trial failed and every `limit_context` hid keys."""
     plans, folder = _asked_by(plan, works), store.directory
     (trials,) = store.db.execute(f"SELECT count(*) FROM trials WHERE {plans}").fetchone()
     failed, error = store.db.execute(f"SELECT count(*), min(error) FROM trials WHERE {plans} AND finish = 'failed'").fetchone()
@@ -107,7 +108,7 @@ def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, rate:
 
 
 def _asked_by(plan: Plan, works: Sequence[Work]) -> str:
-    """The rows of this run, as SQL: what an evaluation adds to is not its own."""
+    """Return the SQL condition for the rows of this run; of an lm-eval run, without those of the store it adds to."""
     if not plan.adds:
         return f"asked AND kind != '{LM_EVAL}'"
 
@@ -125,8 +126,8 @@ def _asked_by(plan: Plan, works: Sequence[Work]) -> str:
 
 
 def hid_nothing(store: Store, where: str) -> list[str]:
-    """Conditions that hide something in no trial at all: they are the model itself under another name."""
-    note = f'"{NOTHING_TO_HIDE}'  # how such a note begins in a receipt's JSON
+    """Return notes on conditions whose `limit_context` hid no key in any trial, so that the limit was not tested."""
+    note = f'"{NOTHING_TO_HIDE}'  # start of the note in the JSON of a receipt
     conditions = store.db.execute(
         f"SELECT experiment, model, intervention, count(*) FROM trials WHERE {where} AND finish != 'failed'"
         " GROUP BY 1, 2, 3 HAVING min(instr(receipt, ?)) > 0 ORDER BY 1, 2, 3",

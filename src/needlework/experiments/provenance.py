@@ -1,22 +1,27 @@
-"""Which models and plan a store belongs to: other models are refused, rows that the plan no longer asks for are marked."""
+"""Record the models and the plan of a store; refuse other models, and mark rows that are not in the plan."""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.crew import Crew
+from needlework.experiments.executors import Batch, Executor, NotSupported, run_call
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Work
-from needlework.store import LM_EVAL, SEMANTICS_VERSION, Store
+from needlework.results import LM_EVAL, SEMANTICS_VERSION, Store
 from needlework.terminal import say
 
 
-def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
-    """Refuse a store whose rows were made by something else; say in it what makes the rows of this run."""
+def record_provenance(store: Store, plan: Plan, works: Sequence[Work]) -> None:
+    """Write models, plan and experiments of this run into the store.
+
+    Raises:
+        NeedleworkError: The store has rows of other models, of other versions of these models, or of another semantics version.
+    """
     semantics = store.meta("semantics_version")
     if semantics not in (None, SEMANTICS_VERSION):
         raise NeedleworkError(
@@ -41,12 +46,12 @@ def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
     store.set_meta("semantics_version", SEMANTICS_VERSION)
     signed = {name: {**m.identity(), "source": m.model.source, "anatomy": m.anatomy.to_dict()} for name, m in models.items()}
     for name in signed.keys() & signed_before.keys():
-        signed[name] = {**signed_before[name], **signed[name]}  # what the doctor found of it stays
+        signed[name] = {**signed_before[name], **signed[name]}  # keeps the doctor's results
     store.set_meta("models", {**signed_before, **signed})
     if not plan.adds or store.meta("plan") is None:
         store.set_meta("plan", {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text})
     known_before, added = store.meta("experiments") or {}, experiments(plan)
-    if plan.adds:  # to an experiment of the same name, too: its other tasks stay known
+    if plan.adds:  # merge with an experiment of the same name, keeping its other tasks
         for name, content in added.items():
             known = known_before.get(name, {})
             lists = {key: list(dict.fromkeys([*known.get(key, ()), *content[key]])) for key in ("models", "interventions")}
@@ -57,24 +62,25 @@ def sign(store: Store, plan: Plan, works: Sequence[Work]) -> None:
 
 
 Doctor = Literal["quick", "full", "off"]
-_EXAMINED: dict[str, dict[str, Any]] = {}  # what this process has found already: a model is the same in its next run
+_EXAMINED: dict[str, dict[str, Any]] = {}  # results in this process, reused by its next run of the same model
 
 
-def examine(store: Store, info: ModelInfo, crew: Crew, how: Doctor) -> None:
-    """Record what the doctor finds of a model, once for each state of model and software; say it if a law fails.
+def examine(store: Store, info: ModelInfo, executor: Executor, how: Doctor) -> None:
+    """Check a model with the doctor, once per model and software versions, and store the results; warn if a law fails.
 
-    The run goes on all the same: what its numbers are worth stands beside them, in the store and in the report.
+    The run continues after a failure: the report shows the failed laws next to the numbers.
     """
     if how == "off":
         return
     known = store.meta("models")
-    state = {**info.identity(), **crew.versions()}
+    state = {**info.identity(), **executor.versions()}
     found = known[info.name].get("checkup")
     if found is None or found["identity"] != state or (how == "full" and found["quick"]):
         key = json.dumps([state, how], sort_keys=True)
         if key not in _EXAMINED:
-            checkup = crew.checkup(how == "quick")
-            if checkup is None:
+            try:
+                checkup = run_call(executor, Batch(method="checkup", args=(how == "quick",)))
+            except NotSupported:
                 return
             _EXAMINED[key] = {**checkup.to_dict(), "identity": state}
         found = _EXAMINED[key]
@@ -90,7 +96,7 @@ def examine(store: Store, info: ModelInfo, crew: Crew, how: Doctor) -> None:
 
 
 def experiments(plan: Plan) -> dict[str, Any]:
-    """What a report wants to know of each experiment beside its rows."""
+    """Return the metadata of each experiment that reports need besides the rows."""
     return {
         experiment.name: {
             "about": experiment.about,
@@ -112,10 +118,13 @@ def experiments(plan: Plan) -> dict[str, Any]:
     }
 
 
-def mark(store: Store, plan: Plan, works: Sequence[Work]) -> int:
-    """Note which of the rows in a store the plan asks for; how many it does not."""
+def flag_stale_rows(store: Store, plan: Plan, works: Sequence[Work]) -> int:
+    """Mark which rows of a store are in the plan and store the planned counts; return how many rows are not in it."""
     unasked = 0
-    if plan.adds:  # of the same tasks, rows with other prompts are no longer counted; all else is left alone
+    asked = Counter((trial.experiment, work.model.name, trial.task.name) for work in works for trial in work.trials)
+    planned = {tuple(group): count for *group, count in store.meta("planned") or ()} if plan.adds else {}
+    store.set_meta("planned", [[*group, count] for group, count in {**planned, **asked}.items()])
+    if plan.adds:  # excludes only rows of the same tasks that have other prompts
         for work in works:
             prompts: dict[str, set[str]] = {}
             for trial in work.trials:
@@ -128,5 +137,4 @@ def mark(store: Store, plan: Plan, works: Sequence[Work]) -> int:
     wanted = {(trial.experiment, work.model.name, trial.task.name, trial.id) for work in works for trial in work.trials}
     unasked = store.mark_asked(wanted, "kind != ?", [LM_EVAL])
     store.keep_recordings({(r.experiment, work.model.name, r.task): r.content() for work in works for r in work.recordings})
-    store.set_meta("migrated_from", None)
     return unasked

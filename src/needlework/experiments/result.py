@@ -1,4 +1,4 @@
-"""What a run gives back: its rows, its verdicts and its report. Free of torch."""
+"""The result of `nw.run`: rows, verdicts and report of a run. Free of torch."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from needlework.checkup.findings import Checkup
-from needlework.errors import NeedleworkError
-from needlework.experiments.export import trial_columns, values
-from needlework.store import Store, fingerprint
+from needlework.checks.findings import Checkup
+from needlework.results import Store, fingerprint
+from needlework.results.export import trial_columns, values
 
 if TYPE_CHECKING:
     import pandas
 
-    from needlework.verdicts import Verdict
+    from needlework.analysis.findings import Verdict
 
 
 @dataclass(frozen=True)
 class Result:
-    """A run in its directory. All that can be asked of it is read from there, when it is asked."""
+    """A run and its directory. Methods read from the store when they are called."""
 
     directory: Path
-    sound: bool  # no trial of the plan failed, and every condition hid something that it was to hide
+    sound: bool  # no trial of the plan failed, and every `limit_context` hid keys in some trial
 
     @property
     def fingerprint(self) -> str:
-        """A hash over trial id, tokens and scores: the same plan and seed give the same one. `needlework compare` says more."""
+        """Hash of all rows of the plan (see `results.fingerprint`): equal runs have equal hashes."""
         return fingerprint(self.directory)
 
     def checkups(self) -> dict[str, Checkup]:
-        """What the doctor found of each model when this run first loaded it."""
+        """Return the doctor's results by model name, as recorded when the run loaded the model."""
         store = Store(self.directory)
         try:
             about = store.meta("models") or {}
@@ -39,11 +38,9 @@ class Result:
         return {name: Checkup.from_dict(model["checkup"]) for name, model in about.items() if "checkup" in model}
 
     def rows(self) -> pandas.DataFrame:
-        """One row for each trial that the plan asks for, with the columns of docs/store.md and each score as `score_NAME`."""
-        try:
-            import pandas
-        except ImportError:
-            raise NeedleworkError("rows() needs pandas: pip install 'needlework[pandas]', or export the run to csv") from None
+        """Return one row per trial of the plan, with the columns of docs/store.md and each score as `score_NAME`."""
+        import pandas
+
         store = Store(self.directory)
         try:
             columns, scores = trial_columns(store)
@@ -53,14 +50,14 @@ class Result:
             store.close()
 
     def verdicts(self) -> list[Verdict]:
-        """What the numbers say of each claim, for each model."""
-        from needlework.report.evidence import verdicts
-        from needlework.report.reader import load
+        """Return the verdict on each claim for each model."""
+        from needlework.analysis.evidence import verdicts
+        from needlework.analysis.reader import load
 
         return verdicts(load([self.directory]))
 
     def report(self, out: str | Path | None = None) -> Path:
-        """Write report.html and its figures into `out` (by default the run's directory); the path of report.html."""
-        from needlework.report import report
+        """Write report.html and its figures into `out` (default: the run's directory); return the path of report.html."""
+        from needlework.reports import report
 
         return report(self.directory, out)

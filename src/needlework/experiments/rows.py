@@ -1,26 +1,18 @@
-"""A Row of the store from a Trial and its Answer; and an Answer from a Row, to be scored anew."""
+"""Convert a Trial and its Answer into a Row of the store, and a Row back into an Answer for rescoring."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 from needlework.experiments.trials import Trial
 from needlework.receipts import Receipt
 from needlework.requests import Answer
-from needlework.rescoring import stored_answer, stored_facts, stored_finish
-from needlework.store import ANSWER_FINISH, Row
-
-NO_SCORES: Mapping[str, float] = MappingProxyType({})
-
-
-def failed(error: Exception) -> Answer:
-    return Answer(finish="failed", error=f"{type(error).__name__}: {error}")
+from needlework.results import ANSWER_FINISH, Row
+from needlework.results.rescoring import stored_answer, stored_facts, stored_finish
 
 
 def stored(row: Row) -> Answer:
-    """The answer of a row, as it came back."""
+    """Return the answer that a row was made from."""
     finish = stored_finish(row)
     return replace(
         stored_answer(row),
@@ -32,10 +24,8 @@ def stored(row: Row) -> Answer:
 
 
 # [walk 6] docs/architecture.md
-def to_row(
-    trial: Trial, answer: Answer, model: str, seconds: float, versions: str, lasting: Mapping[str, float] = NO_SCORES
-) -> Row:
-    """`lasting` are scores that stay if they cannot be computed again."""
+def to_row(trial: Trial, answer: Answer, model: str, seconds: float, versions: str) -> Row:
+    """Score an answer and return the row of its trial; an error of the task's scoring makes the row a failed one."""
     item, task = trial.item, trial.task.task
     facts = stored_facts(item, trial.mode)
     scores: dict[str, float] = {}
@@ -43,8 +33,8 @@ def to_row(
     if finish != "failed":
         try:
             output = task.said(item, answer)
-            scores = {**lasting, **task.score(item, replace(answer, text=output))}
-        except Exception as fault:  # a task of one's own may be wrong; its answers are kept all the same
+            scores = dict(task.score(item, replace(answer, text=output)))
+        except Exception as fault:  # a user's task may raise anything; the answer is kept
             facts[ANSWER_FINISH] = finish
             finish, error = "failed", f"the task could not score this: {type(fault).__name__}: {fault}"
     return Row(
@@ -82,13 +72,13 @@ def to_row(
 
 
 def _logprobs(trial: Trial, answer: Answer) -> list[float]:
-    """Of each token that was said, of each option, or, of a whole text, of each of its tokens."""
+    """Return log-probabilities: per generated token, per option (choices), or per token of the text (perplexity)."""
     if trial.mode == "generate":
         return list(answer.logprobs)
     return [value for option in answer.option_logprobs for value in option] if trial.mode == "perplexity" else list(answer.totals)
 
 
 def _margins(trial: Trial, answer: Answer) -> list[float]:
-    """Best minus second best: at each step, or among the options."""
+    """Return best minus second best: among the options (choices), else the logits at each decode step."""
     ordered = sorted(answer.totals, reverse=True)
     return [ordered[0] - ordered[1]] if trial.mode == "choices" and len(ordered) > 1 else list(answer.margins)

@@ -1,42 +1,47 @@
-"""Run a plan into a directory. Stop it any way you like and start it again: it goes on where it was."""
+"""Run a plan and store its results in a directory. A run that was stopped, in any way, resumes where it was."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext, suppress
+from dataclasses import dataclass, field
+from functools import partial, reduce
+from operator import add
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+from needlework.anatomy import Head
 from needlework.errors import NeedleworkError
 from needlework.experiments import rows
-from needlework.experiments.asking import Asking
-from needlework.experiments.chunks import chunks
-from needlework.experiments.cluster import Cluster
-from needlework.experiments.crew import Crew, Hiring, alone
+from needlework.experiments.executors import Batch, BatchResult, Executor, OpenExecutor, TimedAnswer, local_executor, run_call
 from needlework.experiments.models import DiskModels, ModelSource
 from needlework.experiments.plan import Plan
 from needlework.experiments.progress import Tracker, summary
-from needlework.experiments.provenance import Doctor, examine, mark, sign
-from needlework.experiments.rankings import by_seen, record
+from needlework.experiments.provenance import Doctor, examine, flag_stale_rows, record_provenance
+from needlework.experiments.ray_executor import Cluster
 from needlework.experiments.result import Result
 from needlework.experiments.shipped import get
-from needlework.experiments.trials import Ranked, Recording, Trial, Work, expand
+from needlework.experiments.trials import Ranked, Recording, Trial, Work, chunks, expand
 from needlework.heads.methods import chosen
 from needlework.interventions import Ranking
 from needlework.interventions.ranking import Recorded
-from needlework.requests import Answer, Prepared, prepare
-from needlework.rescoring import lasting_scores
-from needlework.store import Observation, Row, Store, StoreError, claimed, is_full, writing
+from needlework.requests import Answer, Prepared, failed_answer, prepare
+from needlework.results import Observation, Row, Store, StoreError, claimed, is_full, writing
 from needlework.tasks.scores import SCORES_VERSION
 from needlework.terminal import say
 
-# A chunk shares batches, and an interrupted run asks the one that it was in again: it is as small as costs no speed. On a CPU,
-# rows beyond some 32 decode hardly faster together, and a chunk of so many that is long enough (a minute) ends there.
+if TYPE_CHECKING:
+    from needlework.heads.methods import Seen
+
+
+# Limits of a chunk: trials that are sent to a worker as one batch. A resumed run executes an unfinished chunk again, so chunks
+# are as small as throughput allows. On a CPU, more than about 32 rows hardly decode faster together: there, a chunk of that
+# many trials ends once it takes about a minute.
 CHUNK_TRIALS = 1024
 CHUNK_FLOPS = 5e13
 ENOUGH_TRIALS = 32
 ENOUGH_FLOPS = 3e12
-REUSED_ROWS = 500  # written together
+REUSED_ROWS = 500  # per transaction
 RECORDED_SPAN = "needle"
 
 
@@ -59,16 +64,26 @@ def run(
     doctor: Doctor = "quick",
     cluster: Cluster | None = None,
 ) -> Result:
-    """Run a plan (its path, a shipped one's name, or a loaded Plan) into a directory, or what an earlier run left of it.
+    """Run a plan and store its results in a directory, or run the trials that an earlier run did not finish.
 
-    `models` replaces the plan's models, `fast` takes its reduced grid; `device`, `dtype`, `window` and `kernels` are as in
-    `nw.load` and go before what the plan says of its models. `memory_bytes` limits prompts and answers. `progress` shows
-    bars, `tell` says at the end what was left out or failed. `source` brings models that do not come from disk or hub.
-    `doctor` says how each model is examined for the record when it is first loaded: "quick" (seconds), "full" or "off".
-    `cluster` has the models loaded and asked by workers of a Ray cluster (docs/scale.md); the store comes out the same.
+    Each answer is written as it arrives. KeyboardInterrupt is raised again after a message, and the same call then resumes.
 
-    Every model is looked at and every trial known before the first one starts: bad input raises before anything is written.
-    Each answer is kept as it comes, so that after Ctrl-C, which is passed on, the same call goes on from there.
+    Args:
+        plan: Path of a plan file, name of a shipped plan, or a loaded Plan.
+        out: Directory of the store; created if missing.
+        models: Models to use instead of the plan's.
+        fast: Use the plan's reduced grid.
+        device, dtype, window, kernels: As in `nw.load`; they override the plan's settings of its models.
+        memory_bytes: Most memory for KV caches, states and activations, besides the weights.
+        retry_failed: Run trials again that failed in an earlier run.
+        progress: Show a progress bar.
+        tell: Print at the end what was skipped or failed.
+        source: Provider of models that come neither from disk nor from the hub.
+        doctor: Checks of each model when it is loaded, recorded in the store: "quick" (seconds), "full" or "off".
+        cluster: Ray cluster whose workers load the models (docs/scale.md). The stored rows are the same.
+
+    Raises:
+        NeedleworkError: Bad input. All models are inspected and all trials expanded before anything is written.
     """
     if doctor not in get_args(Doctor):
         raise NeedleworkError(f"doctor={doctor!r} is not known; choose from {', '.join(get_args(Doctor))}")
@@ -78,10 +93,10 @@ def run(
     for work in works:
         if work.model.costs is not None:
             work.model.costs.within(source.memory_bytes, _largest(work))
-    with claimed(out) as folder, cluster.joined() if cluster else nullcontext(alone) as hire:
+    with claimed(out) as folder, cluster.connected() if cluster else nullcontext(local_executor) as open_executor:
         store = Store(folder, create=True)
         try:
-            return Result(folder, _into(store, asked, works, source, hire, retry_failed, progress, tell, doctor))
+            return Result(folder, _into(store, asked, works, source, open_executor, retry_failed, progress, tell, doctor))
         except KeyboardInterrupt:
             if store.done():
                 say(f"everything that was finished is in {folder}; the same command goes on from there")
@@ -95,15 +110,15 @@ def _into(
     plan: Plan,
     works: Sequence[Work],
     source: ModelSource,
-    hire: Hiring,
+    open_executor: OpenExecutor,
     retry_failed: bool,
     progress: bool,
     tell: bool,
     doctor: Doctor,
 ) -> bool:
-    """Ask what a store lacks. True if every trial of the plan was answered, and every condition was one."""
-    sign(store, plan, works)
-    unasked = mark(store, plan, works)
+    """Run the trials that the store lacks; return whether none failed and every `limit_context` hid keys."""
+    record_provenance(store, plan, works)
+    unasked = flag_stale_rows(store, plan, works)
     if retry_failed:
         store.forget_failed(lm_eval=plan.adds)
     runs = [_ModelRun(store, work, doctor) for work in works]
@@ -114,39 +129,60 @@ def _into(
     tracker = Tracker(works, store, progress)
     with tracker.bar:
         for one in runs:
-            one.go(source, hire, tracker)
+            one.go(source, open_executor, tracker)
     return summary(store, plan, works, unasked, tracker.rate(), tell)
 
 
 def _largest(work: Work) -> Iterator[Prepared]:
-    """The longest request of each kind under each intervention: a memory limit that these do not fit into is refused."""
+    """Yield the longest request of each mode and intervention: the memory limit must fit these."""
     longest: dict[tuple[str, str], Trial] = {}
     for trial in sorted(work.trials, key=lambda trial: trial.tokens):
         longest[trial.mode, str(trial.intervention)] = trial
     for trial in longest.values():
-        with suppress(NeedleworkError):  # what cannot be asked of this prompt fails its own trial
+        with suppress(NeedleworkError):  # an invalid request fails its own trial later
             yield from [prepare(request, work.model.anatomy) for request in trial.requests(work.any_rankings)]
 
 
 def chunked(work: Work) -> Iterator[list[Trial]]:
-    """What is asked together."""
+    """Yield the trials of each batch: see `trials.chunks`. Chunks for a CPU are smaller."""
     short = ENOUGH_FLOPS if work.model.model.loading.device == "cpu" else CHUNK_FLOPS
     return chunks(work, CHUNK_TRIALS, CHUNK_FLOPS, ENOUGH_TRIALS, short)
 
 
+@dataclass(eq=False)
+class _TrialBatch(Batch):
+    """A batch that holds all requests of a chunk of trials."""
+
+    trials: list[Trial] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)  # the index of each request's trial
+    _parts: dict[int, dict[int, TimedAnswer]] = field(default_factory=dict)  # of incomplete trials
+
+    def complete(self, one: TimedAnswer) -> tuple[Trial, Answer, float] | None:
+        """Add an answer; return (trial, joined answer, seconds) if it was the last one of its trial, else None."""
+        trial = self.owners[one[0]]
+        parts = self._parts.setdefault(trial, {})
+        parts[one[0]] = one
+        if len(parts) < self.owners.count(trial):
+            return None
+        ordered = [part for _, part in sorted(self._parts.pop(trial).items())]
+        return self.trials[trial], reduce(add, (answer for _, answer, _ in ordered)), sum(seconds for *_, seconds in ordered)
+
+
 class _ModelRun:
-    """One model's trials."""
+    """The run of all trials of one model."""
 
     def __init__(self, store: Store, work: Work, doctor: Doctor) -> None:
         self.store, self.work, self.doctor = store, work, doctor
         self.model = work.model.name
         self.trials = work.by_id()
         done = store.done()
-        self.done = {key[:1] + key[2:]: scoring for key, scoring in done.items() if key[1] == self.model}  # row -> scoring
+        self.done = {key[:1] + key[2:]: scoring for key, scoring in done.items() if key[1] == self.model}  # RowKey -> hash
         self.versions = ""
         self.rankings: dict[Recorded, Ranking] = {}
+        self.finished: set[str] = set()  # trial ids whose rows are written
 
-    def go(self, source: ModelSource, hire: Hiring, tracker: Tracker) -> None:
+    def go(self, source: ModelSource, open_executor: OpenExecutor, tracker: Tracker) -> None:
+        """Load the model if anything is missing; check it, rank heads, run pending chunks and recordings."""
         unfinished = {name for name, same in self.trials.items() if any(trial.key not in self.done for trial in same)}
         pending = [chunk for chunk in chunked(self.work) if any(trial.id in unfinished for trial in chunk)]
         recorded = self.store.observed()
@@ -154,20 +190,57 @@ class _ModelRun:
         if not pending and not recordings:
             return
         tracker.loads(self.model)
-        with hire(source, self.work.model, max(1, len(pending))) as crew:
-            self.versions = self.store.note_versions(crew.versions())
-            examine(self.store, self.work.model, crew, self.doctor)
-            self._rank(crew)
-            finished = self.trials.keys() - unfinished
-            Asking(self.work.model, pending, finished, self.rankings, tracker, self._write, self._stop_if_full).of(crew)
+        with open_executor(source, self.work.model, max(1, len(pending))) as executor:
+            self.versions = self.store.note_versions(executor.versions())
+            examine(self.store, self.work.model, executor, self.doctor)
+            self._rank(executor)
+            self.finished = self.trials.keys() - unfinished
+            self._ask(executor, pending, tracker)
             for recording in recordings:
-                with tracker.records(self.model, recording, crew.share):
-                    self._record(crew, recording)
+                self._record(executor, recording, tracker)
+
+    def _ask(self, executor: Executor, chunks: Sequence[Sequence[Trial]], tracker: Tracker) -> None:
+        """Execute one batch per chunk and write the rows of each answer as it arrives.
+
+        If a batch raises, its unfinished trials are executed again one by one, so that only the faulty ones fail.
+        """
+        while chunks:
+            broken: list[Sequence[Trial]] = []
+            with closing(executor.run(self._batches(executor, chunks, tracker))) as results:
+                for result in results:
+                    self._keep(result, tracker)
+                    if result.error is not None:
+                        self._stop_if_full(result.error)
+                        assert isinstance(result.batch, _TrialBatch)
+                        broken.append(result.batch.trials)
+                        if len(result.batch.trials) == 1:
+                            self._write(result.batch.trials[0], failed_answer(result.error), 0.0, tracker)
+            chunks = [[trial] for trials in broken for trial in trials if trial.id not in self.finished]
+
+    def _batches(self, executor: Executor, chunks: Sequence[Sequence[Trial]], tracker: Tracker) -> Iterator[_TrialBatch]:
+        """Yield one batch per chunk and register it with the progress tracker."""
+        for chunk in chunks:
+            asked = [trial.requests(self.rankings) for trial in chunk]
+            owners = [i for i, requests in enumerate(asked) for _ in requests]
+            batch = _TrialBatch([request for requests in asked for request in requests], trials=list(chunk), owners=owners)
+            unfinished = [trial.id for trial in chunk if trial.id not in self.finished]
+            tracker.asks(self.model, batch, unfinished, partial(executor.share, batch))
+            yield batch
+
+    def _keep(self, result: BatchResult, tracker: Tracker) -> None:
+        """Write the rows of all trials that this result completes."""
+        assert isinstance(result.batch, _TrialBatch)
+        for one in result.answers:
+            if whole := result.batch.complete(one):
+                self._write(*whole, tracker, result.batch)
+        if result.done:
+            tracker.over(result.batch)
 
     def reuse(self) -> int:
-        """Write the rows that stored answers suffice for; how many of them replace a row with scores of an older kind.
+        """Write rows that need no inference because the store has their answer; return how many rows were rescored.
 
-        Trials with equal ids have equal answers, whichever experiment asked first. Each row has its own scores.
+        Trials with equal ids have equal answers in all experiments; the scores belong to each row. A row is rescored if its
+        scoring hash differs from the one of the task.
         """
         answered = {name for _, _, name in self.done}
         again = 0
@@ -179,8 +252,7 @@ class _ModelRun:
                 for trial in lacking:
                     own = known.get((trial.experiment, trial.task.name))
                     row = own or min(known.values(), key=lambda row: rows.stored(row).finish == "failed")
-                    lasting = lasting_scores(row)
-                    made.append(rows.to_row(trial, rows.stored(row), self.model, row.seconds, row.versions, lasting))
+                    made.append(rows.to_row(trial, rows.stored(row), self.model, row.seconds, row.versions))
                     again += own is not None
             if len(made) >= REUSED_ROWS:
                 self.store.add(made)
@@ -190,44 +262,73 @@ class _ModelRun:
         return again
 
     def _stop_if_full(self, error: Exception) -> None:
-        """A disk that takes nothing more is no trial's failure."""
+        """Raise if the error is a failed write or a full disk: that is not a failure of the trial."""
         if isinstance(error, StoreError):
             raise error
         if is_full(error):
             with writing(self.store.directory):
                 raise error
 
-    def _write(self, trial: Trial, answer: Answer, seconds: float) -> int:
+    def _write(self, trial: Trial, answer: Answer, seconds: float, tracker: Tracker, batch: Batch | None = None) -> None:
+        """Write the rows of all trials with this id, once. If that raises, write them as failed."""
+        if trial.id in self.finished:
+            return
         same = self.trials[trial.id]
-        self.store.add([rows.to_row(one, answer, self.model, seconds, self.versions) for one in same])
-        return len(same)
+        try:
+            self.store.add([rows.to_row(one, answer, self.model, seconds, self.versions) for one in same])
+        except Exception as error:
+            self._stop_if_full(error)
+            failed = failed_answer(error)
+            self.store.add([rows.to_row(one, failed, self.model, seconds, self.versions) for one in same])
+        self.finished.add(trial.id)
+        tracker.answered(self.model, trial.id, len(same), batch)
 
-    def _rank(self, crew: Crew) -> None:
-        """Record the rankings that trials wait for, each once for a store."""
+    def _rank(self, executor: Executor) -> None:
+        """Compute the head rankings that interventions refer to, or read them from the store if it has them."""
         kept = self.store.meta("rankings") or {}
         known = kept.setdefault(self.model, {})
         for ranked in self.work.rankings.values():
             if ranked.source.content not in known:
-                known[ranked.source.content] = {"name": ranked.source.name, **self._ordered(crew, ranked)}
+                known[ranked.source.content] = {"name": ranked.source.name, **self._ordered(executor, ranked)}
                 self.store.set_meta("rankings", kept)
             self.rankings[ranked.source] = Ranking.parse(known[ranked.source.content]["order"])
 
-    def _ordered(self, crew: Crew, ranked: Ranked) -> dict[str, Any]:
-        """What a store keeps of a ranking, which a file holds, what was seen tells, or the model must be asked for."""
+    def _ordered(self, executor: Executor, ranked: Ranked) -> dict[str, Any]:
+        """Return the record of a ranking: from its file, from observed attention, or from a method run on the model."""
         if ranked.ranking is not None:
-            return record(f"file {ranked.by}".strip(), ranked.ranking, (), ranked.ranking.samples)
+            return _ranking_record(f"file {ranked.by}".strip(), ranked.ranking, (), ranked.ranking.samples)
         requests = [request for trial in ranked.trials for request in trial.requests()]
-        seen = crew.watch(requests, RECORDED_SPAN)
+        seen = run_call(executor, Batch(method="watch", args=(requests, RECORDED_SPAN)))
         (method,) = chosen([ranked.by])
         if method.of_seen is not None:
-            order = by_seen(method.of_seen, seen)
+            order = _rank_by_seen(method.of_seen, seen)
         else:
-            order = crew.rank(ranked.by, ranked.items, ranked.trials[0].seed)
-        return record(ranked.by, order, seen, len(requests))
+            order = run_call(executor, Batch(method="rank", args=(ranked.by, ranked.items, ranked.trials[0].seed)))
+        return _ranking_record(ranked.by, order, seen, len(requests))
 
-    def _record(self, crew: Crew, recording: Recording) -> None:
-        heads = crew.watch([request for trial in recording.trials for request in trial.requests()], RECORDED_SPAN)
+    def _record(self, executor: Executor, recording: Recording, tracker: Tracker) -> None:
+        """Record the attention statistics of a task and store them."""
+        requests = [request for trial in recording.trials for request in trial.requests()]
+        batch = Batch(method="watch", args=(requests, RECORDED_SPAN))
+        with tracker.records(self.model, recording, partial(executor.share, batch)):
+            heads = run_call(executor, batch)
         where = (recording.experiment, self.model, recording.task)
         samples = len(recording.trials)
         self.store.observe([Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in heads])
         self.store.note_recording(where, recording.content())
+
+
+def _rank_by_seen(of_seen: Callable[[Seen], float], heads: Sequence[Seen]) -> Ranking:
+    """Rank heads by a score that is computed from their attention statistics over all answers."""
+    return Ranking.by_scores({Head(head.layer, head.head): of_seen(head) for head in heads})
+
+
+def _ranking_record(by: str, order: Ranking, heads: Sequence[Seen], samples: int) -> dict[str, Any]:
+    """Return what the store keeps of a ranking: the order, and each head's attention mass on the first token, by layer."""
+    sinks: dict[str, list[float]] = {}
+    by_entropy: dict[str, list[float]] = {}
+    for head in sorted(heads, key=lambda head: (head.layer, head.head)):
+        sinks.setdefault(str(head.layer), []).append(head.sink_mass)
+        by_entropy.setdefault(str(head.layer), []).append(head.sink_mass_of_best)
+    words = order.text().removeprefix("ranking('").removesuffix("')")
+    return {"by": by, "samples": samples, "order": words, "sinks": sinks, "sinks_by_entropy": by_entropy}

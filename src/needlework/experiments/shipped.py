@@ -1,4 +1,4 @@
-"""The plans that come with needlework, by name: `02-head-sparsification`, `02` and `head-sparsification` are the same one."""
+"""Find shipped plans by name: `02-head-sparsification`, `02` and `head-sparsification` are the same plan."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from needlework.errors import NeedleworkError, did_you_mean, shown
-from needlework.experiments.lines import PlanError
+from needlework.errors import NeedleworkError, did_you_mean, short_repr
 from needlework.experiments.plan import Plan, load
+from needlework.experiments.schema import PlanError
 
 
 def files() -> list[Path]:
-    """The plan files, in order. The package is always installed as plain files, never run from an archive."""
+    """Return the plan files in order. The package must be installed as plain files, not as an archive."""
     return sorted((Path(str(resources.files("needlework"))) / "plans").glob("*.yaml"))
 
 
 def catalog() -> dict[str, Plan]:
-    """All shipped plans by their full names."""
+    """Load all shipped plans, by full name."""
     return {path.stem: load(path) for path in files()}
 
 
 def names() -> dict[str, Path]:
-    """Every name of every shipped plan: the whole one, and where it begins with a number, number and rest alone."""
+    """Return all names of shipped plans: the full name and, where it starts with a number, the number and the rest."""
     known = {path.stem: path for path in files()}
     for path in files():
         number, _, rest = path.stem.partition("-")
@@ -34,20 +34,22 @@ def names() -> dict[str, Path]:
 
 
 def find(plan: str | Path) -> Path:
-    """The file of a plan: a file wins over a shipped plan of the same name."""
+    """Return the file of a plan; a file has precedence over a shipped plan of the same name."""
     path, known = Path(plan), names()
     if os.path.isfile(path):
         return path
     if str(plan) in known:
         return known[str(plan)]
-    if os.path.exists(path):  # a directory, say: reading it tells what is wrong
+    if os.path.exists(path):  # e.g. a directory: reading it raises the right error
         return path
     beside = [str(file) for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
-    raise PlanError(f"no file and no shipped plan is called {shown(str(plan))}; {did_you_mean(str(plan), [*known, *beside])}")
+    raise PlanError(
+        f"no file and no shipped plan is called {short_repr(str(plan))}; {did_you_mean(str(plan), [*known, *beside])}"
+    )
 
 
 def get(plan: str | Path | Plan, *, fast: bool = False, models: Sequence[str] = (), **loading: Any) -> Plan:
-    """A plan by its file or its shipped name, or one that is loaded; `loading` goes before what its models say of it."""
+    """Load a plan by file or shipped name, or take a loaded one; `loading` overrides the settings of its models."""
     if not isinstance(plan, Plan):
         plan = load(find(plan), fast=fast, models=[models] if isinstance(models, str) else models)
     elif fast or models:

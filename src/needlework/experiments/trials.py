@@ -1,17 +1,16 @@
-"""From a plan to its Trials: each sample under each intervention, for each experiment that wants it. Free of torch."""
+"""Expand a plan into trials (each sample under each intervention) and group them into chunks. Free of torch."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from types import MappingProxyType
 from typing import Any
 
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.experiments.extent import MOST_SAMPLES, Extent
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
@@ -19,17 +18,18 @@ from needlework.interventions.acts import Phase
 from needlework.interventions.attention import recorded, with_rankings
 from needlework.interventions.ranking import Recorded
 from needlework.interventions.text import expand as expand_text
-from needlework.requests import Request, prepare, sample_key
-from needlework.store import SEMANTICS_VERSION, digest
+from needlework.measure import make_requests
+from needlework.requests import Request, prepare
+from needlework.results import SEMANTICS_VERSION, digest
 from needlework.tasks.base import Item, Mode
 
 NO_RANKINGS: Mapping[Recorded, Ranking] = MappingProxyType({})
-RowKey = tuple[str, str, str]  # experiment, task, trial id: a row of one model
+RowKey = tuple[str, str, str]  # experiment, task, trial id: identifies a row of one model
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What is asked: one sample under one intervention, for one row. Trials with equal ids have one answer."""
+    """One sample under one intervention, which gives one row. Trials with equal ids share one answer."""
 
     id: str
     prompt_id: str
@@ -52,101 +52,86 @@ class Trial:
 
     @property
     def tokens(self) -> int:
-        """How many tokens are read, at most."""
+        """Upper bound of the tokens that all requests process: prompts, and options or new tokens."""
         return sum(len(r.prompt) + (sum(map(len, r.options)) or r.max_new_tokens) for r in self.requests())
 
     def requests(self, rankings: Mapping[Recorded, Ranking] = NO_RANKINGS) -> list[Request]:
-        """One, unless the sample has several prompts. `rankings`: the orders of heads that its intervention waits for."""
+        """Return the requests: one, unless the sample has several prompts. `rankings` fill in the intervention's rankings."""
         act = with_rankings(self.intervention, rankings)
-        return [self._request(item, act) for item in (self.item, *self.item.also)]
-
-    def _request(self, item: Item, act: Intervention) -> Request:
-        prompt, options = item.prompt, () if self.mode == "generate" else item.options
-        whole_text = self.mode == "perplexity" and not options  # scored from its second token on
-        return Request(
-            prompt=prompt[:1] if whole_text else prompt,
-            intervention=act,
-            max_new_tokens=self.max_new_tokens,
-            stop=self.stop,
-            spans={} if whole_text else item.spans,
-            twins=item.twins,
-            boundary=self.boundary,
-            sample=sample_key(prompt),
-            options=(prompt[1:],) if whole_text else options,
-        )
+        return make_requests(self.item, self.mode, act, (self.max_new_tokens, self.stop), self.boundary)
 
 
 @dataclass(frozen=True)
 class Recording:
-    """A task whose attention is recorded: all its samples, with nothing done to the model."""
+    """A task whose attention statistics are recorded over all its samples, without an intervention."""
 
     experiment: str
     task: str
     trials: tuple[Trial, ...]
 
     def content(self) -> str:
-        """A hash of what is recorded, and how it is answered."""
+        """Return a hash of the recorded trials."""
         return digest(trial.id for trial in self.trials)
 
 
 @dataclass(frozen=True)
 class Ranked:
-    """A ranking that some of a model's trials wait for: the samples whose answers are watched for it."""
+    """A head ranking that trials of a model depend on, and the samples that it is computed on."""
 
     source: Recorded
     by: str
     trials: tuple[Trial, ...]
-    ranking: Ranking | None = None  # it was read from a file
+    ranking: Ranking | None = None  # set if it comes from a file
 
     @property
     def items(self) -> list[Item]:
-        """The samples, each of which says how its answer ends."""
+        """The samples, with the limit of new tokens and the stop tokens set on each."""
         return [replace(trial.item, ending=(trial.max_new_tokens, trial.stop)) for trial in self.trials]
 
 
 @dataclass
 class Work:
-    """Everything that a plan asks of one model."""
+    """All trials, recordings and rankings of one model in a plan."""
 
     model: ModelInfo
     trials: list[Trial] = field(default_factory=list)
     recordings: list[Recording] = field(default_factory=list)
     rankings: dict[str, Ranked] = field(default_factory=dict)  # by their names in the plan
-    skipped: list[str] = field(default_factory=list)  # what this model has no parts for, in words
-    repeated: int = 0  # the same question twice in one task: asked and counted once
+    skipped: list[str] = field(default_factory=list)  # messages about skipped interventions and optional tasks
+    repeated: int = 0  # duplicate trials within a task: run and counted once
 
     @property
     def any_rankings(self) -> dict[Recorded, Ranking]:
-        """An order of heads for each ranking that is to be recorded: whichever it will be, it costs the same."""
+        """A placeholder order for each ranking: checks and cost estimates do not depend on the order."""
         heads = Ranking(order=tuple(self.model.anatomy.heads))
         return {ranked.source: heads for ranked in self.rankings.values()}
 
     def by_id(self) -> dict[str, list[Trial]]:
-        """Trials that one answer serves."""
+        """Group trials by id: the trials of a group share one answer."""
         groups: dict[str, list[Trial]] = {}
         for trial in self.trials:
             groups.setdefault(trial.id, []).append(trial)
         return groups
 
 
-def item_digest(item: Item) -> str:
-    """A hash of the tokens of a sample and of everything an intervention reads from it."""
+def item_digest(item: Item, with_options: bool = True) -> str:
+    """Hash the tokens of a sample and all that interventions read from it: spans, twins and, by default, options."""
     content: list[Any] = [
         list(item.prompt),
         {name: [list(part) for part in span] for name, span in item.spans.items()},
         {name: list(twin) for name, twin in item.twins.items()},
-        [list(option) for option in item.options],
+        [list(option) for option in item.options] if with_options else [],
     ]
     return _hash(json.dumps(content, sort_keys=True, separators=(",", ":")))
 
 
 def decoding(mode: Mode, max_new_tokens: int, boundary: Phase, stop: frozenset[int]) -> str:
-    """How an answer is decoded, in words that are part of a trial's id. Scoring decodes nothing."""
+    """Return the decoding settings as text for the trial id. For modes that only score, this is the mode."""
     return f"generate {max_new_tokens} {boundary} {sorted(stop)}" if mode == "generate" else mode
 
 
 def trial_id(model: ModelInfo, prompt_id: str, intervention: Intervention, decoded: str) -> str:
-    """Equal ids mean equal answers: only what can change an answer goes in. Pinned by a golden test."""
+    """Hash all that can change an answer, and nothing else: equal ids mean equal answers. Pinned by a golden test."""
     identity = model.identity()
     parts = [str(SEMANTICS_VERSION), *(identity[key] for key in sorted(identity)), prompt_id, str(intervention), decoded]
     if revision := sum(part.revision for part in intervention.parts):
@@ -160,7 +145,7 @@ def _hash(text: str) -> str:
 
 # [walk 2] docs/architecture.md
 def expand(plan: Plan, model: ModelInfo) -> Work:
-    """All trials of one model, in the order of the plan. Raises a PlanError for whatever cannot be asked."""
+    """Return all trials of one model, in the order of the plan; raise PlanError for requests that are invalid."""
     expander = _Expander(Work(model), plan.rankings)
     for experiment in plan.experiments:
         if model.name in experiment.models:
@@ -169,14 +154,18 @@ def expand(plan: Plan, model: ModelInfo) -> Work:
 
 
 class _Expander:
+    """Expansion of a plan's experiments for one model; samples are generated once per task and seed."""
+
     def __init__(self, work: Work, sources: Mapping[str, RankingSource]) -> None:
         self.work, self.model, self.sources = work, work.model, sources
-        self._extent = Extent()
+        self._limits = PlanLimits()
         self._samples_of: dict[tuple[str, str, int], list[tuple[Item, str]]] = {}
+        self._prompt_ids: dict[str, str] = {}  # generate: digest without options -> id of the first such sample
 
     def add(self, experiment: Experiment) -> None:
+        """Add the trials of an experiment: every sample under every intervention."""
         chosen = self._interventions(experiment)
-        self._extent.add(experiment, self.model.name, len(chosen))
+        self._limits.add(experiment, self.model.name, len(chosen))
         for named in experiment.tasks:
             try:
                 new_tokens, stop = self._ending(named, experiment.max_new_tokens)
@@ -207,6 +196,7 @@ class _Expander:
                 self._record(experiment, named, list(trials.values()))
 
     def _record(self, experiment: Experiment, named: NamedTask, trials: Sequence[Trial]) -> None:
+        """Add the recording of a task with `observe: true`, on its trials without intervention."""
         untouched = tuple(trial for trial in trials if not trial.intervention.parts)
         if named.task.mode != "generate" or not untouched:
             raise experiment.error("observe: true needs tasks that generate, and none among the interventions")
@@ -214,7 +204,7 @@ class _Expander:
             self.work.recordings.append(Recording(experiment.name, named.name, untouched))
 
     def _interventions(self, experiment: Experiment) -> list[tuple[Grid, Intervention]]:
-        """What the experiment does, without what this model has no parts for."""
+        """Return the interventions of an experiment, without those that act on parts that the model lacks."""
         chosen: dict[str, tuple[Grid, Intervention]] = {}
         for text in experiment.grids:
             try:
@@ -235,7 +225,7 @@ class _Expander:
         return list(chosen.values())
 
     def _ranked(self, act: Intervention, experiment: Experiment) -> Intervention:
-        """The intervention with the content of the rankings that it names: what they come from is known, their order not yet."""
+        """Return the intervention with the content hash of each ranking that it names; the orders are computed later."""
         named: dict[Recorded, Ranking | Recorded] = {}
         for by in recorded(act):
             source = self.sources.get(by.name)
@@ -253,7 +243,7 @@ class _Expander:
         return with_rankings(act, named)
 
     def _watched(self, source: RankingSource) -> Ranked:
-        """All samples of a ranking. Its content is that of their prompts, how they are answered, and what heads are ranked by."""
+        """Return a ranking with its samples. Its content hash covers prompts, decoding settings and the ranking method."""
         if source.ranking is not None:
             source.ranking.check(self.model.anatomy, self.model.weights)
             content = digest([f"order {source.ranking.text()}"])[:12]
@@ -273,6 +263,7 @@ class _Expander:
         return Ranked(Recorded(name=source.name, content=content), source.by, tuple(trials.values()))
 
     def _missing(self, act: Intervention) -> str:
+        """Return the kind of layers that an intervention needs and the model lacks; empty if none."""
         anatomy = self.model.anatomy
         for part in act.parts:
             side = {"kv": "attention"}.get(part.half, part.half) if isinstance(part, SwapMemory) else part.side
@@ -283,6 +274,7 @@ class _Expander:
         return ""
 
     def _ending(self, named: NamedTask, most: int | None = None) -> tuple[int, frozenset[int]]:
+        """Return the limit of new tokens and the stop tokens of a task."""
         try:
             new_tokens, stop = named.task.ending(self.model.tokenizer)
             return most or new_tokens, self.model.stops(stop)
@@ -290,6 +282,7 @@ class _Expander:
             raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
 
     def _samples(self, named: NamedTask, seed: int) -> list[tuple[Item, str]]:
+        """Return the samples of a task and seed with their prompt ids; equal tasks share them."""
         key = (named.task.kind, named.task.model_dump_json(), seed)
         if key not in self._samples_of:
             anatomy = self.model.anatomy
@@ -300,11 +293,22 @@ class _Expander:
                     raise NeedleworkError(f"it makes more than {MOST_SAMPLES:,} samples of a seed; take fewer")
             except NeedleworkError as error:
                 raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
-            self._samples_of[key] = [(item, item.digest or item_digest(item)) for item in items]
+            self._samples_of[key] = [(item, self._prompt_id(item, named.task.mode)) for item in items]
         return self._samples_of[key]
 
+    def _prompt_id(self, item: Item, mode: Mode) -> str:
+        """Return the hash that identifies a sample in trial ids.
+
+        The hash covers the options, which generation does not read. Generated samples that differ only in their options
+        therefore get the id of the first one, so that they are run and counted once.
+        """
+        prompt_id = item.digest or item_digest(item)
+        if mode != "generate" or item.digest:
+            return prompt_id
+        return self._prompt_ids.setdefault(item_digest(item, with_options=False), prompt_id)
+
     def _check(self, text: Grid, trial: Trial) -> None:
-        """An intervention against the first sample: what cannot be done to that cannot be done to the others of its kind."""
+        """Check an intervention on the first sample of a task and seed, so that it fails before the run and not in it."""
         try:
             for request in trial.requests(self.work.any_rankings):
                 prepare(request, self.model.anatomy)
@@ -313,7 +317,93 @@ class _Expander:
 
 
 def _spread(items: list[Any], limit: int | None) -> list[Any]:
-    """At most `limit` of them, evenly over all: the first ones of a grid would be its shortest contexts."""
+    """Return at most `limit` items, evenly spaced: the first ones of a grid would be its shortest contexts."""
     if limit is None or len(items) <= limit:
         return items
     return [items[i * len(items) // limit] for i in range(limit)]
+
+
+# Limits per model: all samples are generated before the first trial and stay in memory, at about 36 bytes per token.
+MOST_SAMPLES = 250_000
+MOST_TRIALS = 5_000_000
+MOST_PROMPT_TOKENS = 1_000_000_000
+_CURE = "take fewer seeds, samples, lengths or interventions, or part it into several plans with directories of their own"
+
+
+class PlanLimits:
+    """Running counts of the samples, trials and prompt tokens of one model, checked against fixed limits."""
+
+    def __init__(self) -> None:
+        self.samples = self.trials = self.tokens = 0
+
+    def add(self, experiment: Experiment, model: str, conditions: int) -> None:
+        """Add one experiment; raise PlanError if a limit is exceeded."""
+        for named in experiment.tasks:
+            each = named.task.extent()
+            if each is None:  # unknown in advance: `_samples` checks its limit while it generates them
+                continue
+            samples = each.samples * len(experiment.seeds)
+            self.samples += samples
+            self.trials += samples * conditions
+            self.tokens += samples * each.tokens
+            for count, most, what in (
+                (self.samples, MOST_SAMPLES, "samples"),
+                (self.trials, MOST_TRIALS, "trials"),
+                (self.tokens, MOST_PROMPT_TOKENS, "tokens of prompts"),
+            ):
+                if count > most:
+                    raise named.error(f"for {model}, the plan makes {count:,} {what}; the most is {most:,}: {_CURE}")
+
+
+_STEM_PART = 8  # a shared prefix costs at most 1/8 of its chunk, unless the chunk would exceed a limit
+
+
+def chunks(work: Work, most_trials: int, most_flops: float, enough_trials: int, enough_flops: float) -> Iterator[list[Trial]]:
+    """Yield chunks of trials to execute as one batch, one trial per id.
+
+    All interventions of a prompt are in one chunk, and prompts are sorted by shared prefix and length. Chunks depend on the
+    plan alone, not on what is done already: a resumed run executes an unfinished chunk as a whole, so that batches, and with
+    them all numbers, are those of an uninterrupted run.
+
+    Args:
+        most_trials, most_flops: A chunk ends before it exceeds either, unless one prompt alone does.
+        enough_trials, enough_flops: A chunk with that many trials ends before it exceeds `enough_flops`, unless the prefill
+            of its current shared prefix, which every chunk repeats, is more than 1/8 of its cost.
+    """
+    prompts: dict[tuple[str, str], list[Trial]] = {}
+    for same in work.by_id().values():
+        trial = same[0]
+        how = decoding(trial.mode, trial.max_new_tokens, trial.boundary, trial.stop)
+        prompts.setdefault((how, trial.prompt_id), []).append(trial)
+    order = sorted(prompts.values(), key=lambda group: (group[0].mode, group[0].item.stem, len(group[0].item.prompt)))
+    begins = _beginnings(order)
+    batch: list[Trial] = []
+    flops = of_stem = 0.0  # of the batch; and of the shared prefix of its last samples
+    for group in order:
+        stem, each = group[0].item.stem, len(group) * 2.0 * work.model.anatomy.parameters
+        again = bool(batch) and batch[-1].item.stem == stem
+        cost = each * (group[0].tokens - (begins[stem] if again else 0))
+        other = bool(batch) and batch[0].mode != group[0].mode  # generating and scoring are two passes
+        large = len(batch) + len(group) > most_trials or flops + cost > most_flops
+        enough = len(batch) >= enough_trials and flops + cost > enough_flops
+        if batch and (other or large or (enough and not (again and of_stem * _STEM_PART > flops))):
+            yield batch
+            batch, flops, again = [], 0.0, False
+            cost = each * group[0].tokens
+        batch += group
+        flops += cost
+        of_stem = of_stem if again else each * begins[stem]
+    if batch:
+        yield batch
+
+
+def _beginnings(order: Sequence[Sequence[Trial]]) -> dict[str, int]:
+    """Return the length in tokens of the prefix that all prompts of a stem share; 0 for samples without a stem."""
+    prompts: dict[str, list[tuple[int, ...]]] = {}
+    for group in order:
+        prompts.setdefault(group[0].item.stem, []).append(group[0].item.prompt)
+    edges = {stem: (min(some), max(some)) for stem, some in prompts.items()}  # the common prefix of min and max is common to all
+    return {
+        stem: sum(1 for _ in takewhile(lambda ab: ab[0] == ab[1], zip(*two, strict=False))) * bool(stem)
+        for stem, two in edges.items()
+    }

@@ -1,1 +1,1 @@
-"""Which heads retrieve: ways to rank them, how far a ranking can be trusted, and the smallest set that suffices."""
+"""Retrieval heads: methods that rank heads, evaluation of rankings, and the smallest set of heads that keeps retrieval."""

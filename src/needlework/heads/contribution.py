@@ -1,17 +1,18 @@
-"""Heads by what they write towards the right answer: LOCOS, and the gradient of a gate on each head.
+"""Rank heads by their contribution to the correct answer: LOCOS, and gates on the heads (gradients and trained gates).
 
-LOCOS (arXiv 2607.01002) asks what a head writes because it looks at the needle. At every step t that says a token y of the
-answer, a key j adds phi(t, j) = a(t, j) * u_y . W_O v_j to the logit of y on the direct path: a is the attention weight, v the
-value, W_O the head's part of the output projection (without its bias, which is no head's) and u_y the row of the unembedding,
-raw: neither the final norm nor later layers are taken into account, as in the authors' own code. The score of a sample is the sum
-over the needle's keys less the sum over all other keys that the query sees, scaled to as many keys as the needle has, averaged
-over the answer's tokens. Where a model multiplies heads by a gate between attention and projection, v_j is gated as the query is.
+LOCOS (arXiv 2607.01002) measures what a head writes to the residual stream because it attends to the needle. At the decode step
+t that generates token y of the answer, key j adds phi(t, j) = a(t, j) * u_y . W_O v_j to the logit of y on the direct path: a is
+the attention weight, v the value, W_O the head's slice of the output projection (without bias) and u_y the row of the
+unembedding. The final norm and later layers are ignored, as in the authors' code. The score of a sample is the sum over the
+needle's keys minus the sum over all other visible keys, rescaled to the needle's number of keys, averaged over the answer's
+tokens. In models with a gate between attention and output projection, v_j is multiplied by the query's gate.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,57 +20,50 @@ import torch
 from torch import Tensor, nn
 
 from needlework.errors import NeedleworkError
-from needlework.heads.answers import Question, questions
-from needlework.heads.causal import Progress, evidence
+from needlework.heads.causal import evidence
 from needlework.heads.methods import Scores, method
-from needlework.heads.pieces import in_pieces
+from needlework.heads.observers import SampleObserver
+from needlework.heads.samples import Question, correct_questions
+from needlework.measure import Progress, map_samples, run_requests
 from needlework.model.attention import Block, Forward
 from needlework.model.gates import answer_log_p, differentiable
+from needlework.observation import NEEDLE, observing
 from needlework.requests import Request
 from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
-_ROWS_AT_ONCE = 8  # texts whose gradients are taken together
+_ROWS_AT_ONCE = 8  # texts in one backward pass
 
 
-class Writing:
-    """Watches decode steps: what each head writes towards the token that is said, from the needle and from elsewhere."""
+class ContributionObserver(SampleObserver):
+    """Observer that sums each head's direct contribution to the generated token's logit, from the needle and from other keys.
 
-    each_sample = False
+    Hooks find the output projection: the last linear layer of matching width that the attention module calls after attention.
+    The ratio of its input to the attention output is the gate between the two.
+    """
+
+    each_sample = False  # prefill is not observed, so prompts may share it
 
     def __init__(self, subject: Subject, samples: int) -> None:
+        super().__init__(samples, NEEDLE)
+        self._subject = subject
         self._unembedding: Tensor = subject.model.get_output_embeddings().weight.detach()
-        self._body = subject.body
-        shapes = {layer.index: (samples, len(layer.heads)) for layer in subject.anatomy.attention_layers}
-        self.contrast = {layer: np.zeros(shape) for layer, shape in shapes.items()}  # summed over steps
-        self.written = {layer: np.zeros(shape) for layer, shape in shapes.items()}  # from all keys
         self.steps = np.zeros(samples)
-        self._samples: list[int] = []  # by slot
-        self._needle = torch.empty(0, 0)
-        # This step, call by call: layer; from the needle and from all keys [rows, heads, dim]; the needle's keys over the others
+        # For each attention call of this step: layer; attention output from needle keys and from all keys, [rows, heads, dim];
+        # number of needle keys divided by number of other keys, [rows, 1 or heads]
         self._said: list[tuple[int, Tensor, Tensor, Tensor]] = []
-        self._entered: tuple[nn.Linear, Tensor] | None = None  # the last linear map since then, and what it was given
-        self._towards: list[tuple[nn.Linear, Tensor]] = []  # of each call: its output projection, and what that was given
-
-    def begin(self, requests: Sequence[Request], device: torch.device) -> None:
-        self._samples = [request.key for request in requests]
-        self._needle = torch.zeros(len(requests), max(len(request.prompt) for request in requests), dtype=torch.bool)
-        for slot, request in enumerate(requests):
-            for start, end in request.spans["needle"]:
-                self._needle[slot, start:end] = True
-        self._needle = self._needle.to(device)
+        self._entered: tuple[nn.Linear, Tensor] | None = None  # last linear layer called since then, and its input
+        self._towards: list[tuple[nn.Linear, Tensor]] = []  # output projection of each call, and its input
 
     def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
         if forward.phase != "decode":
             return
         p, k = probabilities, block.k_positions
-        inside = (k >= 0) & (k < self._needle.shape[1])
-        needle = self._needle[forward.slots].gather(1, k.clamp(0, self._needle.shape[1] - 1)) & inside  # [rows, keys]
         past = ((k >= 0) & (k <= block.q_positions))[:, None]
         seen = past if block.visible is None else block.visible[:, :, 0].expand(len(k), -1, -1)  # [rows, 1 or heads, keys]
-        needle = needle[:, None] & seen
+        needle = self.in_span(NEEDLE, forward.slots, k)[:, None] & seen
         ours, others = needle.sum(-1), (seen & ~needle).sum(-1)  # [rows, 1 or heads] keys
         dtype = self._unembedding.dtype
         from_needle, from_all = (block.mix(x.to(dtype))[:, 0] for x in (p * needle[:, :, None], p))
@@ -77,13 +71,13 @@ class Writing:
         self._entered = None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        """A linear map inside an attention module, as wide as its heads; a gate's own may come after attention, too."""
+        """Record a linear layer inside an attention module whose input is as wide as all heads; it may also belong to a gate."""
         if len(self._towards) < len(self._said) and args and args[0].numel() == self._said[-1][2].numel():
             assert isinstance(module, nn.Linear)
             self._entered = (module, args[0].reshape(self._said[-1][2].shape))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """An attention module is done: the last of its linear maps was the output projection."""
+        """Take the last recorded linear layer of an attention module as its output projection."""
         if len(self._towards) < len(self._said):
             if self._entered is None:
                 raise NeedleworkError(
@@ -93,22 +87,22 @@ class Writing:
             self._towards.append(self._entered)
 
     def chose(self, slots: Tensor, tokens: Tensor) -> None:
-        places = [self._samples[slot] for slot in slots.tolist()]
-        direction = self._unembedding[tokens].float()  # [rows, hidden]
+        direction = self._unembedding[tokens.to(self._unembedding.device)].float()  # [rows, hidden]
         for (layer, of_needle, whole, share), (projection, given) in zip(self._said, self._towards, strict=True):
-            gate = torch.where(whole == 0, 1.0, given / whole).float()  # 1 where there is none
-            towards = (direction @ projection.weight.float()).view(whole.shape) * gate  # [rows, heads, dim]
+            gate = torch.where(whole == 0, 1.0, given / whole).float()  # 1 in models without a gate
+            weight = projection.weight.float()
+            towards = (direction.to(weight.device) @ weight).view(whole.shape) * gate  # [rows, heads, dim]
             ours, all_ = ((towards * x.float()).sum(-1).double() for x in (of_needle, whole))  # [rows, heads]
-            np.add.at(self.contrast[layer], places, (ours - share * (all_ - ours)).cpu().numpy())
-            np.add.at(self.written[layer], places, all_.cpu().numpy())
-        np.add.at(self.steps, places, 1)
+            self.add(layer, "contrast", slots, ours - share * (all_ - ours))
+            self.add(layer, "written", slots, all_)
+        np.add.at(self.steps, self.numbers(slots).tolist(), 1)
         self._said.clear()
         self._towards.clear()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """While open, everything that the subject is asked is seen."""
-        body = self._body
+    def hooked(self) -> Iterator[None]:
+        """Observe all requests to the subject inside the `with` block, with hooks on the linear layers of its attention."""
+        body = self._subject.body
         with ExitStack() as stack:
             for module, layer in body.attention.items():
                 part = body.anatomy.attention(layer)
@@ -117,33 +111,29 @@ class Writing:
                     if isinstance(inner, nn.Linear) and inner.in_features == width:
                         stack.callback(inner.register_forward_pre_hook(self._enter).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
-            before, body.observer = body.observer, self
-            stack.callback(setattr, body, "observer", before)
+            stack.enter_context(observing(self._subject, self))
             yield
 
 
 @method("locos", "contribution", "what the head writes towards the answer because it looks at the needle (LOCOS, 2607.01002)")
 def locos(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
-    asked = [question for question in questions(subject, items) if question.item.spans.get("needle")]
+    """Score a head by LOCOS (see the module's docstring) on samples with a needle span."""
+    asked = [question for question in correct_questions(subject, items) if question.item.spans.get("needle")]
     if not asked:
         raise NeedleworkError("locos: the samples have no span named 'needle', so what is read from the needle is not known")
-    return Scores.of_samples(np.concatenate(in_pieces(subject, _written, asked, progress)), **evidence(asked, items))
+    return Scores.of_samples(np.concatenate(map_samples(subject, _written, asked, progress)), **evidence(asked, items))
 
 
 def _written(subject: Subject, asked: Sequence[Question], progress: Progress) -> np.ndarray:
-    """What each head writes towards the answer because it looks at the needle, [questions, heads]."""
-    writing = Writing(subject, len(asked))
+    """Return each head's LOCOS score on each question, [questions, heads]."""
+    observer = ContributionObserver(subject, len(asked))
     requests = [
         Request(x.item.prompt, max_new_tokens=len(x.answer), spans=x.item.spans, forced=x.answer, sample=i)
         for i, x in enumerate(asked)
     ]
-    with writing.watching():
-        for done, (i, answer) in enumerate(subject.engine.run(requests)):
-            if answer.error:
-                raise NeedleworkError(f"{asked[i].item.id}: {answer.error}")
-            progress((done + 1) / len(requests))
-    sums = np.concatenate([writing.contrast[layer.index] for layer in subject.anatomy.attention_layers], 1)
-    return np.asarray(sums / writing.steps[:, None])
+    with observer.hooked():
+        run_requests(subject, requests, [question.item.id for question in asked], progress)
+    return np.asarray(observer.all_heads("contrast") / observer.steps[:, None])
 
 
 @method(
@@ -152,13 +142,13 @@ def _written(subject: Subject, asked: Sequence[Question], progress: Progress) ->
     "slope of the right answer's log P by a gate on the head: gradient x activation",
 )
 def gradient(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
-    """A first-order guess of `leave_one_out`, of all heads by one backward pass: d log P / d gate where every gate is 1."""
-    asked = questions(subject, items)
-    return Scores.of_samples(np.concatenate(in_pieces(subject, _slopes, asked, progress)), **evidence(asked, items))
+    """Score heads by d log P / d gate at gates of 1: a first-order `leave_one_out`, for all heads in one backward pass."""
+    asked = correct_questions(subject, items)
+    return Scores.of_samples(np.concatenate(map_samples(subject, _slopes, asked, progress)), **evidence(asked, items))
 
 
 def _slopes(subject: Subject, asked: Sequence[Question], progress: Progress) -> np.ndarray:
-    """By the gate of each head, [questions, heads]."""
+    """Return the derivative of log P by each head's gate, [questions, heads]."""
     order = sorted(range(len(asked)), key=lambda i: len(asked[i].item.prompt))
     each = np.zeros((len(asked), len(subject.anatomy.heads)))
     with differentiable(subject.body):
@@ -170,3 +160,65 @@ def _slopes(subject: Subject, asked: Sequence[Question], progress: Progress) -> 
             each[some] = slope.double().cpu().numpy()
             progress((start + len(some)) / len(order))
     return each
+
+
+@method("learned", "learned", "how long a gate on the head stays open in training that taxes gates (L1; after DuoAttention)")
+def learned(
+    subject: Subject,
+    items: Sequence[Item],
+    *,
+    seed: int,
+    progress: Progress,
+    steps: int = 200,
+    rows: int = 4,
+    penalty: float = 1.0,
+    rate: float = 0.05,
+) -> Scores:
+    """Score heads by gates that are trained with an L1 penalty; the model's weights stay frozen.
+
+    Gates start at 1 and are clamped to [0, 1]. The loss is the mean -log P of the answers' tokens plus `penalty` times the mean
+    gate. The score is a gate's mean over all steps, because many gates end at the same value. DuoAttention's gates (arXiv
+    2410.10819) mix full attention with a window; here a gate multiplies the head's output, so 0 equals an ablated head.
+    """
+    piece = partial(_train_gates, seed=seed, steps=steps, rows=rows, penalty=penalty, rate=rate)
+    (scores,) = map_samples(subject, piece, items, progress, whole=True)
+    return scores
+
+
+def _train_gates(
+    subject: Subject,
+    items: Sequence[Item],
+    progress: Progress,
+    *,
+    seed: int,
+    steps: int,
+    rows: int,
+    penalty: float,
+    rate: float,
+) -> Scores:
+    asked, body = correct_questions(subject, items), subject.body
+    batches = _batches_by_length(asked, rows)
+    draw = np.random.default_rng(seed)
+    gates = torch.ones(1, len(subject.anatomy.heads), device=body.device, requires_grad=True)
+    optimiser = torch.optim.Adam([gates], lr=rate, betas=(0.9, 0.99))
+    total, losses = torch.zeros_like(gates[0], requires_grad=False), []
+    with differentiable(body):
+        for step in range(steps):
+            batch = batches[int(draw.integers(len(batches)))]
+            log_p = answer_log_p(body, [(x.item.prompt, x.answer) for x in batch], gates)
+            loss = -log_p.sum() / sum(len(x.answer) for x in batch)
+            losses.append(float(loss.detach()))
+            (gates.grad,) = torch.autograd.grad(loss + penalty * gates.mean(), gates)
+            optimiser.step()
+            with torch.no_grad():
+                gates.clamp_(0, 1)
+                total += gates[0]
+            progress((step + 1) / steps)
+    facts = {**evidence(asked, items), "gates": [round(g, 4) for g in gates[0].tolist()], "loss": losses[:: max(1, steps // 50)]}
+    return Scores((total / steps).double().cpu().numpy(), None, {**facts, "steps": steps, "penalty": penalty})
+
+
+def _batches_by_length(asked: Sequence[Question], rows: int) -> list[list[Question]]:
+    """Group samples of similar length into batches of at most `rows`, to reduce padding."""
+    order = sorted(asked, key=lambda question: len(question.item.prompt) + len(question.answer))
+    return [list(order[start : start + rows]) for start in range(0, len(order), rows)]

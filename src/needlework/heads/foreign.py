@@ -1,4 +1,4 @@
-"""Rankings in other people's files: Wu et al.'s head scores, and DuoAttention's matrix of gates; in and out."""
+"""Read and write rankings in formats of other tools: Wu et al.'s JSON head scores, and DuoAttention's TSV of gates."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from needlework.anatomy import Anatomy, Head
-from needlework.errors import NeedleworkError, shown
-from needlework.files import read_text, whole
+from needlework.errors import NeedleworkError, short_repr
+from needlework.files import atomic_write, read_text
 from needlework.interventions.ranking import FORMAT, MOST_BYTES, Origin, Ranking, read_json
 
 Kind = Literal["wu", "duo"]
 FILES: dict[str, str] = {"wu": "{name}.wu.json", "duo": "{name}.full_attention_heads.tsv"}
 _WU = 'a JSON object such as {"16-19": [0.93, 0.95]}, layer and head before lists of scores'
-_DUO = "numbers between tabs, a line for each attention layer and a column for each key-value head"
+_DUO = "numbers between tabs, a line for each layer (or each attention layer) and a column for each key-value head"
 
 
 def read(path: Path | str, anatomy: Anatomy) -> Ranking:
-    """A ranking of this model's heads from a file: one of ours, Wu's JSON, or DuoAttention's .tsv."""
+    """Read a ranking file and check it against the model: needlework's own JSON, Wu et al.'s JSON, or DuoAttention's .tsv."""
     if Path(path).suffix == ".tsv":
         return _read_duo(path, anatomy)
     content = read_json(path)
@@ -33,7 +33,7 @@ def read(path: Path | str, anatomy: Anatomy) -> Ranking:
 
 
 def _read_wu(path: Path | str, content: Any) -> Ranking:
-    """The mean of each head's list is its score, as Wu et al. rank."""
+    """Return a ranking by the mean of each head's list of scores, as Wu et al. compute it."""
     if not isinstance(content, dict) or not content:
         raise NeedleworkError(f"{path}: is neither a {FORMAT} nor {_WU}")
     scores: dict[Head, float] = {}
@@ -41,9 +41,9 @@ def _read_wu(path: Path | str, content: Any) -> Ranking:
         parts = name.split("-")
         values = given if isinstance(given, list) else [given]
         if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
-            raise NeedleworkError(f"{path}: {shown(name)} is no head; {_WU}")
+            raise NeedleworkError(f"{path}: {short_repr(name)} is no head; {_WU}")
         if not values or not all(_is_number(value) for value in values):
-            raise NeedleworkError(f"{path}: head {name} has no scores, or one that is no number ({shown(given)}); {_WU}")
+            raise NeedleworkError(f"{path}: head {name} has no scores, or one that is no number ({short_repr(given)}); {_WU}")
         head = Head(int(parts[0]), int(parts[1]))
         if head in scores:
             raise NeedleworkError(f"{path}: head {name} occurs twice")
@@ -53,14 +53,19 @@ def _read_wu(path: Path | str, content: Any) -> Ranking:
 
 
 def _read_duo(path: Path | str, anatomy: Anatomy) -> Ranking:
-    """Every query head gets the gate of its key-value head. Rows are attention layers, in order."""
+    """Return a ranking in which every query head has the gate of its key-value head.
+
+    The file has a row for every layer (those without attention are skipped) or for the attention layers only.
+    """
     text = read_text(path, f"give {_DUO}", most=MOST_BYTES)
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip() and not line.startswith("#")]
     parts = list(anatomy.attention_parts())
+    if len(lines) == len(anatomy.layers):
+        lines = [lines[layer] for layer, _ in parts]
     if len(lines) != len(parts):
         raise NeedleworkError(
-            f"{path}: has {len(lines)} lines, and {anatomy.architecture} has {len(parts)} attention layers"
-            f" ({[index for index, _ in parts]}); {_DUO}"
+            f"{path}: has {len(lines)} lines, and {anatomy.architecture} has {len(anatomy.layers)} layers, of which"
+            f" {[index for index, _ in parts]} have attention; {_DUO}"
         )
     scores: dict[Head, float] = {}
     for (number, line), (layer, part) in zip(lines, parts, strict=True):
@@ -70,9 +75,9 @@ def _read_duo(path: Path | str, anatomy: Anatomy) -> Ranking:
         try:
             gates = [float(word) for word in words]
         except ValueError:
-            raise NeedleworkError(f"{path}:{number}: {shown(line)} holds what is no number; {_DUO}") from None
+            raise NeedleworkError(f"{path}:{number}: {short_repr(line)} holds what is no number; {_DUO}") from None
         if not all(map(math.isfinite, gates)):
-            raise NeedleworkError(f"{path}:{number}: {shown(line)} holds a number that is not finite")
+            raise NeedleworkError(f"{path}:{number}: {short_repr(line)} holds a number that is not finite")
         scores |= {Head(layer, q): gates[q * part.kv_heads // part.query_heads] for q in range(part.query_heads)}
     return Ranking.by_scores(scores, method=f"duo:{Path(path).stem}", model=Origin(architecture=anatomy.architecture))
 
@@ -82,13 +87,17 @@ def _is_number(value: Any) -> bool:
 
 
 def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> None:
-    """A ranking as others' programs read it. DuoAttention knows key-value heads: each gets the score of its best query head,
-    scaled so that the model's worst is 0 and its best is 1, as gates are."""
+    """Write a ranking in the format of another tool ("wu" or "duo").
+
+    DuoAttention has one gate for each key-value head: here the score of its best query head, scaled so that the lowest score
+    of the model is 0 and the highest is 1. kvpress indexes the matrix by layer over all layers: rows of layers without
+    attention are 1, so that none of their heads is chosen to stream.
+    """
     if kind not in FILES:
         raise NeedleworkError(f"there is no format {kind!r} to export to; choose from {', '.join(FILES)}")
     ranking.check(anatomy)
     scores = ranking.scores or {head: float(-i) for i, head in enumerate(ranking.order)}
-    with whole(Path(path)) as file:
+    with atomic_write(Path(path)) as file:
         if kind == "wu":
             json.dump({f"{head.layer}-{head.index}": [scores[head]] for head in sorted(scores)}, file)
         else:
@@ -97,10 +106,17 @@ def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> No
 
 
 def _gates(scores: Mapping[Head, float], anatomy: Anatomy) -> list[list[float]]:
+    """Return gates [layers][kv heads] in [0, 1], with 1 in layers without attention."""
     low, high = min(scores.values()), max(scores.values())
-    rows = []
+    widths = {part.kv_heads for _, part in anatomy.attention_parts()}
+    if len(widths) > 1:
+        raise NeedleworkError(
+            f"DuoAttention's matrix has one number of key-value heads for all layers, and {anatomy.architecture} has"
+            f" {', '.join(map(str, sorted(widths)))}; export to wu instead"
+        )
+    rows = [[1.0] * max(widths) for _ in anatomy.layers]
     for layer, part in anatomy.attention_parts():
         size = part.query_heads // part.kv_heads
         best = [max(scores[Head(layer, kv * size + i)] for i in range(size)) for kv in range(part.kv_heads)]
-        rows.append([(value - low) / (high - low) if high > low else 1.0 for value in best])
+        rows[layer] = [(value - low) / (high - low) if high > low else 1.0 for value in best]
     return rows

@@ -1,4 +1,4 @@
-"""The table of ways to rank heads: each says of every head of a model how much retrieval owes to it."""
+"""Registry of the methods that score attention heads by their role in retrieval."""
 
 from __future__ import annotations
 
@@ -15,27 +15,26 @@ from needlework.tasks.base import Item
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
-Kind = Literal["attention", "contribution", "causal", "learned"]  # what a method looks at; later ones cost more
-MODULES = (  # of this package that register methods; imported when the table is asked for
+Kind = Literal["attention", "contribution", "causal", "learned"]  # what a method uses; later kinds cost more
+MODULES = (  # modules of this package that register methods; imported on demand
     "attention",
     "contribution",
     "causal",
     "coalitions",
-    "gates",
 )
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a method says of each head, in the order of `subject.anatomy.heads`; more is better.
+    """Scores of all heads by one method, in the order of `subject.anatomy.heads`; higher is better.
 
-    A method that looks at one sample at a time says what it saw in each: their mean is the score, and two halves of them are
-    two rankings to compare. One that can only look at all samples at once has none of each.
+    Methods that score samples separately also give per-sample scores, which intervals and split-half agreement are computed
+    from. `values` is their mean, or for ratios the ratio of sums over all samples.
     """
 
     values: np.ndarray  # [heads]
     each: np.ndarray | None = None  # [samples, heads]
-    evidence: Mapping[str, Any] = field(default_factory=dict)  # what else it counted, ready for JSON
+    evidence: Mapping[str, Any] = field(default_factory=dict)  # further results for the ranking file, JSON-compatible
 
     @classmethod
     def of_samples(cls, each: np.ndarray, **evidence: Any) -> Scores:
@@ -43,14 +42,14 @@ class Scores:
 
 
 class Score(Protocol):
-    """Scores every head of a subject on samples of a retrieval task whose answers are known."""
+    """Function that scores every head of a model on samples of a retrieval task with known answers."""
 
     def __call__(self, subject: Subject, items: Sequence[Item], *, seed: int, progress: Callable[[float], None]) -> Scores:
-        """`progress` is told the share that is done, from 0 to 1; `seed` decides whatever is drawn."""
+        """Score the heads; `progress` is called with the share that is done, `seed` sets random draws."""
 
 
 class Seen(Protocol):
-    """What one head looked at while the model answered, summed over all that was asked."""
+    """Row of `nw.observe`'s table: attention statistics of one head over all requests."""
 
     @property
     def layer(self) -> int: ...
@@ -70,11 +69,13 @@ class Seen(Protocol):
 
 @dataclass(frozen=True)
 class Method:
+    """A registered method."""
+
     name: str
     kind: Kind
-    about: str  # a sentence for tables: what it measures, and whose it is
+    about: str  # one phrase for tables: what it measures, and its source
     score: Score
-    of_seen: Callable[[Seen], float] | None = None  # the same from what `nw.observe` sums up, if that is enough to know it
+    of_seen: Callable[[Seen], float] | None = None  # computes the same score from a row of `nw.observe`, where possible
 
 
 METHODS: dict[str, Method] = {}
@@ -82,7 +83,7 @@ S = TypeVar("S", bound=Score)
 
 
 def method(name: str, kind: Kind, about: str, of_seen: Callable[[Seen], float] | None = None) -> Callable[[S], S]:
-    """Make a way to rank heads known by its name."""
+    """Return a decorator that registers a scoring function as a method."""
 
     def known(score: S) -> S:
         METHODS[name] = Method(name, kind, about, score, of_seen)
@@ -92,7 +93,7 @@ def method(name: str, kind: Kind, about: str, of_seen: Callable[[Seen], float] |
 
 
 def table() -> dict[str, Method]:
-    """All methods by name, in the order of their kinds."""
+    """Return all methods by name, ordered by kind."""
     for name in MODULES:
         import_module(f"{__package__}.{name}")
     kinds = ("attention", "contribution", "causal", "learned")
@@ -100,10 +101,10 @@ def table() -> dict[str, Method]:
 
 
 def chosen(names: Iterable[str]) -> list[Method]:
-    """The methods of these names, each once; what is no method is an error with the nearest one."""
+    """Return the methods with these names, without duplicates; raise for an unknown name."""
     wanted = list(dict.fromkeys(names))
     for module in MODULES:
-        if not set(wanted) <= METHODS.keys():  # those that look at attention come first, and bring no torch
+        if not set(wanted) <= METHODS.keys():  # attention methods come first and do not import torch
             import_module(f"{__package__}.{module}")
     for name in wanted:
         if name not in METHODS:

@@ -1,23 +1,182 @@
-"""The recurrent side of "which heads retrieve": each group left out, convolution and state cut, and as many groups at random."""
+"""Measure how retrieval depends on recurrent layers: ablate groups, cut convolution and state, compare top with random groups."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from needlework.anatomy import Anatomy, Group, heads_of_share
+from needlework.anatomy import Anatomy, Group, GroupKind, heads_of_share
 from needlework.errors import NeedleworkError
-from needlework.heads.answers import answer_tokens
-from needlework.heads.recurrent_values import RETRIEVAL, SHARES, SITES, Ability, Outcome, RecurrentSide, name_of, ranked
+from needlework.heads.samples import answer_tokens
 from needlework.interventions import NONE, AblateRecurrent, AblateRecurrentGroups, Intervention
+from needlework.measure import run_requests
 from needlework.requests import Request
-from needlework.stats import Floats
+from needlework.stats import Estimate, Floats, cluster_sums, gain, interval, resample, retained, wilson
 from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
+
+Site = Literal["conv", "state", "memory"]
+SITES: tuple[Site, ...] = ("conv", "state", "memory")
+SHARES = (0.05, 0.10, 0.25)
+RETRIEVAL = "retrieval"
+TESTABLE = 0.5  # least accuracy without intervention (lower bound) for a verdict
+ENOUGH = 0.95  # retained share of retrieval from which on an ablated part counts as not needed
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Scores of the correct answers of all samples under one condition."""
+
+    log_p: Floats  # [samples] log-likelihood in nats
+    said: Floats  # [samples] 1 where greedy decoding gives the answer
+
+
+@dataclass(frozen=True)
+class Ability:
+    """Results of one ability under all conditions."""
+
+    name: str
+    clusters: tuple[str, ...]  # cluster of each sample
+    outcomes: Mapping[str, Outcome]  # by condition: "none", "2.7" (a group), "conv", "conv@2", "top 0.05", "random 0.05 3"
+
+    def said(self, *done: str) -> Estimate:
+        """Estimate accuracy; the mean over several conditions has an interval at least as wide as Wilson's for the samples."""
+        columns = [self.outcomes[x].said for x in done]
+        mean, sure = self._mean(columns), wilson(float(np.mean(columns, 0).sum()), len(columns[0]))
+        return sure if len(done) == 1 else replace(mean, low=min(mean.low, sure.low), high=max(mean.high, sure.high))
+
+    def retained(self, done: str) -> Estimate:
+        """Estimate the share of the baseline accuracy that is retained under a condition."""
+        return retained(self.outcomes[done].said, self.outcomes["none"].said, self.clusters)
+
+    def drop(self, *done: str) -> Estimate:
+        """Estimate the mean loss of log-likelihood of the correct answers under the conditions, in nats."""
+        return self._mean([self.outcomes["none"].log_p - self.outcomes[x].log_p for x in done])
+
+    def gap(self, top: str, random: Sequence[str]) -> Estimate:
+        """Estimate accuracy with random groups ablated minus accuracy with the top groups ablated, paired by sample."""
+        return gain(np.mean([self.outcomes[x].said for x in random], 0), self.outcomes[top].said, self.clusters)
+
+    def drops(self, groups: Sequence[Group]) -> Floats:
+        """Return the loss of log-likelihood of each sample with each group ablated, [samples, groups]."""
+        untouched = self.outcomes["none"].log_p
+        return np.stack([untouched - self.outcomes[name_of(group)].log_p for group in groups], 1)
+
+    def _mean(self, columns: Sequence[Floats]) -> Estimate:
+        """Estimate the mean over samples and columns with a cluster bootstrap."""
+        each = np.mean(np.stack(columns), 0)
+        sums = resample(cluster_sums(self.clusters, [each]))
+        low, high = interval(sums[:, 0] / sums[:, 1])
+        return Estimate(float(each.mean()), low, high, len(each))
+
+
+@dataclass(frozen=True)
+class RecurrentSide:
+    """Retrieval and other abilities of a model under ablations of its recurrent side."""
+
+    groups: tuple[Group, ...]
+    kinds: tuple[GroupKind, ...]
+    layers: tuple[int, ...]
+    abilities: tuple[Ability, ...]  # retrieval first
+    interventions: Mapping[str, str]  # condition -> text of the intervention; "top" ones by the samples that rank them
+    sizes: Mapping[float, int]  # share of the groups -> number of groups
+    draws: int  # random sets of each size
+    refused: Mapping[str, str]  # site -> reason why this model does not support the cut
+    attention_heads: int
+
+    @property
+    def retrieval(self) -> Ability:
+        return self.abilities[0]
+
+    @property
+    def sites(self) -> tuple[Site, ...]:
+        return tuple(site for site in SITES if site not in self.refused)
+
+    @cached_property
+    def ranking(self) -> tuple[Group, ...]:
+        """Groups by the log P that retrieval loses without them, largest loss first."""
+        return ranked(self.groups, self.retrieval.drops(self.groups))
+
+    def random(self, share: float) -> list[str]:
+        return [f"random {share} {draw}" for draw in range(self.draws)]
+
+    @property
+    def segregated(self) -> tuple[str, str]:
+        """Verdict and reason: whether retrieval does not depend on its most important recurrent groups.
+
+        "yes": with the smallest share of top groups ablated, and with each kind of memory cut, the lower bound of the retained
+        share is at least 95 %. "no": its upper bound is below 95 % with the top groups ablated, and accuracy is higher with as
+        many random groups ablated (lower bound above 0). "open": neither. "not testable": the model retrieves too little.
+        "does not apply": the model has no attention heads.
+        """
+        share, untouched = min(self.sizes), self.retrieval.said("none")
+        if not self.attention_heads:
+            return "does not apply", "the model has no attention that retrieval could live in"
+        if untouched.low < TESTABLE:
+            return "not testable", f"untouched, the model answers {untouched.text()} of the samples right"
+        left, gap = self.retrieval.retained(f"top {share}"), self.retrieval.gap(f"top {share}", self.random(share))
+        said = f"without the top {self.sizes[share]} of {len(self.groups)} groups {left.text()} of retrieval is left"
+        if left.high < ENOUGH and gap.low > 0:
+            return "no", f"{said}; without as many at random {gap.text()} more answers are right"
+        needed = [site for site in self.sites if self.retrieval.retained(site).low < ENOUGH]
+        if left.low >= ENOUGH and not needed:
+            return "yes", f"{said}, and no kind of recurrent memory is needed for it"
+        return "open", said + (f"; but it needs the recurrent memory ({', '.join(needed)})" if needed else "")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all results, JSON-compatible: estimates of each condition, and each sample's loss without each group."""
+        word, why = self.segregated
+        return {
+            "groups": [list(group) for group in self.groups],
+            "kinds": list(self.kinds),
+            "ranking": [list(group) for group in self.ranking],
+            "sizes": {str(share): count for share, count in self.sizes.items()},
+            "refused": dict(self.refused),
+            "interventions": dict(self.interventions),
+            "segregated": {"word": word, "why": why},
+            "abilities": {
+                ability.name: {
+                    "samples": len(ability.clusters),
+                    "conditions": {done: _figures(ability, done) for done in ability.outcomes},
+                    "random": {str(share): _figures(ability, *self.random(share)) for share in self.sizes},
+                    "gaps": {str(share): ability.gap(f"top {share}", self.random(share)).to_dict() for share in self.sizes},
+                    "drops": ability.drops(self.groups).round(5).tolist(),
+                }
+                for ability in self.abilities
+            },
+        }
+
+    def text(self) -> str:
+        """Return the tables of `needlework.heads.tables` as text."""
+        from needlework.heads.tables import recurrent_text
+
+        return recurrent_text(self)
+
+
+def name_of(group: Group) -> str:
+    return f"{group.layer}.{group.index}"
+
+
+def ranked(groups: Sequence[Group], drops: Floats) -> tuple[Group, ...]:
+    """Return groups by their mean loss over samples, largest first; drops: [samples, groups]."""
+    order = np.argsort(-drops.mean(0), kind="stable")
+    return tuple(groups[i] for i in order)
+
+
+def _figures(ability: Ability, *done: str) -> dict[str, Any]:
+    return {"said": ability.said(*done).to_dict(), "drop": ability.drop(*done).to_dict()}
+
+
+def each_group(side: RecurrentSide) -> Iterator[tuple[Group, Estimate]]:
+    """Return groups in the order of the ranking, each with the log P that retrieval loses without it."""
+    return ((group, side.retrieval.drop(name_of(group))) for group in side.ranking)
+
 
 DRAWS = 5
 
@@ -32,10 +191,17 @@ def recurrent_side(
     shares: Sequence[float] = SHARES,
     progress: Callable[[float], None] = lambda share: None,
 ) -> RecurrentSide:
-    """Leave out each recurrent group, cut convolution, state and both, silence the top groups and as many at random.
+    """Measure a model with each recurrent group ablated, its memory cut, and its top groups or as many random ones ablated.
 
-    `items` are samples of a retrieval task, `beside` samples of other abilities, which are put through the same. Top groups of
-    one half of the samples are those that the other half ranks highest. `progress` is told the share that is done.
+    Args:
+        subject: The model.
+        items: Samples of a retrieval task.
+        beside: Samples of other abilities, measured under the same conditions.
+        seed: Seed of random groups and of the split into halves.
+        draws: Number of random sets of each size.
+        shares: Shares of the groups that are ablated as top and as random sets. Each half of the retrieval samples is measured
+            without the top groups that the other half ranks, so that no sample ranks for itself.
+        progress: Called with the share of the work that is done.
     """
     anatomy = subject.anatomy
     _check(anatomy, items, draws, shares)
@@ -45,10 +211,10 @@ def recurrent_side(
     samples = {RETRIEVAL: list(items), **{name: list(some) for name, some in (beside or {}).items()}}
     trials = [(name, i, done) for done in conditions for name, some in samples.items() for i in range(len(some))]
     rest = sum(len(some) for some in samples.values()) * len(sizes)
-    asking = _Asking(subject, samples, len(trials) + rest, progress)
-    found = asking.ask(trials, conditions)
+    runner = _ConditionRunner(subject, samples, len(trials) + rest, progress)
+    found = runner.ask(trials, conditions)
     tops, tested = _top_conditions(anatomy.groups, sizes, found[RETRIEVAL], halves, samples)
-    found_tops = asking.ask(tested, tops)
+    found_tops = runner.ask(tested, tops)
     abilities = []
     for name, some in samples.items():
         outcomes = dict(found[name])
@@ -68,11 +234,11 @@ def recurrent_side(
     )
 
 
-Answers = dict[int, tuple[float, float]]  # sample -> log-likelihood of its right answer, and whether it was said
+Answers = dict[int, tuple[float, float]]  # sample -> log-likelihood of its correct answer, and 1.0 if greedy decoding gives it
 
 
-class _Asking:
-    """Samples asked under conditions, all in the engine's batches."""
+class _ConditionRunner:
+    """Runs samples under conditions and reports progress over several rounds."""
 
     def __init__(
         self, subject: Subject, samples: Mapping[str, Sequence[Item]], total: int, progress: Callable[[float], None]
@@ -86,14 +252,13 @@ class _Asking:
         requests = [
             Request(self.samples[name][i].prompt, conditions[done], options=(self.right[name][i],)) for name, i, done in trials
         ]
+        names = [self.samples[name][i].id for name, i, _ in trials]
+        part = lambda share: self.progress((self.done + share * len(trials)) / self.total)  # noqa: E731
+        answers = run_requests(self.subject, requests, names, part)
+        self.done += len(trials)
         found: dict[str, dict[str, Answers]] = {name: {} for name in self.samples}
-        for at, answer in self.subject.engine.run(requests):
-            name, i, done = trials[at]
-            if answer.error:
-                raise NeedleworkError(f"{self.samples[name][i].id} under {conditions[done]}: {answer.error}")
+        for (name, i, done), answer in zip(trials, answers, strict=True):
             found[name].setdefault(done, {})[i] = (answer.totals[0], float(answer.greedy[0]))
-            self.done += 1
-            self.progress(self.done / self.total)
         return found
 
 
@@ -109,7 +274,7 @@ def _check(anatomy: Anatomy, items: Sequence[Item], draws: int, shares: Sequence
 def _conditions(
     anatomy: Anatomy, sizes: Mapping[float, int], seed: int, draws: int
 ) -> tuple[dict[str, Intervention], dict[str, str]]:
-    """All that is done to the model before any ranking is known, and the cuts that it refuses, with reasons."""
+    """Return all conditions that need no ranking, and the cuts that the model does not support, with reasons."""
     done: dict[str, Intervention] = {"none": NONE}
     done |= {name_of(group): AblateRecurrentGroups(groups=(group,)) for group in anatomy.groups}
     refused: dict[str, str] = {}
@@ -129,7 +294,7 @@ def _conditions(
 
 
 def _halves(items: Sequence[Item], seed: int) -> tuple[list[int], list[int]]:
-    """Samples in two halves that share no cluster."""
+    """Return the indices of two halves of the samples that share no cluster."""
     clusters = sorted({item.cluster for item in items})
     order = np.random.default_rng([seed, len(clusters)]).permutation(len(clusters))
     second = {clusters[i] for i in order[1::2]}
@@ -148,7 +313,7 @@ def _top_conditions(
     halves: tuple[list[int], list[int]],
     samples: Mapping[str, Sequence[Item]],
 ) -> tuple[dict[str, Intervention], list[tuple[str, int, str]]]:
-    """Top groups as each half of the retrieval samples ranks them, and as all do; and who is asked under which."""
+    """Return the conditions that ablate top groups, ranked by each half or by all retrieval samples, and their trials."""
 
     def order_of(some: Sequence[int]) -> tuple[Group, ...]:
         drops = [[found["none"][i][0] - found[name_of(group)][i][0] for group in groups] for i in some]
@@ -168,7 +333,7 @@ def _top_conditions(
 
 
 def _joined(found: Mapping[str, Answers], share: float, count: int) -> Answers:
-    """Every sample under the top groups that other samples ranked highest."""
+    """Join the answers of all samples under the top groups of one share, whichever samples ranked them."""
     joined: Answers = {}
     for done, answers in found.items():
         if done.startswith(f"top {share},"):

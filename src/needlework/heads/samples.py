@@ -1,26 +1,26 @@
-"""Samples that heads are ranked and judged on: of a retrieval task, inside the model's window, asked under any intervention."""
+"""Draw the samples that heads are ranked and evaluated on, and tokenize their correct answers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.base import NONE, Intervention
-from needlework.requests import Request, stop_tokens
+from needlework.measure import Progress, Sample, make_samples, measure, require_tokenizer, run_requests
+from needlework.requests import Request
 from needlework.stats import accuracy
 from needlework.tasks import toy
 from needlework.tasks.base import Item, Task, make_task
+from needlework.tasks.prompts import token_ids
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
-Progress = Callable[[float], None]
-LEAST_RETRIEVAL = 0.5  # of the untouched model: where it finds less, there is hardly anything that a head could be credited with
+LEAST_RETRIEVAL = 0.5  # least accuracy without intervention: below it, too little retrieval is left to rank heads by
 MOST_SAMPLES = 100_000
 _DEPTHS = (0, 25, 50, 75, 100)
 _NIAH: dict[str, dict[str, Any]] = {
@@ -31,39 +31,34 @@ _RECALL: dict[str, Any] = {"sizes": (4, 8, 16)}
 NAMES = ("niah", "recall")
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One sample of a task. Its item says how an answer ends."""
-
-    task: Task
-    item: Item
-
-    def request(self, act: Intervention = NONE) -> Request:
-        assert self.item.ending is not None
-        new_tokens, stop = self.item.ending
-        return Request(self.item.prompt, act, new_tokens, stop, self.item.spans, self.item.twins)
-
-
 def named_tasks(name: str, subject: Subject) -> list[Task]:
-    """The tasks that a name stands for: needles in a haystack, or lists of keys and values, in the model's own language."""
+    """Return the tasks of a name ("niah", or "recall" for key-value lists), in the model's language."""
     if name not in NAMES:
         raise NeedleworkError(f"there is no task {name!r} to rank heads by; {did_you_mean(name, NAMES)} Or give a plan")
     if name == "niah":
-        return [make_task(_NIAH["toy" if toy.is_toy(_tokenizer(subject)) else "english"])]
+        return [make_task(_NIAH["toy" if toy.is_toy(require_tokenizer(subject)) else "english"])]
     return [make_task({"kind": kind, **_RECALL}) for kind in ("mqar", "phone_book")]
 
 
 def retrieval_tasks(tasks: Sequence[Task]) -> list[Task]:
-    """Those of some tasks whose answers stand in the prompt and are generated."""
+    """Return the retrieval tasks among these whose answers are generated."""
     return [task for task in tasks if task.ability == "retrieval" and task.mode == "generate"]
 
 
-def draw(
+def draw_samples(
     subject: Subject, tasks: Sequence[Task], samples: int, seed: int, without: Collection[tuple[int, ...]] = ()
 ) -> list[Sample]:
-    """So many samples, spread evenly over tasks and their grids; the same ones for the same seed. None of the prompts `without`.
+    """Draw samples, spread evenly over tasks and their grids; deterministic for a seed.
 
-    Needles that the model's window leaves out are left out here: no head could have seen them.
+    Samples whose needle lies outside of the model's attention window are skipped, because no head can attend to it. Fewer than
+    `samples` are returned where a task has no more.
+
+    Args:
+        subject: The model.
+        tasks: Retrieval tasks.
+        samples: Number of samples to draw.
+        seed: Seed of the tasks.
+        without: Prompts (token ids) to skip, e.g. those drawn for another purpose.
     """
     check_count(samples)
     if not tasks:
@@ -93,50 +88,30 @@ def check_count(samples: int) -> None:
 
 
 def _of_task(subject: Subject, task: Task, wanted: int, seed: int, without: Collection[tuple[int, ...]]) -> Iterator[Sample]:
-    tokenizer, anatomy = _tokenizer(subject), subject.anatomy
     extent = task.extent()
     if extent is not None and "samples" in type(task).model_fields:
         each: int = task.samples  # type: ignore[attr-defined]
         task = task.model_copy(update={"samples": -(-wanted * each // extent.samples)})
-    most, stop = task.ending(tokenizer)
-    eos = getattr(subject.model.generation_config, "eos_token_id", None)
-    ends = stop_tokens(eos, () if stop is None else (stop,), partial(subject.encode, continuation=True))
     seen = set(without)
-    for item in task.items(tokenizer, seed, anatomy.window, anatomy.max_tokens):
+    for sample in make_samples(subject, task, seed):
+        item = sample.item
         if item.facts.get("in_window", True) and item.spans.get("needle") and item.prompt not in seen:
             seen.add(item.prompt)
-            yield Sample(task, item if item.ending else replace(item, ending=(most, ends)))
+            yield sample
 
 
 def _spread(items: list[Sample], count: int) -> list[Sample]:
     return items if len(items) <= count else [items[i * len(items) // count] for i in range(count)]
 
 
-def _tokenizer(subject: Subject) -> Any:
-    if subject.tokenizer is None:
-        raise NeedleworkError("this model has no tokenizer, and tasks need one; save it beside the model: save_pretrained(...)")
-    return subject.tokenizer
+def measure_correct(subject: Subject, samples: Sequence[Sample], acts: Sequence[Intervention], progress: Progress) -> np.ndarray:
+    """Return whether each sample is answered correctly under each intervention, [acts, samples]."""
+    return measure(subject, samples, acts, progress=progress).values("correct")
 
 
-def correct(subject: Subject, samples: Sequence[Sample], acts: Sequence[Intervention], progress: Progress) -> np.ndarray:
-    """Whether each sample is answered right under each intervention, [acts, samples]: one run of the engine for all."""
-    place = {act: i for i, act in enumerate(dict.fromkeys(acts))}
-    distinct = list(place)
-    right = np.zeros((len(distinct), len(samples)))
-    requests = [sample.request(act) for act in distinct for sample in samples]
-    for done, (i, answer) in enumerate(subject.engine.run(requests)):
-        act, number = divmod(i, len(samples))
-        sample = samples[number]
-        if answer.error:
-            raise NeedleworkError(f"{sample.item.id} under {distinct[act]}: {answer.error}")
-        right[act, number] = sample.task.score(sample.item, subject.with_text(answer))["correct"]
-        progress((done + 1) / len(requests))
-    return np.asarray(right[[place[act] for act in acts]])
-
-
-def untouched(subject: Subject, samples: Sequence[Sample], progress: Progress) -> np.ndarray:
-    """Which samples the model answers right with nothing done to it; an error if these are too few to rank heads by."""
-    right: np.ndarray = correct(subject, samples, [NONE], progress)[0]
+def measure_baseline(subject: Subject, samples: Sequence[Sample], progress: Progress) -> np.ndarray:
+    """Return which samples the model answers correctly without intervention, [samples]; raise if they are too few."""
+    right: np.ndarray = measure_correct(subject, samples, [NONE], progress)[0]
     share = accuracy(right)
     if share.value < LEAST_RETRIEVAL:
         raise NeedleworkError(
@@ -146,6 +121,56 @@ def untouched(subject: Subject, samples: Sequence[Sample], progress: Progress) -
     return right
 
 
-def clusters(samples: Sequence[Sample]) -> list[str]:
-    """Samples with one haystack are one cluster."""
+def sample_clusters(samples: Sequence[Sample]) -> list[str]:
+    """Return the cluster of each sample, e.g. its haystack; samples of one cluster are resampled together."""
     return [f"{sample.task.kind}/{sample.item.cluster}" for sample in samples]
+
+
+@dataclass(frozen=True)
+class Question:
+    """A sample that the model answers correctly, with the log-likelihood of its answer."""
+
+    place: int  # index among the given items
+    item: Item
+    answer: tuple[int, ...]
+    log_p: float  # log-likelihood of the answer without intervention, in nats
+
+
+def answer_tokens(subject: Subject, item: Item) -> tuple[int, ...]:
+    """Return the tokens of the correct answer as they follow the prompt.
+
+    They are the correct option, if the item has options. Otherwise the target is tokenized together with the prompt, because
+    tokenizers merge a space with the next word; or alone where that changes the prompt's tokens (e.g. a chat template).
+    """
+    if item.options and item.answer is not None:
+        return item.options[item.answer]
+    tokenizer = subject.tokenizer
+    if tokenizer is None or not item.target:
+        raise NeedleworkError(
+            f"{item.id}: its right answer is not known in tokens; give it options, or a target and a model with a tokenizer"
+        )
+    for special in (False, True):
+        whole = token_ids(tokenizer, item.prompt_text + item.target, special)
+        if whole[: len(item.prompt)] == item.prompt and len(whole) > len(item.prompt):
+            return whole[len(item.prompt) :]
+    return token_ids(tokenizer, item.target)
+
+
+def correct_questions(subject: Subject, items: Sequence[Item]) -> list[Question]:
+    """Return the samples whose correct answer greedy decoding gives without intervention, in order; raise if there are none."""
+    answers = [answer_tokens(subject, item) for item in items]
+    asked = [Request(item.prompt, options=(answer,)) for item, answer in zip(items, answers, strict=True)]
+    got = run_requests(subject, asked, [item.id for item in items])
+    return require_nonempty(
+        [Question(i, item, answers[i], got[i].totals[0]) for i, item in enumerate(items) if got[i].greedy[0]], items
+    )
+
+
+def require_nonempty(right: list[Question], items: Sequence[Item]) -> list[Question]:
+    """Return the questions; raise if there are none."""
+    if not right:
+        raise NeedleworkError(
+            f"the model answers none of the {len(items)} samples right, so no head can be credited with it; choose an easier"
+            " task (shorter lengths), or a model that retrieves"
+        )
+    return right

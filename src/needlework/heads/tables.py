@@ -1,52 +1,33 @@
-"""What a survey of heads says, as tables for a terminal of 80 columns and for one page that needs nothing else."""
+"""Tables of head rankings and recurrent groups for the terminal, the HTML page, and the output files of a survey."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
-from typing import NamedTuple
+
+from markupsafe import Markup
+from rich.console import Console, Group
+from rich.text import Text
 
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.files import file_name, whole
-from needlework.heads import foreign, pictures
-from needlework.heads.agreement import Agreement
-from needlework.heads.judging import RANDOM
+from needlework.files import atomic_write, file_name, new_directory
+from needlework.heads import foreign, plots
+from needlework.heads.evaluation import RANDOM, Agreement
 from needlework.heads.methods import table
+from needlework.heads.plots import CUTS
+from needlework.heads.recurrent import RecurrentSide, each_group
 from needlework.heads.survey import Survey
-from needlework.stats import number, percent
-from needlework.terminal import Sheet
+from needlework.reports.page import render_template
+from needlework.stats import Estimate, number, percent
+from needlework.tables import Table
 
 BEST_HEADS = 10
-_STYLE = "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}" + (
-    "table{border-collapse:collapse;margin:1rem 0}th,td{padding:.15rem .7rem;text-align:left;border-bottom:1px solid #ddd}"
-    "figure{margin:1.5rem 0}svg{max-width:100%;height:auto}caption{text-align:left;font-weight:600}"
-)
+MOST_GROUPS = 8  # groups listed in a table
 
 
-class Grid(NamedTuple):
-    """A table as plain words."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    words: Sequence[str]  # columns that are no numbers
-
-    def sheet(self) -> Sheet:
-        sheet = Sheet(self.columns, self.title, self.words)
-        for row in self.rows:
-            sheet.add_row(*row)
-        return sheet
-
-    def html(self) -> str:
-        head = "".join(f"<th>{escape(name)}</th>" for name in self.columns)
-        body = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in self.rows)
-        return f"<table><caption>{escape(self.title)}</caption><tr>{head}</tr>{body}</table>"
-
-
-def grids(survey: Survey) -> list[Grid]:
-    """Rankings and their judgement, the best heads, agreement, static against dynamic."""
+def tables(survey: Survey) -> list[Table]:
+    """Return the tables of a survey: rankings with their evaluation, best heads, agreement, static against dynamic."""
     found = [_rankings(survey), _best_heads(survey)]
     if len(survey.rankings) > 1:
         found.append(_agreement(survey))
@@ -56,7 +37,7 @@ def grids(survey: Survey) -> list[Grid]:
 
 
 def legend(survey: Survey) -> str:
-    """What the columns mean, and what they were measured on."""
+    """Return a text that explains the columns and the samples behind them."""
     made = survey.settings
     judged = f", judged on {made.held_out} others of each of two more seeds" if survey.curves else ""
     return (
@@ -66,7 +47,7 @@ def legend(survey: Survey) -> str:
     )
 
 
-def _rankings(survey: Survey) -> Grid:
+def _rankings(survey: Survey) -> Table:
     floor = survey.curves.get(RANDOM)
     rows = []
     for name in sorted(survey.rankings, key=lambda name: -survey.curves[name].area.value if survey.curves else 0.0):
@@ -80,7 +61,7 @@ def _rankings(survey: Survey) -> Grid:
         rows.append((RANDOM, _bounds(floor.area.value, floor.area.low, floor.area.high), fewest, "–", "–"))
     keep = f"k for {100 * survey.settings.keep:g} %"
     title = f"{survey.model.name}: {len(survey.anatomy.heads)} heads; untouched retrieval {survey.baseline.text()}"
-    return Grid(title, ("method", "area % [95 %]", keep, "halves", "other seed"), rows, ("method",))
+    return Table(("method", "area % [95 %]", keep, "halves", "other seed"), rows, title, ("method",))
 
 
 def _bounds(value: float, low: float, high: float) -> str:
@@ -91,7 +72,7 @@ def _agreed(found: Agreement | None) -> str:
     return f"{found.spearman:.2f},\u00a0{100 * found.overlap:.0f}%" if found else "–"
 
 
-def _best_heads(survey: Survey) -> Grid:
+def _best_heads(survey: Survey) -> Table:
     ranking = survey.rankings[survey.best]
     intervals = ranking.evidence.get("intervals", {})
     rows = []
@@ -100,11 +81,11 @@ def _best_heads(survey: Survey) -> Grid:
         score = number(ranking.scores[head]) if ranking.scores else "–"
         spread = f"[{number(intervals[name][0])}, {number(intervals[name][1])}]" if name in intervals else "–"
         rows.append((str(place), name, score, spread))
-    return Grid(f"best heads by {survey.best}", ("place", "layer.head", "score", "95 %"), rows, ())
+    return Table(("place", "layer.head", "score", "95 %"), rows, f"best heads by {survey.best}", ())
 
 
-def _agreement(survey: Survey) -> Grid:
-    """A corner of the matrix: rank correlation above, overlap of the best below."""
+def _agreement(survey: Survey) -> Table:
+    """Return the agreement of all pairs of rankings: rank correlation above the diagonal, top overlap below."""
     names, found = list(survey.rankings), survey.agreements
     rows = []
     for i, a in enumerate(names):
@@ -113,27 +94,27 @@ def _agreement(survey: Survey) -> Grid:
         rows.append((f"{i + 1} {a}", *shares, "·", *(f"{one.spearman:.2f}" for one in above)))
     first = found[names[0]][names[1]]
     title = f"agreement: rank correlation above,\noverlap of the best {first.k} below (by chance {100 * first.by_chance:.0f}%)"
-    return Grid(title, ("method", *(str(i + 1) for i in range(len(names)))), rows, ("method",))
+    return Table(("method", *(str(i + 1) for i in range(len(names)))), rows, title, ("method",))
 
 
-def _dynamic(survey: Survey) -> Grid:
+def _dynamic(survey: Survey) -> Table:
     assert survey.dynamic is not None
     rows = []
     for way in survey.dynamic.ways:
         e = way.retrieval
         rows.append((way.name, way.heads, _bounds(e.value, e.low, e.high), percent(way.retained.value)))
     title = f"{100 * survey.dynamic.share:g} % of the heads of each layer (n = {survey.dynamic.ways[0].retrieval.n})"
-    return Grid(title, ("heads chosen", "kept", "retrieval % [95 %]", "retained"), rows, ("heads chosen", "kept"))
+    return Table(("heads chosen", "kept", "retrieval % [95 %]", "retained"), rows, title, ("heads chosen", "kept"))
 
 
-def methods() -> Grid:
-    """The table of methods."""
+def methods() -> Table:
+    """Return the table of all registered methods."""
     rows = [(m.name, m.kind, m.about) for m in table().values()]
-    return Grid("ways to rank heads", ("method", "looks at", "measures"), rows, ("method", "looks at", "measures"))
+    return Table(("method", "looks at", "measures"), rows, "ways to rank heads")
 
 
 def check_out(out: Path | None, exports: Sequence[str] = ()) -> None:
-    """Nothing that is there is written over; what cannot be written is told before anything is measured."""
+    """Raise for an unknown export format or a non-empty output directory, before anything is measured."""
     if exports and out is None:
         raise NeedleworkError(f"--export {exports[0]} writes files: give --out DIR")
     for kind in exports:
@@ -144,36 +125,83 @@ def check_out(out: Path | None, exports: Sequence[str] = ()) -> None:
 
 
 def save(survey: Survey, out: Path, exports: Sequence[str] = ()) -> list[Path]:
-    """Everything that was found, into a directory that is new or empty."""
-    check_out(out)
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for name, ranking in survey.rankings.items():
-        path = out / f"ranking-{file_name(name)}.json"
-        ranking.save(path)
-        written.append(path)
-        for kind in exports:
-            path = out / foreign.FILES[kind].format(name=file_name(name))
-            foreign.write(ranking, path, kind, survey.anatomy)
-            written.append(path)
-    with whole(out / "heads.json") as file:
-        json.dump(survey.to_dict(), file, indent=1, allow_nan=False)
-    written += [out / "heads.json", *pictures.save(survey, out)]
-    with whole(out / "heads.html") as file:
-        file.write(_page(survey, out))
-    return [*written, out / "heads.html"]
+    """Write rankings, exports, JSON, plots and the HTML page into a new or empty directory, all files or none."""
+    with new_directory(out) as folder:
+        for name, ranking in survey.rankings.items():
+            ranking.save(folder / f"ranking-{file_name(name)}.json")
+            for kind in exports:
+                foreign.write(ranking, folder / foreign.FILES[kind].format(name=file_name(name)), kind, survey.anatomy)
+        with atomic_write(folder / "heads.json") as file:
+            json.dump(survey.to_dict(), file, indent=1, allow_nan=False)
+        drawn = [(folder / name).read_text(encoding="utf-8") for name in plots.save_plots(survey, folder)]
+        with atomic_write(folder / "heads.html") as file:
+            file.write(_page(survey, drawn))
+    return sorted(out.iterdir())
 
 
-def _page(survey: Survey, out: Path) -> str:
-    """One file with all tables and pictures in it."""
-    parts = [f"<h1>Heads of {escape(survey.model.name)}</h1>"]
-    if survey.smallest:
-        parts.append(f"<p>{escape(survey.smallest.text())}.</p>")
-    parts += [f"<p>{escape(legend(survey))}</p>", *(grid.html() for grid in grids(survey))]
-    for name in pictures.NAMES:
-        if (out / f"{name}.svg").exists():
-            svg = (out / f"{name}.svg").read_text(encoding="utf-8")
-            parts.append(f"<figure>{svg[svg.index('<svg') :]}</figure>")
-    title = f"<title>Heads of {escape(survey.model.name)}</title>"
-    head = f'<!doctype html><html lang="en"><head><meta charset="utf-8">{title}<style>{_STYLE}</style></head>'
-    return f"{head}<body>{''.join(parts)}</body></html>\n"
+def _page(survey: Survey, svgs: Sequence[str]) -> str:
+    """Return the HTML page with all tables and plots embedded."""
+    return render_template(
+        "heads.html",
+        model=survey.model.name,
+        smallest=survey.smallest.text() if survey.smallest else "",
+        legend=legend(survey),
+        tables=tables(survey),
+        plots=[Markup(svg[svg.index("<svg") :]) for svg in svgs],
+    )
+
+
+def recurrent_table(side: RecurrentSide) -> Group:
+    """Return accuracy and lost log P of each ability under each condition, and the groups that matter most to retrieval."""
+    columns = ["what is done", *(f"{ability.name}: right" for ability in side.abilities)]
+    columns += [f"{ability.name}: nats lost" for ability in side.abilities]
+    rows = Table(columns, left=("what is done",))
+
+    def add(label: str, *done: str) -> None:
+        said = [_share(ability.said(*done)) for ability in side.abilities]
+        rows.add_row(label, *said, *(_nats(ability.drop(*done)) for ability in side.abilities))
+
+    add("nothing", "none")
+    for site in side.sites:
+        add(f"{CUTS[site]}, all layers", site)
+    for site in side.sites:
+        for layer in side.layers:
+            add(f"{CUTS[site]}, layer {layer}", f"{site}@{layer}")
+    for share, count in side.sizes.items():
+        add(f"top {count} groups ({percent(share)})", f"top {share}")
+        add(f"{count} groups at random, {side.draws} draws", *side.random(share))
+    kinds = "/".join(side.kinds)
+    missed = [(f"layer {group.layer}, {group.index}", _nats(drop)) for group, drop in list(each_group(side))[:MOST_GROUPS]]
+    title = f"\ngroups ({kinds}) that retrieval misses most"
+    best = Table(("group", "nats that retrieval loses without it"), missed, title, left=("group",))
+    word, why = side.segregated
+    samples = ", ".join(f"{ability.name} {len(ability.clusters)}" for ability in side.abilities)
+    notes = (
+        f"\nsamples: {samples}; 95 % intervals over samples; top groups are ranked by other samples\nsegregated: {word} ({why})"
+    )
+    return Group(rows, best, Text(notes))
+
+
+def recurrent_text(side: RecurrentSide) -> str:
+    console = Console(width=160, no_color=True, highlight=False, force_terminal=False)
+    with console.capture() as captured:
+        console.print(recurrent_table(side))
+    return captured.get()
+
+
+def save_recurrent(side: RecurrentSide, out: Path, title: str = "") -> list[Path]:
+    """Write results as JSON and plots into a new or empty directory."""
+    with new_directory(out) as folder:
+        with atomic_write(folder / "recurrent.json") as file:
+            json.dump(side.to_dict(), file, indent=1, allow_nan=False)
+        for kind in ("png", "svg"):
+            plots.save_recurrent_plot(side, folder / f"recurrent.{kind}", title)
+    return sorted(out.iterdir())
+
+
+def _share(estimate: Estimate) -> str:
+    return f"{percent(estimate.value)} [{percent(estimate.low, '')}, {percent(estimate.high, '')}]"
+
+
+def _nats(estimate: Estimate) -> str:
+    return f"{number(estimate.value)} [{number(estimate.low)}, {number(estimate.high)}]"

@@ -1,4 +1,4 @@
-"""Everything that can be done to a model, to be imported from here. Free of torch."""
+"""Public names of the interventions: ablations, masks, state resets and cache swaps. Does not import torch."""
 
 from needlework.interventions.acts import ChangeOutputs
 from needlework.interventions.attention import (

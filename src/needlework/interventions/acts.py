@@ -1,7 +1,7 @@
-"""Acts: what an intervention does in one layer and one phase to one prompt.
+"""Acts: the primitive operations that interventions are lowered to, each in one layer, one phase and one prompt.
 
-An intervention says what a person means. It is lowered (translated) to acts, which `model/attention.py` and `model/mixers.py`
-carry out. A new intervention only has to say which acts it stands for.
+Users write interventions. An intervention is lowered (translated) to acts, which `model/attention.py` and `model/mixers.py`
+execute. A new intervention only has to define which acts it lowers to.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from needlework.interventions.scores import RANDOM
 
 Phase = Literal["prefill", "decode"]
 Half = Literal["kv", "recurrent"]
-Span = tuple[tuple[int, int], ...]  # half-open token ranges; several if the thing occurs more than once
+Span = tuple[tuple[int, int], ...]  # half-open token ranges; several if the text occurs more than once
 
 
 @dataclass(frozen=True)
-class Scene:
-    """One prompt as an intervention sees it when it is lowered."""
+class LoweringContext:
+    """What an intervention needs to know of the model and one prompt to be lowered."""
 
     anatomy: Anatomy
     prompt_tokens: int
     spans: Mapping[str, Span] = field(default_factory=dict)
-    sample: int = 0  # key of the sample, for random choices that batching and resuming cannot change
+    sample: int = 0  # key of the sample; seeds random choices, so that they do not depend on batching or resuming
 
     def positions(self, span: str | tuple[int, ...]) -> tuple[int, ...]:
-        """Token positions of a named span, or the given positions; an error if they are not in the prompt."""
+        """Return the token positions of a named span, or the given positions; raise if any lies outside the prompt."""
         if isinstance(span, str):
             ranges = self.spans.get(span)
             if not ranges:
@@ -48,26 +48,26 @@ class Scene:
 
 @dataclass(frozen=True)
 class Act:
-    """Base of all acts. `layer` is the model's own index; -1 for acts on the whole memory."""
+    """Base class of acts. `layer` is the model's own layer index; -1 for acts on the whole cache."""
 
-    count: ClassVar[str]  # in the receipt; where it stays 0 the act did nothing, and its trial fails
+    count: ClassVar[str]  # name of its count in the receipt; a trial fails if the count stays 0
     layer: int
 
     @property
     def of_sample(self) -> bool:
-        """Whether it does something else to each sample: then samples that begin alike cannot share one prefill."""
+        """Whether its effect depends on the sample, so that samples with a shared prefix cannot share a prefill."""
         return False
 
 
 @dataclass(frozen=True)
 class KeepBest(Act):
-    """Keep the k best heads of each token by a score of its attention; zero the outputs of the others."""
+    """Keep the k highest-scoring heads of each token; zero the outputs of the others."""
 
     count = "heads_zeroed"
     k: int
     by: str  # a name of `scores.known_scores()`
     seed: int = 0
-    sinks: int = 0  # first tokens that are left out of the score
+    sinks: int = 0  # number of first tokens left out of the score
 
     @property
     def of_sample(self) -> bool:
@@ -85,20 +85,20 @@ class SilenceHeads(Act):
 
 @dataclass(frozen=True)
 class Place:
-    """Where the outputs come from that a `ChangeOutputs` is given."""
+    """The layer, phase, positions and sample of the head outputs given to a `ChangeOutputs` function."""
 
     layer: int
     phase: Phase
-    positions: Any  # tensor [queries], counted from the beginning of the prompt
-    sample: int  # `sample_key(prompt)`, or what the request names
+    positions: Any  # tensor [queries], counted from the first token of the prompt
+    sample: int  # `sample_key(prompt)`, or the request's own `sample`
 
 
 @dataclass(frozen=True)
 class ChangeOutputs(Act):
-    """For whatever no other act does: `function(outputs, place)` reads or replaces what the heads of one row say.
+    """Apply a user-defined function to the head outputs of one row: `function(outputs, place)`.
 
-    `outputs` [queries, heads, dim] may be written to; what the function returns, of the same shape, goes on. A prompt
-    comes in one block of queries or in several, a decoded token in one of its own.
+    `outputs` [queries, heads, dim] may be modified in place; the return value, of the same shape, replaces it. The function is
+    called once per block of queries: one or several for a prompt, one for each decoded token.
     """
 
     count = "heads_changed"
@@ -111,16 +111,16 @@ class ChangeOutputs(Act):
 
 @dataclass(frozen=True)
 class DropAttention(Act):
-    """The whole attention module contributes nothing, its output bias included."""
+    """Zero the output of the whole attention module, its output bias included."""
 
     count = "blocks_dropped"
 
 
 @dataclass(frozen=True)
 class LimitKeys(Act):
-    """A query sees only the last `tokens` keys (itself included) and the first `sinks`; of these heads, or of all."""
+    """Mask all keys but the last `tokens` (the query's own included) and the first `sinks`, in these heads or in all."""
 
-    count = "positions"  # hiding no key of a short prompt is no failure; a note says so
+    count = "positions"  # masking no key of a short prompt is not a failure, but adds a note
     tokens: int
     sinks: int
     heads: frozenset[int] | None = None
@@ -128,9 +128,9 @@ class LimitKeys(Act):
 
 @dataclass(frozen=True)
 class ExposeColumns(Act):
-    """Rewrite attention probabilities on and off the given key positions."""
+    """Change attention probabilities on or off the given key positions."""
 
-    count = "positions"  # a span outside the window is no failure; a note says so
+    count = "positions"  # a span outside the window is not a failure, but adds a note
     mode: Literal["omit", "only", "null", "balanced"]
     positions: tuple[int, ...]
     renormalize: bool
@@ -139,28 +139,28 @@ class ExposeColumns(Act):
 
 @dataclass(frozen=True)
 class CutMemory(Act):
-    """The mixer sees each token alone: nothing is carried from token to token."""
+    """Cut the mixer's recurrent state and convolution between tokens: it processes each token alone."""
 
     count = "states_cut"
 
 
 @dataclass(frozen=True)
 class CutConvolution(Act):
-    """The mixer's short convolution sees each token alone; its recurrent state goes on."""
+    """Cut the mixer's short convolution between tokens; its recurrent state is kept."""
 
     count = "convolutions_cut"
 
 
 @dataclass(frozen=True)
 class CutState(Act):
-    """The mixer's recurrent state is empty before every token; its short convolution goes on."""
+    """Clear the mixer's recurrent state before every token; its short convolution is kept."""
 
     count = "carries_cut"
 
 
 @dataclass(frozen=True)
 class SilenceGroups(Act):
-    """These groups of a mixer's channels are zero where its output projection reads them."""
+    """Zero groups of a mixer's channels at the input of its output projection."""
 
     count = "groups_zeroed"
     groups: frozenset[int]
@@ -168,14 +168,14 @@ class SilenceGroups(Act):
 
 @dataclass(frozen=True)
 class DropRecurrent(Act):
-    """The mixer contributes nothing."""
+    """Zero the mixer's output."""
 
     count = "blocks_dropped"
 
 
 @dataclass(frozen=True)
 class ClearState(Act):
-    """The mixer's memory is emptied just before the token at `position` is read."""
+    """Clear the mixer's recurrent memory just before the token at `position` is processed."""
 
     count = "states_cleared"
     position: int
@@ -183,20 +183,20 @@ class ClearState(Act):
 
 @dataclass(frozen=True)
 class SwapHalf(Act):
-    """After prefill, one half of the memory comes from the twin prompt of this name, or of these token ids."""
+    """After prefill, take one half of the cache (kv or recurrent) from a twin prompt, given by name or token ids."""
 
-    count = "swapped"  # kept apart from the layers' counts
+    count = "swapped"  # `Receipt.swapped`, apart from the counts per layer
     half: Half
     twin: str | tuple[int, ...]
 
 
 _MASK = (1 << 64) - 1
-# Odd constants of splitmix64; `model/edits.py` repeats this mix on tensors, a test holds them equal.
+# Odd constants of splitmix64. `model/edits.py` has the same hash for tensors; a test compares the two.
 GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
 def mix(state: int) -> int:
-    """One round of splitmix64: a 64-bit hash step with no state but its argument."""
+    """Return one round of splitmix64, a 64-bit hash."""
     state = (state + GOLDEN) & _MASK
     state = ((state ^ (state >> 30)) * MIX1) & _MASK
     state = ((state ^ (state >> 27)) * MIX2) & _MASK
@@ -204,7 +204,7 @@ def mix(state: int) -> int:
 
 
 def draw(*keys: int) -> int:
-    """A hash of integers, the same on every machine and in every batch."""
+    """Return a 64-bit hash of integers; the same on every machine and in every batch."""
     state = 0
     for key in keys:
         state = mix(state ^ (key & _MASK))

@@ -1,4 +1,4 @@
-"""Interventions on attention: which heads speak, which keys are seen, which columns are exposed."""
+"""Interventions on attention: ablate or select heads, limit the context, and change attention to a span."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions import acts
-from needlework.interventions.acts import Act, Scene
+from needlework.interventions.acts import Act, LoweringContext
 from needlework.interventions.base import Intervention, Part, combine, register
 from needlework.interventions.ranking import Ranking, Recorded, as_heads
 from needlework.interventions.scores import RANDOM, known_scores, scores_attention
@@ -31,7 +31,7 @@ Heads = Annotated[tuple[Head, ...], BeforeValidator(_sorted_heads)]
 
 @register
 class KeepHeads(Part):
-    """In every attention layer and for every token, keep the k best heads and zero the outputs of the others."""
+    """In every attention layer and for every token, keep the k highest-scoring heads and zero the outputs of the others."""
 
     side = "attention"
     k: int | None = Field(None, ge=0)
@@ -39,8 +39,8 @@ class KeepHeads(Part):
     by: Annotated[str | Ranking | Recorded, AfterValidator(_known_score)] = "entropy"
     scope: Literal["layer", "model"] = "layer"
     seed: int = 0
-    draw: Literal["token", "trial"] = "token"  # for by="random": a new choice per token, or one per trial
-    sinks: int = Field(0, ge=0)  # heads are scored by their attention on all but the first so many tokens
+    draw: Literal["token", "trial"] = "token"  # for by="random": draw heads per token, or once per trial
+    sinks: int = Field(0, ge=0)  # number of first tokens left out when heads are scored by their attention
 
     def model_post_init(self, _: Any) -> None:
         if (self.k is None) == (self.fraction is None):
@@ -58,11 +58,11 @@ class KeepHeads(Part):
 
     @property
     def _static(self) -> bool:
-        """The heads are known before the model runs."""
+        """Whether the kept heads are known before the model runs."""
         return isinstance(self.by, (Ranking, Recorded)) or (self.by == RANDOM and self.draw == "trial")
 
     def count(self, heads: int) -> int:
-        """How many of `heads` are kept."""
+        """Return how many of `heads` are kept."""
         return self.k if self.k is not None else heads_of_share(self.fraction or 0.0, heads)
 
     def check(self, anatomy: Anatomy) -> None:
@@ -81,24 +81,25 @@ class KeepHeads(Part):
                     " has not; `needlework inspect` shows its heads"
                 )
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
-        sizes = {index: scene.anatomy.attention(index).query_heads for index in self.where(scene.anatomy)}
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        sizes = {index: context.anatomy.attention(index).query_heads for index in self.where(context.anatomy)}
         if isinstance(self.by, str) and not self._static:
             for index, heads in sizes.items():
                 if self.count(heads) < heads:
                     yield acts.KeepBest(index, self.count(heads), self.by, self.seed, self.sinks)
             return
-        order = self._static_order(scene, sizes)
+        order = self._static_order(context, sizes)
         groups = [list(sizes)] if self.scope == "model" else [[index] for index in sizes]
         for group in groups:
             members = [head for head in order if head.layer in group]
             kept = set(members[: self.count(len(members))])
             for index in group:
-                silenced = frozenset(h.index for h in scene.anatomy.layers[index].heads if h not in kept)
+                silenced = frozenset(h.index for h in context.anatomy.layers[index].heads if h not in kept)
                 if silenced:
                     yield acts.SilenceHeads(index, silenced)
 
-    def _static_order(self, scene: Scene, sizes: dict[int, int]) -> list[Head]:
+    def _static_order(self, context: LoweringContext, sizes: dict[int, int]) -> list[Head]:
+        """Return the heads of these layers, best first: by the ranking, or by a hash of seed and sample."""
         if isinstance(self.by, Recorded):
             raise NeedleworkError(
                 f"{self}: the ranking {self.by.name!r} is not recorded yet; `needlework run` records those that a plan lists"
@@ -108,21 +109,21 @@ class KeepHeads(Part):
         if isinstance(self.by, Ranking):
             rank = {head: i for i, head in enumerate(self.by.order)}
             return sorted(heads, key=rank.__getitem__)
-        return sorted(heads, key=lambda h: acts.draw(self.seed, scene.sample, h.layer, h.index))
+        return sorted(heads, key=lambda h: acts.draw(self.seed, context.sample, h.layer, h.index))
 
 
 def rankings(intervention: Intervention) -> list[Ranking]:
-    """The orders of heads that an intervention goes by."""
+    """Return the rankings that an intervention uses."""
     return [part.by for part in intervention.parts if isinstance(part, KeepHeads) and isinstance(part.by, Ranking)]
 
 
 def recorded(intervention: Intervention) -> list[Recorded]:
-    """The rankings that an intervention waits for."""
+    """Return the rankings that an intervention uses and that have yet to be recorded."""
     return [part.by for part in intervention.parts if isinstance(part, KeepHeads) and isinstance(part.by, Recorded)]
 
 
 def with_rankings(intervention: Intervention, known: Mapping[Recorded, Ranking | Recorded]) -> Intervention:
-    """The same intervention with the rankings that are known in the place of their names."""
+    """Return the intervention with the names of recorded rankings replaced by the known rankings."""
     if not any(by in known for by in recorded(intervention)):
         return intervention
     parts = intervention.parts
@@ -137,7 +138,7 @@ def with_rankings(intervention: Intervention, known: Mapping[Recorded, Ranking |
 
 
 def _check_heads(part: Part, heads: tuple[Head, ...], anatomy: Anatomy) -> None:
-    """Refuse heads that the model does not have, and none at all."""
+    """Raise if there are no heads, or heads that the model or `layers` does not have."""
     wrong = sorted(set(heads) - set(anatomy.heads))
     if wrong or not heads:
         raise NeedleworkError(
@@ -151,7 +152,7 @@ def _check_heads(part: Part, heads: tuple[Head, ...], anatomy: Anatomy) -> None:
 
 @register
 class AblateHeads(Part):
-    """Silence single heads: their outputs become zero, or the mean that `nw.calibrate` measured."""
+    """Ablate single heads: replace their outputs by zero, or by the mean that `nw.calibrate` measured."""
 
     side = "attention"
     heads: Heads
@@ -173,15 +174,15 @@ class AblateHeads(Part):
         for index in self.where(anatomy):
             yield index, frozenset(h.index for h in self.heads if h.layer == index)
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
-        for index, heads in self._silenced(scene.anatomy):
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        for index, heads in self._silenced(context.anatomy):
             if heads:
                 yield acts.SilenceHeads(index, heads, self.means)
 
 
 @register
 class OnlyHeads(AblateHeads):
-    """The complement of AblateHeads: every head that is not named is silenced, in all layers or in the given ones."""
+    """Ablate all heads but the given ones, in all attention layers or in `layers`; the complement of AblateHeads."""
 
     def where(self, anatomy: Anatomy) -> tuple[int, ...]:
         return Part.where(self, anatomy)
@@ -193,20 +194,20 @@ class OnlyHeads(AblateHeads):
 
 @register
 class AblateAttention(Part):
-    """Silence all heads. `site="heads"` leaves the output projection's bias; `site="block"` removes that too."""
+    """Ablate all heads. `site="heads"` keeps the bias of the output projection; `site="block"` removes it too."""
 
     side = "attention"
     site: Literal["heads", "block"] = "heads"
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
-        for index in self.where(scene.anatomy):
-            everything = frozenset(range(scene.anatomy.attention(index).query_heads))
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        for index in self.where(context.anatomy):
+            everything = frozenset(range(context.anatomy.attention(index).query_heads))
             yield acts.DropAttention(index) if self.site == "block" else acts.SilenceHeads(index, everything)
 
 
 @register
 class ExposeTokens(Part):
-    """Rewrite attention probabilities on and off a span of keys. Combine a prefill and a decode one with `+`."""
+    """Change attention probabilities on or off a span of keys; combine one for prefill and one for decode with `+`."""
 
     side = "attention"
     mode: Literal["keep", "omit", "only", "null", "balanced"]
@@ -216,24 +217,24 @@ class ExposeTokens(Part):
 
     @property
     def revision(self) -> int:
-        """1: in prefill, the authors' code rewrites rows that see no needle column, too."""
+        """1 where compat="paper" now also changes prefill queries that see no column of the span, as the authors' code does."""
         return int(self.compat == "paper" and self.phase != "decode" and self.mode in ("only", "null", "balanced"))
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
-        positions = scene.positions(self.span)
-        if self.compat == "paper":  # the authors' finder ignores BOS and stops at the first copy of the needle
-            first = scene.spans[self.span][0] if isinstance(self.span, str) else (min(positions), max(positions) + 1)
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        positions = context.positions(self.span)
+        if self.compat == "paper":  # the authors' code ignores BOS and uses the first occurrence of the needle only
+            first = context.spans[self.span][0] if isinstance(self.span, str) else (min(positions), max(positions) + 1)
             positions = tuple(p - 1 for p in range(*first) if p > 0)
             if not positions:
                 raise NeedleworkError(f"{self}: the authors' columns are one token early, and before position 0 there is none")
         if self.mode != "keep":
-            for index in self.where(scene.anatomy):
+            for index in self.where(context.anatomy):
                 yield acts.ExposeColumns(index, self.mode, positions, self.renormalize, self.compat == "paper")
 
 
 @register
 class LimitContext(Part):
-    """Attention sees only the last `tokens` keys, the query's own included, and the first `sinks`: all heads, or some."""
+    """Mask all keys but the last `tokens` (the query's own included) and the first `sinks`, in all heads or in some."""
 
     side = "attention"
     tokens: int = Field(ge=1)
@@ -248,7 +249,7 @@ class LimitContext(Part):
         if self.heads is not None:
             _check_heads(self, self.heads, anatomy)
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
-        for index in self.where(scene.anatomy):
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        for index in self.where(context.anatomy):
             heads = None if self.heads is None else frozenset(h.index for h in self.heads if h.layer == index)
             yield acts.LimitKeys(index, self.tokens, self.sinks, heads)

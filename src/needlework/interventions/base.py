@@ -1,17 +1,18 @@
-"""What an intervention is: a frozen value; `+` composes, `str()` and `parse()` round-trip."""
+"""Base classes and registry of interventions: frozen values that `+` combines and `str()` and `parse()` round-trip."""
 
 from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from needlework.anatomy import Anatomy
-from needlework.errors import NeedleworkError, check_plain, shown
-from needlework.interventions.acts import Act, Phase, Scene
+from needlework.errors import NeedleworkError, check_plain, short_repr
+from needlework.interventions.acts import Act, LoweringContext, Phase
 from needlework.interventions.ranking import Ranking, Recorded
 
 When = Literal["prefill", "decode", "both"]
@@ -22,7 +23,7 @@ def _sorted_layers(value: Any) -> Any:
         return value
     try:
         layers = tuple(sorted(set(value)))
-    except TypeError:  # of kinds that do not compare
+    except TypeError:  # values of types that do not compare
         raise ValueError("layers are whole numbers, e.g. [2, 5]") from None
     if not layers:
         raise ValueError("an empty list names no layer; leave layers out to act on all")
@@ -33,14 +34,14 @@ Layers = Annotated[tuple[int, ...] | None, BeforeValidator(_sorted_layers)]
 
 
 class Intervention(BaseModel):
-    """Base of all interventions. The empty one, `NONE`, does nothing and reads "none"."""
+    """Base class of interventions. The empty one, `NONE`, does nothing; its text is "none"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     name: ClassVar[str] = "none"
     side: ClassVar[Literal["attention", "recurrent", "memory", "none"]] = "none"
 
     def __init__(self, /, *values: Any, **fields: Any) -> None:
-        """Positional values go to the intervention's own fields in their order: `KeepHeads(2)` is `KeepHeads(k=2)`."""
+        """Assign positional values to the intervention's own fields in order: `KeepHeads(2)` is `KeepHeads(k=2)`."""
         own = [key for key in type(self).model_fields if key not in Part.model_fields] if values else []
         if len(values) > len(own):
             raise NeedleworkError(f"{self.name}: {len(values)} values without names; it has {', '.join(own) or 'no fields'}")
@@ -58,7 +59,7 @@ class Intervention(BaseModel):
             first = error.errors()[0]
             where = ".".join(str(part) for part in first["loc"]) or "value"
             message = first["msg"].removeprefix("Value error, ")
-            raise NeedleworkError(f"{type(self).name}: {where}: {message} (got {shown(first['input'])})") from None
+            raise NeedleworkError(f"{type(self).name}: {where}: {message} (got {short_repr(first['input'])})") from None
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -68,13 +69,13 @@ class Intervention(BaseModel):
         return combine(self.parts + other.parts)
 
     def check(self, anatomy: Anatomy) -> None:
-        """Raise if this cannot act on such a model; needs no prompt, so it runs before any compute."""
+        """Raise if this cannot act on such a model; needs no prompt, so that it can run before any compute."""
         for part in self.parts:
             part.check(anatomy)
 
-    def lower(self, scene: Scene, phase: Phase) -> list[Act]:
-        """The acts that this stands for in one phase of one prompt."""
-        return [act for part in self.parts if part.phase in (phase, "both") for act in part.stands_for(scene)]
+    def lower_for_phase(self, context: LoweringContext, phase: Phase) -> list[Act]:
+        """Return the acts of all parts in one phase of one prompt."""
+        return [act for part in self.parts if part.phase in (phase, "both") for act in part.lower(context)]
 
     def __str__(self) -> str:
         return " + ".join(part.text() for part in self.parts) or "none"
@@ -87,7 +88,7 @@ NONE = Intervention()
 
 
 class Part(Intervention):
-    """One intervention of one kind. Subclass this, decorate with `@register`, and say which acts it stands for."""
+    """A single intervention. To add one, subclass this, decorate it with `@register` and define `lower`."""
 
     phase: When = "both"
     layers: Layers = None
@@ -98,14 +99,24 @@ class Part(Intervention):
 
     @property
     def revision(self) -> int:
-        """Raised when the same text comes to mean something else, so that older answers are not taken for answers to it."""
+        """Version of the text's meaning: increased when it changes, so that older stored answers are not reused."""
         return 0
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
-        raise TypeError(f"{type(self).__name__} does not say which acts it stands for: define stands_for(self, scene)")
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Accept `stands_for(scene)`, the name of `lower` up to 0.6, with a DeprecationWarning."""
+        super().__init_subclass__(**kwargs)
+        older = cls.__dict__.get("stands_for")
+        if older is not None and "lower" not in cls.__dict__:
+            message = f"{cls.__name__}.stands_for(scene) is lower(context) now; the old name goes with the next minor version"
+            warnings.warn(message, DeprecationWarning, stacklevel=2)
+            cls.lower = older  # type: ignore[method-assign]
+
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        """Return the acts of this intervention on one prompt. Subclasses define it."""
+        raise TypeError(f"{type(self).__name__} does not say which acts it stands for: define lower(self, context)")
 
     def where(self, anatomy: Anatomy) -> tuple[int, ...]:
-        """The layers this acts on: the given ones, or all of its side."""
+        """Return the layers this acts on: `layers`, or all of its side."""
         own = anatomy.recurrent_layers if self.side == "recurrent" else anatomy.attention_layers
         return self.layers if self.layers is not None else tuple(layer.index for layer in own)
 
@@ -127,7 +138,7 @@ class Part(Intervention):
             )
 
     def clashes(self, other: Part) -> bool:
-        """Whether the two may not be combined: by default, when they are of one kind in one phase and layer."""
+        """Return whether two parts cannot be combined: by default, if both have one type and share a phase and a layer."""
         phases_meet = self.phase == other.phase or "both" in (self.phase, other.phase)
         layers_meet = self.layers is None or other.layers is None or bool(set(self.layers) & set(other.layers))
         return type(self) is type(other) and phases_meet and layers_meet
@@ -142,7 +153,7 @@ class Part(Intervention):
 
 
 class Composite(Intervention):
-    """Several parts at once. Made by `+`; the order in which they were added does not matter."""
+    """Several parts applied together, made by `+`; the order of the operands does not matter."""
 
     members: tuple[Any, ...]
 
@@ -152,7 +163,11 @@ class Composite(Intervention):
 
 
 def combine(parts: Sequence[Part]) -> Intervention:
-    """One intervention from parts, in one order whatever way they came; two of a kind may not meet."""
+    """Combine parts into one intervention, in a canonical order.
+
+    Raises:
+        NeedleworkError: Two parts clash, such as two of one type in one phase and layer.
+    """
     ordered = sorted(parts, key=str)
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:
@@ -170,9 +185,9 @@ P = TypeVar("P", bound=type[Part])
 
 
 def register(cls: P) -> P:
-    """Class decorator: makes an intervention known by its snake-case class name, for `parse` and plans.
+    """Register an intervention class under its snake-case name, for `parse` and plans. Use as a decorator.
 
-    A name that another class has is refused: what is written in plans and stores must keep its meaning.
+    A name that is taken by another class is refused, because texts in plans and stores must keep their meaning.
     """
     cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
     known = _REGISTRY.get(cls.name, cls)
@@ -183,7 +198,7 @@ def register(cls: P) -> P:
 
 
 def registered() -> dict[str, type[Part]]:
-    """All interventions by name, those of installed plug-ins (entry point `needlework.interventions`) included."""
+    """Return all interventions by name, including installed plug-ins (entry point group `needlework.interventions`)."""
     for point in _plug_ins():
         if point.name not in _REGISTRY:
             register(point.load())
@@ -192,7 +207,7 @@ def registered() -> dict[str, type[Part]]:
 
 @functools.cache
 def _plug_ins() -> tuple[Any, ...]:
-    """Entry points of installed plug-ins. Looked for once: that reads the metadata of every installed package."""
+    """Return the entry points of installed plug-ins; cached, since it reads the metadata of every installed package."""
     from importlib.metadata import entry_points
 
     return tuple(entry_points(group="needlework.interventions"))

@@ -1,4 +1,4 @@
-"""Interventions on the recurrent side, and on the two halves of a model's memory."""
+"""Interventions on recurrent mixers, and on the two halves of a model's cache (KV and recurrent state)."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from pydantic import BeforeValidator, Field
 from needlework.anatomy import Anatomy, Group
 from needlework.errors import NeedleworkError
 from needlework.interventions import acts
-from needlework.interventions.acts import Act, Half, Scene
+from needlework.interventions.acts import Act, Half, LoweringContext
 from needlework.interventions.base import Part, When, register
 from needlework.interventions.ranking import as_heads
 
 
 @register
 class AblateRecurrent(Part):
-    """Switch the recurrent side off: its memory (each token is read alone) or one kind of it, or its whole contribution."""
+    """Ablate recurrent mixers: their memory across tokens ("memory", or only "conv" or "state"), or their output ("block")."""
 
     side = "recurrent"
     site: Literal["memory", "block", "conv", "state"] = "memory"
 
     def clashes(self, other: Part) -> bool:
-        """A convolution and a state are cut together, which is all of the memory."""
+        """Return whether two parts clash; "conv" and "state" do not: together they cut the whole memory."""
         apart = isinstance(other, AblateRecurrent) and {self.site, other.site} == {"conv", "state"}
         return not apart and super().clashes(other)
 
@@ -39,14 +39,14 @@ class AblateRecurrent(Part):
                 " memory, or choose other layers"
             )
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
         kinds: dict[str, type[Act]] = {
             "memory": acts.CutMemory,
             "block": acts.DropRecurrent,
             "conv": acts.CutConvolution,
             "state": acts.CutState,
         }
-        for index in self.where(scene.anatomy):
+        for index in self.where(context.anatomy):
             yield kinds[self.site](index)
 
 
@@ -56,7 +56,7 @@ def _sorted_groups(value: Any) -> Any:
 
 @register
 class AblateRecurrentGroups(Part):
-    """Silence groups of recurrent mixers (heads, where a mixer has heads): zero what their output projection reads of them."""
+    """Ablate groups of a recurrent mixer (its heads, if it has heads): zero their channels before the output projection."""
 
     side = "recurrent"
     groups: Annotated[tuple[Group, ...], BeforeValidator(_sorted_groups)]
@@ -79,37 +79,37 @@ class AblateRecurrentGroups(Part):
         if left_out:
             raise NeedleworkError(f"{self}: names groups of layers {left_out}, which `layers` leaves out: drop layers")
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
-        for index in self.where(scene.anatomy):
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        for index in self.where(context.anatomy):
             yield acts.SilenceGroups(index, frozenset(group.index for group in self.groups if group.layer == index))
 
 
 @register
 class ResetState(Part):
-    """Empty the recurrent memory once: before the token at a position, or right after the last token of a span."""
+    """Clear the recurrent state once: before the token at a position, or right after the last token of a span."""
 
     side = "recurrent"
     at: int | str = Field(union_mode="left_to_right")
 
     def clashes(self, other: Part) -> bool:
-        return self == other  # several resets at several places are one experiment
+        return self == other  # resets at different positions may be combined
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
         if isinstance(self.at, str):
-            scene.positions(self.at)  # raises if there is no such span
-            cuts = {end for _, end in scene.spans[self.at]}
+            context.positions(self.at)  # raises if there is no such span
+            cuts = {end for _, end in context.spans[self.at]}
         else:
             cuts = {self.at}
         if min(cuts) < 1:
             raise NeedleworkError(f"{self}: there is no memory before position 1; choose at >= 1")
         for position in sorted(cuts):
-            for index in self.where(scene.anatomy):
+            for index in self.where(context.anatomy):
                 yield acts.ClearState(index, position)
 
 
 @register
 class SwapMemory(Part):
-    """After prefill, take one half of the memory from a twin prompt of the same length."""
+    """After prefill, take one half of the cache (kv or recurrent) from a twin prompt of the same length."""
 
     side = "memory"
     half: Half
@@ -125,5 +125,5 @@ class SwapMemory(Part):
         if not (anatomy.attention_layers if self.half == "kv" else anatomy.recurrent_layers):
             raise NeedleworkError(f"{self}: {anatomy.architecture} has no {self.half} memory to swap")
 
-    def stands_for(self, scene: Scene) -> Iterable[Act]:
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
         yield acts.SwapHalf(-1, self.half, self.from_)

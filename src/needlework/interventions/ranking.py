@@ -1,4 +1,4 @@
-"""An order of heads, best first, from whatever measured it; or the name of one that a run has yet to record."""
+"""Rankings of heads, best first, with their file format; or the name of a ranking that a run has yet to record."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from needlework.anatomy import Anatomy, Head
-from needlework.errors import NeedleworkError, check_plain, shown
-from needlework.files import read_text, whole
+from needlework.errors import NeedleworkError, check_plain, short_repr
+from needlework.files import atomic_write, read_text
 
 FORMAT, VERSION = "needlework ranking", 1
-OF_TENSORS = "tensors:"  # begins the hash of a model that comes from no file
-AND_CONFIG = "+"  # and what follows it is of its configuration; older files lack that
-MOST_BYTES = 64 * 2**20  # of a file: a hundred times the largest model's
+OF_TENSORS = "tensors:"  # prefix of the weights hash of a model that was not loaded from files
+AND_CONFIG = "+"  # separates the hash of the weights from that of the configuration, which older files lack
+MOST_BYTES = 64 * 2**20  # of a ranking file: a hundred times that of the largest model
 _CURE = "give a file that `needlework heads` or Ranking.save wrote"
 
 
 def as_heads(value: Any, what: str = "head") -> list[Head]:
-    """Heads (or what else has a layer and a number in it) from pairs of whole numbers."""
+    """Return heads, or recurrent groups (`what="group"`), from pairs of [layer, index]; raise for other values."""
     if isinstance(value, str) or not isinstance(value, Iterable):
-        raise NeedleworkError(f"{what}s are a list of [layer, {what}] pairs, e.g. [[2, 0], [5, 11]], not {shown(value)}")
+        raise NeedleworkError(f"{what}s are a list of [layer, {what}] pairs, e.g. [[2, 0], [5, 11]], not {short_repr(value)}")
     heads = []
     for pair in value:
         if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-            raise NeedleworkError(f"a {what} is a pair [layer, {what}], e.g. [2, 0], not {shown(pair)}")
+            raise NeedleworkError(f"a {what} is a pair [layer, {what}], e.g. [2, 0], not {short_repr(pair)}")
         if not all(isinstance(number, (int, float)) for number in pair):
-            raise NeedleworkError(f"layer and {what} are whole numbers, e.g. [2, 0], not {shown(pair)}")
+            raise NeedleworkError(f"layer and {what} are whole numbers, e.g. [2, 0], not {short_repr(pair)}")
         heads.append(Head(*pair))
     return heads
 
 
 class Recorded(BaseModel):
-    """A ranking that a plan names and its run records before it is needed.
+    """A reference to a ranking that a plan names and its run records before it is needed.
 
-    `content` is a hash of what it is recorded from: with the model it decides the order, so that a trial has its id before
-    the order is known. A plan's text leaves it out: `keep_heads(k=2, by=recorded('needle_mass'))`.
+    `content` is a hash of the inputs of the recording. Together with the model it determines the order, so that trials have ids
+    before the order is known. Texts in plans omit it: `keep_heads(k=2, by=recorded('needle_mass'))`.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,24 +56,24 @@ class Origin(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     name: str = ""
     architecture: str = ""
-    weights: str = ""  # hash, as in stores; empty: not known
+    weights: str = ""  # hash of the weights, as in stores; empty if unknown
 
 
 class Ranking(BaseModel):
-    """Heads from best to worst. A value: it compares by order alone and has a text form that `parse` reads.
+    """Heads from best to worst, with metadata about how they were ranked.
 
-    What it was measured with travels along, into files and back: `save`, `load`.
+    Rankings compare by order alone. `text` and `parse` convert the order only; `save` and `load` keep the metadata too.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     order: tuple[Head, ...]
-    scores: Mapping[Head, float] = {}  # more is better; of all heads of the order, or of none
-    method: str = ""  # how: a name of `needlework heads --methods`, or whose file it was
+    scores: Mapping[Head, float] = {}  # higher is better; of all heads in `order`, or empty
+    method: str = ""  # a name of `needlework heads --methods`, or the source of an imported file
     model: Origin = Origin()
     task: str = ""
     samples: int = 0
     seed: int | None = None
-    evidence: Mapping[str, Any] = {}  # what else was counted, ready for JSON
+    evidence: Mapping[str, Any] = {}  # further measurements, ready for JSON
 
     @field_validator("order", mode="before")
     @classmethod
@@ -97,7 +97,7 @@ class Ranking(BaseModel):
         except ValidationError as error:
             fault = error.errors()[0]
             message = fault["msg"].removeprefix("Value error, ")
-            raise NeedleworkError(f"ranking: {message.removeprefix('ranking: ')} (got {shown(fault['input'])})") from None
+            raise NeedleworkError(f"ranking: {message.removeprefix('ranking: ')} (got {short_repr(fault['input'])})") from None
         if self.scores and set(self.scores) != set(self.order):
             raise NeedleworkError("ranking: scores are given for other heads than the order has; give one for each, or none")
 
@@ -109,17 +109,17 @@ class Ranking(BaseModel):
 
     @classmethod
     def by_scores(cls, scores: Mapping[Head, float], **about: Any) -> Ranking:
-        """The heads by their scores, most first; of equals the one that comes first in the model."""
+        """Return the ranking of heads by score, highest first; ties go to the head that comes first in the model."""
         return cls(order=sorted(scores, key=lambda head: (-scores[head], head)), scores=scores, **about)
 
     def top(self, k: int) -> tuple[Head, ...]:
-        """The k best heads."""
+        """Return the k best heads."""
         if not 0 <= k <= len(self.order):
             raise NeedleworkError(f"ranking: {k} of {len(self.order)} heads; choose k from 0 to {len(self.order)}")
         return self.order[:k]
 
     def check(self, anatomy: Anatomy, weights: str = "") -> None:
-        """Raise unless this ranks the heads of such a model, all of them, and, where both are known, of these very weights."""
+        """Raise unless this ranks exactly the heads of a model and, if both hashes are known, was measured on its weights."""
         heads = set(anatomy.heads)
         if unknown := sorted(set(self.order) - heads):
             raise NeedleworkError(
@@ -130,8 +130,8 @@ class Ranking(BaseModel):
             raise NeedleworkError(
                 f"{self._named} does not cover heads {[tuple(head) for head in missing[:5]]} of this model: rank it anew"
             )
-        kinds = {name.startswith(OF_TENSORS) for name in (weights, self.model.weights)}  # those of files say nothing of tensors
-        both = zip(weights.split(AND_CONFIG), self.model.weights.split(AND_CONFIG), strict=False)  # as far as both say it
+        kinds = {name.startswith(OF_TENSORS) for name in (weights, self.model.weights)}  # file and tensor hashes do not compare
+        both = zip(weights.split(AND_CONFIG), self.model.weights.split(AND_CONFIG), strict=False)  # the config if both have it
         if weights and self.model.weights and len(kinds) == 1 and any(ours != theirs for ours, theirs in both):
             raise NeedleworkError(
                 f"{self._named} is of other weights ({_short(self.model.weights)}, {self.model.architecture}) than this model has"
@@ -139,7 +139,7 @@ class Ranking(BaseModel):
             )
 
     def unsigned(self) -> Ranking:
-        """The same without the model that it comes from: it may then be used on any model with these heads."""
+        """Return the ranking without its model of origin, so that it can be used on any model with these heads."""
         return self.model_copy(update={"model": Origin()})
 
     @property
@@ -152,16 +152,17 @@ class Ranking(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Ranking:
+        """Read an order such as "2.0 5.11" (layer.head, best first)."""
         try:
             order = [Head(*(int(n) for n in word.split("."))) for word in text.split()]
         except (AttributeError, TypeError, ValueError):
             raise NeedleworkError(
-                f"ranking: expected words such as '2.0 5.11' (layer.head, best first), got {shown(text)}"
+                f"ranking: expected words such as '2.0 5.11' (layer.head, best first), got {short_repr(text)}"
             ) from None
         return cls(order=order)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, ready for JSON: heads as [layer, head, score], best first."""
+        """Return everything as JSON values; heads are [layer, head, score], or [layer, head] without scores, best first."""
         heads = [[*head, *([self.scores[head]] if self.scores else [])] for head in self.order]
         about = {key: getattr(self, key) for key in ("method", "task", "samples", "seed")}
         model = self.model.model_dump()
@@ -175,23 +176,25 @@ class Ranking(BaseModel):
         }
 
     def save(self, path: Path | str) -> None:
-        """Write a file that `load` reads: whole, or not at all."""
+        """Write a file that `load` reads, atomically."""
         lines = [f" {json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in self.to_dict().items()]
-        with whole(Path(path)) as file:
+        with atomic_write(Path(path)) as file:
             file.write("{\n" + ",\n".join(lines) + "\n}\n")
 
     @classmethod
     def load(cls, path: Path | str) -> Ranking:
-        """What `save` wrote; a NeedleworkError for whatever else is in the file."""
+        """Read a file that `save` wrote; raise NeedleworkError for any other content."""
         return cls.from_dict(read_json(path), str(path))
 
     @classmethod
     def from_dict(cls, content: Any, where: str = "ranking") -> Ranking:
+        """Return the ranking that `to_dict` wrote; `where` names the source in errors."""
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise NeedleworkError(f"{where}: holds no ranking (its format is not {FORMAT!r}); {_CURE}")
         if content.get("version") != VERSION:
             raise NeedleworkError(
-                f"{where}: is of version {shown(content.get('version'))}, this reads version {VERSION}; use a newer needlework"
+                f"{where}: is of version {short_repr(content.get('version'))}, this reads version {VERSION}; use a newer"
+                " needlework"
             )
         fields = {key: value for key, value in content.items() if key not in ("format", "version", "heads")}
         heads = content.get("heads")
@@ -202,12 +205,12 @@ class Ranking(BaseModel):
             order = as_heads([row[:2] for row in rows])
             scores = {head: row[2] for head, row in zip(order, rows, strict=True) if len(row) == 3}
             return cls(order=order, scores=scores, **fields)
-        except (NeedleworkError, TypeError) as error:  # TypeError: a key that is no field's name
+        except (NeedleworkError, TypeError) as error:  # TypeError: a key that is given already, such as order
             raise NeedleworkError(f"{where}: {error}; {_CURE}") from None
 
 
 def jsonable(value: Any) -> Any:
-    """The same with null where a number is none: JSON has no word for it."""
+    """Return a copy with None for NaN and infinite numbers, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -216,7 +219,7 @@ def jsonable(value: Any) -> Any:
 
 
 def read_json(path: Path | str) -> Any:
-    """What a JSON file holds, read with a limit."""
+    """Read a JSON file of at most MOST_BYTES bytes; raise NeedleworkError if it is larger or invalid."""
     try:
         return json.loads(read_text(path, _CURE, most=MOST_BYTES))
     except (ValueError, RecursionError) as error:

@@ -1,6 +1,6 @@
-"""The table of head scores: what `KeepHeads` ranks heads by. Free of torch: scores call methods of their arguments.
+"""Head scores that `KeepHeads` can rank heads by. Does not import torch: scores only call methods of their arguments.
 
-Every score is [rows, heads, queries], and the heads with the highest are kept.
+Every score function returns [rows, heads, queries]; the heads with the highest scores are kept.
 """
 
 from __future__ import annotations
@@ -20,15 +20,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class HeadScore:
-    """`function(p)` or `function(p, log_p)` of attention probabilities and their logarithms, [rows, heads, queries, keys],
-    or `function(outputs)` of head outputs, [rows, heads, queries, dim].
+    """A named score function of heads.
 
-    Where a key is hidden, p is exactly 0. `log_p` belongs to the function, which may write over it; the others are to be read.
+    The function is `function(p)` or `function(p, log_p)` of attention probabilities and their logarithms [rows, heads, queries,
+    keys], or `function(outputs)` of head outputs [rows, heads, queries, dim]. p is exactly 0 where a key is masked. The function
+    may overwrite `log_p`, but not `p` or `outputs`.
     """
 
     name: str
     needs: Needs
     function: Callable[..., Any]
+
+    @property
+    def built_in(self) -> bool:
+        return self.name in _TAKEN
 
     @cached_property
     def takes_log_p(self) -> bool:
@@ -51,19 +56,19 @@ _TAKEN = frozenset({*HEAD_SCORES, RANDOM, "ranking"})
 
 
 def known_scores() -> tuple[str, ...]:
-    """Everything that `KeepHeads(by=...)` knows by name, the built-in ones first."""
+    """Return the names that `KeepHeads(by=...)` accepts."""
     return *HEAD_SCORES, RANDOM
 
 
 def scores_attention(name: str) -> bool:
-    """Whether a score is one of attention probabilities."""
+    """Return whether a score is computed from attention probabilities."""
     return name in HEAD_SCORES and HEAD_SCORES[name].needs == "probabilities"
 
 
 def head_score(needs: Needs = "probabilities") -> Callable[[F], F]:
-    """Function decorator: makes a score of one's own known to `KeepHeads` by the function's name, for `parse` and plans.
+    """Return a decorator that registers a score function under its own name, for `KeepHeads`, `parse` and plans.
 
-    Results are stored under that name: a function that computes something else deserves another one.
+    Results are stored under that name, so rename a function when it computes something else.
     """
     if needs not in get_args(Needs):
         raise NeedleworkError(f"head_score: needs={needs!r} is not known; write @nw.head_score('probabilities') or ('outputs')")

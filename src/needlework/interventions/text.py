@@ -1,4 +1,4 @@
-"""Interventions from text: `keep_heads(k=2)`, or many at once: `keep_heads(k=0..H, phase={'prefill', 'decode'})`."""
+"""Parse interventions from text: one, `keep_heads(k=2)`, or a sweep, `keep_heads(k=0..H, phase={'prefill', 'decode'})`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,21 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
 
-from needlework.errors import NeedleworkError, check_plain, did_you_mean, shown
+from needlework.errors import NeedleworkError, check_plain, did_you_mean, short_repr
 from needlework.interventions.base import NONE, Intervention, combine, registered
 from needlework.interventions.ranking import Ranking, Recorded
 
-MOST_CHARACTERS = 250_000  # of one text, and of all that its ranges stand for a hundred times that
+MOST_CHARACTERS = 250_000  # of one text; all texts that it expands to may have 100 times as many
 MOST_BRACES = 100
-_NO_VALUE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # what `ast` raises for what is none, or too deep
+_NO_VALUE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # from `ast`, for invalid or deeply nested text
 
 
 def parse(text: str) -> Intervention:
-    """The intervention that a text stands for: `parse(str(x)) == x`. Nothing in the text is executed."""
+    """Return the intervention of a text: `parse(str(x)) == x`. Nothing in the text is executed.
+
+    Raises:
+        NeedleworkError: The text is invalid.
+    """
     if text.strip() in ("none", ""):
         return NONE
     _check_size(text)
@@ -28,7 +32,7 @@ def parse(text: str) -> Intervention:
         tree = ast.parse(_escape_keywords(text.strip()), mode="eval").body
     except (SyntaxError, tokenize.TokenError, ValueError) as error:
         raise _bad(text, f"it does not read as calls joined by '+': {error}") from None
-    except (MemoryError, RecursionError):  # Python's parser has a limit of its own, and says so in these ways
+    except (MemoryError, RecursionError):  # limits of Python's parser
         raise _bad(text, "it has too many parts, or one inside the other too often") from None
     calls = []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
@@ -40,7 +44,7 @@ def parse(text: str) -> Intervention:
 
 
 def as_intervention(given: Intervention | str) -> Intervention:
-    """What was given as a value or as its text."""
+    """Return the intervention given as a value or as its text."""
     if isinstance(given, str):
         return parse(given)
     if not isinstance(given, Intervention):
@@ -91,13 +95,13 @@ def _value(node: ast.expr, text: str) -> Any:
 
 def _source(node: ast.expr) -> str:
     try:
-        return shown(ast.unparse(node))
+        return short_repr(ast.unparse(node))
     except RecursionError:
         return "something too deep to be shown"
 
 
 def _check_size(text: str) -> None:
-    """What is read takes time and memory by its length: no text is too long to be read at once."""
+    """Raise if a text is too long, which bounds the time and memory of parsing, or holds values that cannot be stored."""
     if len(text) > MOST_CHARACTERS:
         raise _bad(text, f"it has {len(text):,} characters; at most {MOST_CHARACTERS:,} are read")
     try:
@@ -107,7 +111,7 @@ def _check_size(text: str) -> None:
 
 
 def _escape_keywords(text: str) -> str:
-    """`from=` is right in our text but a keyword in Python's grammar, which does the reading."""
+    """Replace the name `from`, a field of SwapMemory, by `from_`: the text is parsed by Python, where `from` is a keyword."""
     if "from" not in text:
         return text
     tokens = []
@@ -118,7 +122,7 @@ def _escape_keywords(text: str) -> str:
 
 
 def _bad(text: str, why: str) -> NeedleworkError:
-    return NeedleworkError(f"cannot read the intervention {shown(text)}: {why}")
+    return NeedleworkError(f"cannot read the intervention {short_repr(text)}: {why}")
 
 
 MOST = 10_000  # interventions from one text
@@ -131,29 +135,34 @@ _CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 
 def expand(text: str, sizes: Mapping[str, int]) -> list[Intervention]:
-    """Every intervention that the text stands for, each once, in the order written."""
+    """Expand the braces and ranges of a text and return the distinct interventions, in the order written.
+
+    Args:
+        text: Such as `keep_heads(k=0..H)`.
+        sizes: Values of the names in `SIZES` for the model.
+    """
     _check_size(text)
     most = min(MOST, 100 * MOST_CHARACTERS // max(1, len(text)))
     each = _alternatives(text, sizes)
     first = next(each)
-    parse(first)  # what cannot be read is told before all of it is written out
+    parse(first)  # fail early, before all texts are expanded
     texts = [first, *islice(each, most)]
     if len(texts) > most:
-        raise NeedleworkError(f"{shown(text)} stands for more than {most} interventions; narrow its ranges")
+        raise NeedleworkError(f"{short_repr(text)} stands for more than {most} interventions; narrow its ranges")
     by_text = {str(intervention): intervention for intervention in map(parse, texts)}
     return list(by_text.values())
 
 
 def check_ranges(text: str) -> None:
-    """Raise if the text cannot be read, whatever the model: sizes are taken large enough for every range."""
+    """Raise if the text is invalid for any model; sizes are set large enough for every range."""
     written = [int(number) for number in re.findall(r"\d{1,9}", text)]
     expand(text, dict.fromkeys(SIZES, min(MOST, max(written, default=0) + 1)))
 
 
 def _alternatives(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
-    """Texts without braces and ranges. Braces go first: they may hold ranges, never the other way round."""
+    """Yield texts without braces and ranges. Braces are expanded first: they may contain ranges, but not vice versa."""
     if text.count("{") > MOST_BRACES:
-        raise NeedleworkError(f"{shown(text)} has more than {MOST_BRACES} braces; write several texts instead")
+        raise NeedleworkError(f"{short_repr(text)} has more than {MOST_BRACES} braces; write several texts instead")
     waiting = [text]
     while waiting:
         one = waiting.pop()
@@ -181,7 +190,7 @@ def _outside_quotes(text: str, char: str) -> int | None:
 
 
 def _braces(text: str, start: int) -> tuple[int, list[str]]:
-    """The end of the braces that open at `start`, and what stands between their own commas."""
+    """Return the end of the brace group that opens at `start`, and its comma-separated alternatives."""
     closers, quote, options, last = "", "", [], start + 1
     for i in range(start, len(text)):
         c = text[i]
@@ -196,18 +205,21 @@ def _braces(text: str, start: int) -> tuple[int, list[str]]:
             last = i + 1
         elif c in _CLOSES.values():
             if c != closers[-1]:
-                raise NeedleworkError(f"{shown(text)}: {closers[-1]!r} is missing before {shown(text[i:])}")
+                raise NeedleworkError(f"{short_repr(text)}: {closers[-1]!r} is missing before {short_repr(text[i:])}")
             closers = closers[:-1]
             if not closers:
                 options.append(text[last:i].strip())
                 if not all(options):
-                    raise NeedleworkError(f"{shown(text)}: an alternative in {shown(text[start : i + 1])} is empty; write none")
+                    raise NeedleworkError(
+                        f"{short_repr(text)}: an alternative in {short_repr(text[start : i + 1])} is empty; write none"
+                    )
                 return i + 1, options
-    raise NeedleworkError(f"{shown(text)}: a brace that opens is never closed")
+    raise NeedleworkError(f"{short_repr(text)}: a brace that opens is never closed")
 
 
 def _ranges(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
-    pieces = _QUOTED.split(text)  # odd pieces stand in quotes and are left alone
+    """Yield the texts for all values of the ranges in a text, with sizes (H) replaced by numbers."""
+    pieces = _QUOTED.split(text)  # odd items are quoted and not expanded
     for i in range(0, len(pieces), 2):
         if match := _RANGE.search(pieces[i]):
             before = "".join(pieces[:i]) + pieces[i][: match.start()]
@@ -216,7 +228,7 @@ def _ranges(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
                 yield from _ranges(f"{before}{number}{after}", sizes)
             return
         if ".." in pieces[i]:
-            raise NeedleworkError(f"{shown(text)}: ranges need whole numbers: 0..16, 0..H, 0..16..4; list others: {{a, b}}")
+            raise NeedleworkError(f"{short_repr(text)}: ranges need whole numbers: 0..16, 0..H, 0..16..4; list others: {{a, b}}")
         pieces[i] = _SIZE.sub(lambda m: str(_whole(m[1], text, sizes)), pieces[i])
     yield "".join(pieces)
 
@@ -225,7 +237,9 @@ def _numbers(match: re.Match[str], text: str, sizes: Mapping[str, int]) -> range
     first, last = _whole(match[1], text, sizes), _whole(match[2], text, sizes)
     step = _whole(match[3], text, sizes) if match[3] else 1
     if step < 1 or first > last:
-        raise NeedleworkError(f"{shown(text)}: the range {match[0]} is empty; begin with the smaller number, step at least 1")
+        raise NeedleworkError(
+            f"{short_repr(text)}: the range {match[0]} is empty; begin with the smaller number, step at least 1"
+        )
     return range(first, last + 1, step)
 
 
@@ -235,4 +249,6 @@ def _whole(word: str, text: str, sizes: Mapping[str, int]) -> int:
     if word in sizes:
         return sizes[word]
     known = ", ".join(f"{name} ({meaning})" for name, meaning in SIZES.items())
-    raise NeedleworkError(f"{shown(text)}: {shown(word)} is neither a whole number nor a size of the model; known: {known}")
+    raise NeedleworkError(
+        f"{short_repr(text)}: {short_repr(word)} is neither a whole number nor a size of the model; known: {known}"
+    )

@@ -1,63 +1,80 @@
-"""Attention of queries in which each row keeps its most certain heads: the heads that are not kept are never mixed."""
+"""Attention on CPUs that can keep only each row's heads of lowest entropy; outputs of the other heads are not computed.
 
-from typing import NamedTuple
+For each block of queries, the kernel computes scores, softmax, entropy, the choice of heads, and outputs, all in cache.
+Keys and values are transposed, with tokens adjacent in memory: both products loop over tokens, for four queries and four
+channels at a time. A block is as many queries of one batch row as make four query vectors per kv head, at least one query.
+"""
 
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
 import torch
 from torch import Tensor
 
-from needlework.kernels import block_attention_cpu
-from needlework.kernels.checks import check_shape
-from needlework.kernels.jit import differentiated
+from needlework.kernels.jit import DENSE, MASK, arrays, check_shape, compile_kernel, helper, needs_gradient, run_blocks
+from needlework.kernels.vector_math import LOG2E, ONE, ZERO, exp2
+
+_CUBES = "float32[:,:,:,::1]"
+_MASKS = "boolean[:,:,::1]"
+_INDEX = "int64[::1]"
+_TILE = 4  # queries, and channels, that are multiplied at once
+
+_reassociated = numba.njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")  # allows vectorised sums
+_ONE, _TWO, _THREE = np.uint64(1), np.uint64(2), np.uint64(3)
 
 
-class Lines(NamedTuple):
-    """Keys and values with tokens side by side: of prompts that rows share (`far`), and behind them each row's own (`near`)."""
+class TransposedKeyValues(NamedTuple):
+    """Keys and values with tokens adjacent: those of a prefix that rows share (`far`), followed by each row's own (`near`)."""
 
     far_keys: Tensor  # [prompts, kv_heads, dim, far]
     far_values: Tensor  # [prompts, kv_heads, value_dim, far]
-    prompt: Tensor  # [rows] the prompt that each row reads
+    prompt: Tensor  # [rows] the prompt of each row
     near_keys: Tensor  # [rows, kv_heads, dim, near]
-    near_values: Tensor
+    near_values: Tensor  # [rows, kv_heads, value_dim, near]
 
 
-def covers(query: Tensor, value_dim: int) -> bool:
-    """Whether queries like these can be given to `attend`."""
-    whole = query.shape[-1] % 4 == 0 and value_dim % 4 == 0
-    return whole and query.device.type == "cpu" and query.dtype == torch.float32 and not differentiated(query)
-
-
-def lines_of(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [rows, kv_heads, tokens, dim] with tokens side by side."""
+def transpose_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [rows, kv_heads, tokens, dim] as [rows, kv_heads, dim, tokens]."""
     return key.transpose(2, 3).contiguous(), value.transpose(2, 3).contiguous()
+
+
+def supports(query: Tensor, value_dim: int) -> bool:
+    """Return whether `attend` supports these queries: fp32 on a CPU without gradients, dims that are multiples of 4."""
+    multiples = query.shape[-1] % _TILE == 0 and value_dim % _TILE == 0
+    return multiples and query.device.type == "cpu" and query.dtype == torch.float32 and not needs_gradient(query)
 
 
 def attend(
     query: Tensor,
-    lines: Lines,
+    lines: TransposedKeyValues,
     visible: Tensor | None = None,
     keep: Tensor | None = None,
     left_out: Tensor | None = None,
-    silenced: Tensor | None = None,
+    zeroed_heads: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What heads say, [rows, queries, heads, value_dim]; which of them are off, [rows, queries, heads]; and minus their entropy.
+    """Compute attention and zero the heads that a row does not keep.
 
-    query: [rows, heads, queries, dim], scaled. visible: bool [rows or 1, queries, keys]; None: every key. keep: [rows] how many
-    heads stay on, those whose attention has the least entropy, ties to the lower head; None: all. left_out: bool [rows, keys],
-    keys that do not count in the entropy. silenced: bool [rows, heads], off whatever their entropy. A query that sees no key
-    gets nothing, and a row that keeps no head has its entropies left at 0. All floats are fp32, and dims are multiples of 4.
+    Args:
+        query: [rows, heads, queries, dim], scaled. All floats are fp32, and dims are multiples of 4.
+        visible: bool [rows or 1, queries, keys]; None: every key. A query that sees no key gets zeros.
+        keep: [rows] number of heads to keep, those of lowest entropy; ties go to the lower head index. None: all.
+        left_out: bool [rows, keys], keys that the entropy ignores.
+        zeroed_heads: bool [rows, heads], heads that are zeroed whatever their entropy.
+
+    Returns:
+        Outputs [rows, queries, heads, value_dim]; mask of zeroed heads [rows, queries, heads]; negative entropies of all
+        heads [rows, queries, heads], 0 in a row that keeps no head.
     """
     rows, heads, queries, _ = query.shape
-    keys = lines.far_keys.shape[3] + lines.near_keys.shape[3]
-    if visible is not None:
-        check_shape("visible", visible, visible.shape[0] if visible.shape[0] == 1 else rows, queries, keys)
-    if left_out is not None:
-        check_shape("left_out", left_out, rows, keys)
-    if keep is not None:
-        check_shape("keep", keep, rows)
-    if silenced is not None:
-        check_shape("silenced", silenced, rows, heads)
     prompts, kv_heads, dim, far = lines.far_keys.shape
     near, value_dim = lines.near_keys.shape[3], lines.far_values.shape[2]
+    keys, mask_rows = far + near, 1 if visible is not None and visible.shape[0] == 1 else rows
+    check_shape("visible", visible, mask_rows, queries, keys)
+    check_shape("left_out", left_out, rows, keys)
+    check_shape("keep", keep, rows)
+    check_shape("zeroed_heads", zeroed_heads, rows, heads)
     check_shape("prompt", lines.prompt, rows)
     check_shape("query", query, rows, heads // kv_heads * kv_heads, queries, dim)
     check_shape("near_keys", lines.near_keys, rows, kv_heads, dim, near)
@@ -65,16 +82,302 @@ def attend(
     check_shape("near_values", lines.near_values, rows, kv_heads, value_dim, near)
     nothing = torch.zeros(rows, 0, dtype=torch.bool)
     out = torch.empty(rows, queries, heads, value_dim)
-    off, certainty = torch.empty(rows, queries, heads, dtype=torch.bool), torch.empty(rows, queries, heads)
-    block_attention_cpu.forward(
+    off, negative_entropy = torch.empty(rows, queries, heads, dtype=torch.bool), torch.empty(rows, queries, heads)
+    width = max(1, _TILE // (heads // kv_heads))  # queries per block
+    tensors = (
         query.contiguous(),
         *(x if x.dim() == 1 else x.flatten(0, 1) for x in lines),
         nothing[None] if visible is None else visible.contiguous(),
         nothing if left_out is None else left_out.contiguous(),
         torch.full((rows,), heads) if keep is None else keep,
-        torch.zeros(rows, heads, dtype=torch.bool) if silenced is None else silenced.contiguous(),
-        out,
-        off,
-        certainty,
+        torch.zeros(rows, heads, dtype=torch.bool) if zeroed_heads is None else zeroed_heads.contiguous(),
+        *(out, off, negative_entropy),
     )
-    return out, off, certainty
+    run_blocks(_kernel, rows * -(-queries // width), *arrays(*tensors))
+    return out, off, negative_entropy
+
+
+# --- Kernel. Offsets are unsigned: numba supports negative indices, and the check for them prevents vectorisation.
+
+
+@helper  # type: ignore[untyped-decorator]
+def _add_products(a: Any, at: Any, b: Any, first: Any, pitch: Any, c: Any, to: Any, n: Any) -> None:
+    """Compute c[to[i] + j] += sum over 4 channels d of a[at[i] + d] * b[first + d * pitch + j], for 4 queries i, n tokens j."""
+    a0, a1, a2, a3 = at[0], at[1], at[2], at[3]
+    p0, p1, p2, p3 = a[a0], a[a0 + _ONE], a[a0 + _TWO], a[a0 + _THREE]
+    q0, q1, q2, q3 = a[a1], a[a1 + _ONE], a[a1 + _TWO], a[a1 + _THREE]
+    r0, r1, r2, r3 = a[a2], a[a2 + _ONE], a[a2 + _TWO], a[a2 + _THREE]
+    s0, s1, s2, s3 = a[a3], a[a3 + _ONE], a[a3 + _TWO], a[a3 + _THREE]
+    b0, b1, b2, b3 = first, first + pitch, first + _TWO * pitch, first + _THREE * pitch
+    c0, c1, c2, c3 = to[0], to[1], to[2], to[3]
+    for j in range(n):
+        v0, v1, v2, v3 = b[b0 + j], b[b1 + j], b[b2 + j], b[b3 + j]
+        c[c0 + j] = c[c0 + j] + p0 * v0 + p1 * v1 + p2 * v2 + p3 * v3
+        c[c1 + j] = c[c1 + j] + q0 * v0 + q1 * v1 + q2 * v2 + q3 * v3
+        c[c2 + j] = c[c2 + j] + r0 * v0 + r1 * v1 + r2 * v2 + r3 * v3
+        c[c3 + j] = c[c3 + j] + s0 * v0 + s1 * v1 + s2 * v2 + s3 * v3
+
+
+@_reassociated  # type: ignore[untyped-decorator]
+def _add_sums(a: Any, at: Any, b: Any, first: Any, pitch: Any, c: Any, to: Any, n: Any) -> None:
+    """Compute c[to[i] + d] += sum over n tokens j of a[at[i] + j] * b[first + d * pitch + j], for 4 queries i, 4 channels d."""
+    a0, a1, a2, a3 = at[0], at[1], at[2], at[3]
+    b0, b1, b2, b3 = first, first + pitch, first + _TWO * pitch, first + _THREE * pitch
+    p0 = p1 = p2 = p3 = q0 = q1 = q2 = q3 = r0 = r1 = r2 = r3 = s0 = s1 = s2 = s3 = ZERO
+    for j in range(n):
+        v0, v1, v2, v3 = b[b0 + j], b[b1 + j], b[b2 + j], b[b3 + j]
+        w = a[a0 + j]
+        p0, p1, p2, p3 = p0 + w * v0, p1 + w * v1, p2 + w * v2, p3 + w * v3
+        w = a[a1 + j]
+        q0, q1, q2, q3 = q0 + w * v0, q1 + w * v1, q2 + w * v2, q3 + w * v3
+        w = a[a2 + j]
+        r0, r1, r2, r3 = r0 + w * v0, r1 + w * v1, r2 + w * v2, r3 + w * v3
+        w = a[a3 + j]
+        s0, s1, s2, s3 = s0 + w * v0, s1 + w * v1, s2 + w * v2, s3 + w * v3
+    _add_four(c, to[0], p0, p1, p2, p3)
+    _add_four(c, to[1], q0, q1, q2, q3)
+    _add_four(c, to[2], r0, r1, r2, r3)
+    _add_four(c, to[3], s0, s1, s2, s3)
+
+
+@helper  # type: ignore[untyped-decorator]
+def _add_four(c: Any, at: Any, v0: Any, v1: Any, v2: Any, v3: Any) -> None:
+    c[at] += v0
+    c[at + _ONE] += v1
+    c[at + _TWO] += v2
+    c[at + _THREE] += v3
+
+
+@helper  # type: ignore[untyped-decorator]
+def _max(s: Any, at: Any, n: Any) -> Any:
+    top = np.float32(-np.inf)
+    for j in range(n):
+        top = s[at + j] if s[at + j] > top else top
+    return top
+
+
+@helper  # type: ignore[untyped-decorator]
+def _exponentials(s: Any, at: Any, n: Any, top: Any, weighted: Any) -> None:
+    """Replace s by exp(x) and write x * exp(x) to `weighted`, where x = s - top.
+
+    Separate from the loop of the sums: reassociation would break the rounding in `exp2`.
+    """
+    for j in range(n):
+        x = s[at + j] - top
+        e = exp2(x * LOG2E)
+        s[at + j] = e
+        weighted[j] = e * x
+
+
+@helper  # type: ignore[untyped-decorator]
+def _mask(s: Any, at: Any, n: Any, seen: Any, weighted: Any) -> None:
+    """Set `s` and `weighted` to exactly 0 where a key is masked."""
+    for j in range(n):
+        if not seen[j]:
+            s[at + j] = weighted[j] = ZERO
+
+
+@_reassociated  # type: ignore[untyped-decorator]
+def _sum(s: Any, at: Any, n: Any) -> Any:
+    total = ZERO
+    for j in range(n):
+        total += s[at + j]
+    return total
+
+
+@helper  # type: ignore[untyped-decorator]
+def _masked_max(s: Any, at: Any, n: Any, seen: Any) -> Any:
+    top = np.float32(-np.inf)
+    for j in range(n):
+        if seen[j] and s[at + j] > top:
+            top = s[at + j]
+    return top
+
+
+@helper  # type: ignore[untyped-decorator]
+def _choose_heads(negative_entropy: Any, k: int, zeroed_heads: Any, off: Any) -> None:
+    """Mark all but the k heads of lowest entropy in `off`; ties go to the lower head, and NaN ranks above every number."""
+    for h in range(negative_entropy.size):
+        own, before = negative_entropy[h], 0
+        for other in range(negative_entropy.size):
+            value = negative_entropy[other]
+            above = value > own or (value != value and own == own)
+            tied = value == own or (value != value and own != own)
+            before += above or (tied and other < h)
+        off[h] = before >= k or zeroed_heads[h]
+
+
+@helper  # type: ignore[untyped-decorator]
+def _visible_range(seen: Any) -> Any:
+    """Return the first key that a query sees, the index after the last one, and their number."""
+    first, last, count = seen.size, 0, 0
+    for j in range(seen.size):
+        if seen[j]:
+            count += 1
+            first = min(first, j)
+            last = j + 1
+    return (first, last, count) if count else (0, 0, 0)
+
+
+@helper  # type: ignore[untyped-decorator]
+def _exponentiate(scores: Any, at: int, low: int, high: int, own: Any, seen: Any, weighted: Any) -> Any:
+    """Replace the scores of keys low..high by exponentials, 0 where masked. Return their sum and the negative entropy."""
+    first, last, count = own
+    scores[at + low : at + first] = ZERO
+    scores[at + last : at + high] = ZERO
+    if count == 0:
+        return ZERO, ZERO
+    begin, n, whole = np.uint64(at + first), np.uint64(last - first), count == last - first
+    top = _max(scores, begin, n) if whole else _masked_max(scores, begin, n, seen[first:last])
+    _exponentials(scores, begin, n, top, weighted)
+    if not whole:
+        _mask(scores, begin, n, seen[first:last], weighted)
+    total = _sum(scores, begin, n)
+    # The sum of p * log p is the negative entropy. Both terms are <= 0, so there is no cancellation.
+    return total, np.float32(np.float64(_sum(weighted, np.uint64(0), n)) / np.float64(total) - math.log(np.float64(total)))
+
+
+@helper  # type: ignore[untyped-decorator]
+def _offset(at: Any, step: int) -> Any:
+    more = np.uint64(step)
+    return at[0] + more, at[1] + more, at[2] + more, at[3] + more
+
+
+@helper  # type: ignore[untyped-decorator]
+def _multiply_segment(a: Any, at: Any, segment: Any, group: int, tokens: Any, c: Any, to: Any, mixing: bool) -> None:
+    """Multiply four queries with one segment, four channels at a time: scores from keys, or outputs from values (`mixing`).
+
+    `segment`: [groups, channels, keys]. `tokens`: its first key, the index after the last, and its offset among all keys.
+    """
+    begin, end, place = tokens
+    if end <= begin:
+        return
+    channels, pitch = segment.shape[1], segment.shape[2]
+    lines, n = segment.reshape(segment.size), np.uint64(end - begin)
+    for channel in range(0, channels, _TILE):
+        first = np.uint64((group * channels + channel) * pitch + begin)
+        if mixing:
+            _add_sums(a, _offset(at, place + begin), lines, first, np.uint64(pitch), c, _offset(to, channel), n)
+        else:
+            _add_products(a, _offset(at, channel), lines, first, np.uint64(pitch), c, _offset(to, place + begin), n)
+
+
+@helper  # type: ignore[untyped-decorator]
+def _multiply_queries(
+    a: Any, c: Any, places: Any, count: int, spare: int, segments: Any, groups: Any, ranges: Any, mixing: bool
+) -> None:
+    """Multiply `count` queries of one kv head with both segments; unused places of the last four write to a spare target."""
+    for i in range(0, count, _TILE):
+        at = (
+            np.uint64(places[0, i]),
+            np.uint64(places[0, min(i + 1, count - 1)]),
+            np.uint64(places[0, min(i + 2, count - 1)]),
+            np.uint64(places[0, min(i + 3, count - 1)]),
+        )
+        to = (
+            np.uint64(places[1, i]),
+            np.uint64(places[1, i + 1] if i + 1 < count else spare),
+            np.uint64(places[1, i + 2] if i + 2 < count else spare),
+            np.uint64(places[1, i + 3] if i + 3 < count else spare),
+        )
+        _multiply_segment(a, at, segments[0], groups[0], ranges[0], c, to, mixing)
+        _multiply_segment(a, at, segments[1], groups[1], ranges[1], c, to, mixing)
+
+
+@helper  # type: ignore[untyped-decorator]
+def _weigh_heads(
+    block: Any, span: Any, scores: Any, seen: Any, own: Any, left_out: Any, total: Any, negative_entropy: Any
+) -> None:
+    """Compute weights, their sums and negative entropies of all heads of one query; `left_out` affects the entropy only."""
+    first_head, keys, copy, weighted, counted = block
+    low, high = span
+    rest = own
+    if left_out.size:
+        for j in range(keys):
+            counted[j] = not left_out[j] and (seen.size == 0 or seen[j])
+        rest = _visible_range(counted)
+    for h in range(negative_entropy.size):
+        at = (first_head + h) * keys
+        if left_out.size:
+            copy[low:high] = scores[at + low : at + high]
+            negative_entropy[h] = _exponentiate(copy, 0, low, high, rest, counted, weighted)[1]
+            total[h] = _exponentiate(scores, at, low, high, own, seen, weighted)[0]
+        else:
+            total[h], negative_entropy[h] = _exponentiate(scores, at, low, high, own, seen, weighted)
+
+
+@compile_kernel(_CUBES, *[DENSE] * 2, _INDEX, *[DENSE] * 2, _MASKS, MASK, _INDEX, MASK, _CUBES, _MASKS, DENSE)
+def _kernel(
+    first: int,
+    stop: int,
+    query: Any,
+    far_keys: Any,
+    far_values: Any,
+    prompt: Any,
+    near_keys: Any,
+    near_values: Any,
+    visible: Any,
+    left_out: Any,
+    keep: Any,
+    zeroed_heads: Any,
+    out: Any,
+    off: Any,
+    negative_entropy: Any,
+) -> None:
+    """Compute blocks first..stop-1 of `attend`; rows and kv heads are one dimension of keys and values."""
+    rows, heads, queries, dim = query.shape
+    kv_heads, far, keys = near_keys.shape[0] // rows, far_keys.shape[2], far_keys.shape[2] + near_keys.shape[2]
+    group, channels = heads // kv_heads, out.shape[3]
+    width = max(1, _TILE // group)
+    per_row, spare = (queries + width - 1) // width, width * heads
+    scores, mixed = np.empty((spare + 1) * keys, np.float32), np.empty((spare + 1) * channels, np.float32)
+    copy, weighted, counted = np.empty(keys, np.float32), np.empty(keys, np.float32), np.empty(keys, np.bool_)
+    total, own, places = np.empty((width, heads), np.float32), np.empty((width, 3), np.int64), np.empty((2, spare), np.int64)
+    flat, nothing = query.reshape(query.size), np.empty(0, np.bool_)
+    for unit in range(first, stop):
+        row, begin = unit // per_row, unit % per_row * width
+        count, mask_row = min(width, queries - begin), min(row, visible.shape[0] - 1)
+        if keep[row] <= 0:
+            out[row, begin : begin + count] = ZERO
+            off[row, begin : begin + count] = True
+            negative_entropy[row, begin : begin + count] = ZERO
+            continue
+        low, high = keys, 0
+        for t in range(count):
+            seen = _visible_range(visible[mask_row, begin + t]) if visible.shape[2] else (0, keys, keys)
+            own[t, 0], own[t, 1], own[t, 2] = seen
+            if seen[2]:
+                low, high = min(low, seen[0]), max(high, seen[1])
+        low = min(low, high)
+        ranges = (low, min(high, far), 0), (max(low - far, 0), high - far, far)
+        for g in range(kv_heads):
+            n = 0
+            for t in range(count):
+                for h in range(g * group, (g + 1) * group):
+                    at = (t * heads + h) * keys
+                    scores[at + low : at + high] = ZERO
+                    places[0, n], places[1, n] = ((row * heads + h) * queries + begin + t) * dim, at
+                    n += 1
+            scores[spare * keys + low : spare * keys + high] = ZERO
+            groups = prompt[row] * kv_heads + g, row * kv_heads + g
+            _multiply_queries(flat, scores, places, n, spare * keys, (far_keys, near_keys), groups, ranges, False)
+        for t in range(count):
+            mask = visible[mask_row, begin + t] if visible.shape[2] else nothing
+            block, here = (t * heads, keys, copy, weighted, counted), (own[t, 0], own[t, 1], own[t, 2])
+            _weigh_heads(block, (low, high), scores, mask, here, left_out[row], total[t], negative_entropy[row, begin + t])
+            _choose_heads(negative_entropy[row, begin + t], keep[row], zeroed_heads[row], off[row, begin + t])
+        mixed[:] = ZERO
+        for g in range(kv_heads):
+            n = 0
+            for t in range(count):
+                for h in range(g * group, (g + 1) * group):
+                    if not off[row, begin + t, h]:  # outputs of zeroed heads are not computed
+                        places[0, n], places[1, n] = (t * heads + h) * keys, (t * heads + h) * channels
+                        n += 1
+            groups = prompt[row] * kv_heads + g, row * kv_heads + g
+            _multiply_queries(scores, mixed, places, n, spare * channels, (far_values, near_values), groups, ranges, True)
+        for t in range(count):
+            for h in range(heads):
+                at, scale = (t * heads + h) * channels, ZERO if total[t, h] == ZERO else ONE / total[t, h]
+                for d in range(channels):
+                    out[row, begin + t, h, d] = mixed[at + d] * scale

@@ -1,67 +1,197 @@
-"""Causal depthwise convolution over tokens: every channel sees its own last few inputs."""
+"""Causal depthwise convolution over tokens, with an optional SiLU."""
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from needlework.kernels import conv_cpu
-from needlework.kernels.checks import check_shape
-from needlework.kernels.jit import differentiated
-from needlework.kernels.memory import empty_like
-
-
-def _forward(silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    out = empty_like(x)
-    conv_cpu.forward(x, context, weight, bias, silu, out)
-    return out
-
-
-class _CpuConv(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        out = _forward(silu, x, context, weight, bias)
-        ctx.save_for_backward(x, context, weight, bias)
-        ctx.silu = silu
-        return out
-
-    @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, context, weight, bias = ctx.saved_tensors
-        grad_x, grad_context = empty_like(x), torch.empty_like(context)
-        grad_weight, grad_bias = x.new_empty(x.shape[0], *weight.shape), x.new_empty(x.shape[0], *bias.shape)
-        conv_cpu.backward(x, context, weight, bias, ctx.silu, grad_out, grad_x, grad_context, grad_weight, grad_bias)
-        return None, grad_x, grad_context, grad_weight.sum(0), grad_bias.sum(0)
+from needlework.kernels import jit
+from needlework.kernels.jit import DENSE, MATRIX, TOKENS, compile_kernel, helper
+from needlework.kernels.tiles import LANES, count_blocks
+from needlework.kernels.vector_math import ONE, ZERO, sigmoid
 
 
 def causal_conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, context: Tensor | None = None, silu: bool = False
 ) -> Tensor:
-    """y_t = bias + sum over taps k of weight[:, k] * x_{t - taps + 1 + k}, then silu if asked; y in x's dtype.
+    """Compute y_t = bias + sum over taps k of weight[:, k] * x_{t - taps + 1 + k}, followed by SiLU if `silu`.
 
-    x: [batch, time, channels], best with channels side by side in memory. weight: [channels, taps]. bias: [channels].
-    context: [batch, taps - 1, channels], the inputs before x (zeros when None). Differentiable in every tensor.
+    Differentiable in every tensor.
+
+    Args:
+        x: [batch, time, channels]; copied unless channels are adjacent in memory.
+        weight: [channels, taps].
+        bias: [channels].
+        context: [batch, taps - 1, channels], the inputs before x; zeros when None.
+
+    Returns:
+        y [batch, time, channels] in x's dtype.
     """
     batch, _, channels = x.shape
     taps = weight.shape[-1]
-    check_shape("weight", weight, channels, taps)
+    jit.check_shape("weight", weight, channels, taps)
     bias = x.new_zeros(channels) if bias is None else bias
-    check_shape("bias", bias, channels)
+    jit.check_shape("bias", bias, channels)
     context = x.new_zeros(batch, taps - 1, channels) if context is None else context
-    check_shape("context", context, batch, taps - 1, channels)
+    jit.check_shape("context", context, batch, taps - 1, channels)
     if x.device.type != "cpu":
-        return _on_device(x, weight, bias, context, silu)
+        return _convolve_on_device(x, weight, bias, context, silu)
     dense = (tensor.float().contiguous() for tensor in (context, weight.t(), bias[None]))
-    inputs = (conv_cpu.dense_channels(x.float()), *dense)
-    run = _CpuConv.apply if differentiated(*inputs) else _forward
+    inputs = (_adjacent_channels(x.float()), *dense)
+    run = _CpuConv.apply if jit.needs_gradient(*inputs) else _run_forward
     out: Tensor = run(silu, *inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype)
 
 
-def _on_device(x: Tensor, weight: Tensor, bias: Tensor, context: Tensor, silu: bool) -> Tensor:
+def _convolve_on_device(x: Tensor, weight: Tensor, bias: Tensor, context: Tensor, silu: bool) -> Tensor:
     inputs = torch.cat([context.to(x.dtype), x], dim=1).transpose(1, 2)
     out = functional.conv1d(inputs, weight[:, None].to(x.dtype), bias.to(x.dtype), groups=x.shape[2]).transpose(1, 2)
     return functional.silu(out) if silu else out
+
+
+# --- CPU --------------------------------------------------------------------------------------------------------------
+
+
+def _adjacent_channels(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _run_forward(silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Run the kernel; context: [batch, taps - 1, channels], weight: [taps, channels], bias: [1, channels]."""
+    out = jit.empty_like(x)
+    blocks = count_blocks(x.shape[0], x.shape[2])
+    jit.run_blocks(_forward, blocks, jit.flatten_tokens(x), *jit.arrays(context, weight, bias), silu, out.numpy())
+    return out
+
+
+class _CpuConv(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, silu: bool, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        ctx.silu = silu
+        return _run_forward(silu, *inputs)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        x, context, weight, bias = ctx.saved_tensors
+        grad_x, grad_context = jit.empty_like(x), torch.empty_like(context)
+        grad_weight, grad_bias = x.new_empty(x.shape[0], *weight.shape), x.new_empty(x.shape[0], *bias.shape)  # per batch row
+        jit.run_blocks(
+            _backward,
+            count_blocks(x.shape[0], x.shape[2]),
+            *(
+                jit.flatten_tokens(x),
+                *jit.arrays(context, weight, bias),
+                ctx.silu,
+                jit.flatten_tokens(_adjacent_channels(grad_out)),
+            ),
+            *jit.arrays(grad_x, grad_context, grad_weight, grad_bias),
+        )
+        return None, grad_x, grad_context, grad_weight.sum(0), grad_bias.sum(0)
+
+
+@helper  # type: ignore[untyped-decorator]
+def _join_blocks(at: int, stop: int, width: int) -> Any:
+    """Return the row of block `at`, the range of channels of this and the row's following blocks, and the next block.
+
+    Adjacent blocks are computed together, because long contiguous reads are faster.
+    """
+    groups = (width + LANES - 1) // LANES
+    row = at // groups
+    end = min(stop, (row + 1) * groups)
+    low = (at - row * groups) * LANES
+    return row, low, min(width, low + (end - at) * LANES), end
+
+
+@helper  # type: ignore[untyped-decorator]
+def _add_product(left: Any, right: Any, total: Any) -> None:
+    for c in range(total.size):
+        total[c] += left[c] * right[c]
+
+
+@helper  # type: ignore[untyped-decorator]
+def _token(x: Any, context: Any, row: int, t: int, low: int, high: int) -> Any:
+    """Return the channels of token t; tokens before the first are in the context, [batch, taps - 1, channels]."""
+    if t < 0:
+        return context[row, t + context.shape[1], low:high]
+    values, strides = x
+    start = row * strides[0] + t * strides[1]
+    return values[start + low : start + high]
+
+
+@helper  # type: ignore[untyped-decorator]
+def _convolve(x: Any, context: Any, weight: Any, bias: Any, row: int, t: int, low: int, high: int, out: Any) -> None:
+    taps = weight.shape[0]
+    out[:] = bias[0, low:high]
+    for tap in range(taps):
+        _add_product(weight[tap, low:high], _token(x, context, row, t - taps + 1 + tap, low, high), out)
+
+
+@helper  # type: ignore[untyped-decorator]
+def _silu(values: Any) -> None:
+    for c in range(values.size):
+        values[c] *= sigmoid(values[c])
+
+
+@compile_kernel(TOKENS, DENSE, MATRIX, MATRIX, "boolean", DENSE)
+def _forward(first: int, stop: int, x: Any, context: Any, weight: Any, bias: Any, silu: bool, out: Any) -> None:
+    at = first
+    while at < stop:
+        row, low, high, at = _join_blocks(at, stop, out.shape[2])
+        for t in range(out.shape[1]):
+            here = out[row, t, low:high]
+            _convolve(x, context, weight, bias, row, t, low, high, here)
+            if silu:
+                _silu(here)
+
+
+@helper  # type: ignore[untyped-decorator]
+def _silu_grad(before: Any, grad: Any) -> None:
+    """Replace `before` by its gradient, given `grad` of silu(before)."""
+    for c in range(grad.size):
+        s = sigmoid(before[c])
+        before[c] = grad[c] * s * (ONE + before[c] * (ONE - s))
+
+
+@compile_kernel(TOKENS, DENSE, MATRIX, MATRIX, "boolean", TOKENS, DENSE, DENSE, DENSE, DENSE)
+def _backward(
+    first: int,
+    stop: int,
+    x: Any,
+    context: Any,
+    weight: Any,
+    bias: Any,
+    silu: bool,
+    grad_out: Any,
+    grad_x: Any,
+    grad_context: Any,
+    grad_weight: Any,
+    grad_bias: Any,
+) -> None:
+    taps = weight.shape[0]
+    at = first
+    while at < stop:
+        row, low, high, at = _join_blocks(at, stop, grad_x.shape[2])
+        grad = np.empty(high - low, np.float32)  # gradient of the convolution's output at one token
+        grad_context[row, :, low:high], grad_weight[row, :, low:high], grad_bias[row, 0, low:high] = ZERO, ZERO, ZERO
+        for t in range(grad_x.shape[1]):
+            coming = _token(grad_out, context, row, t, low, high)
+            if silu:
+                _convolve(x, context, weight, bias, row, t, low, high, grad)
+                _silu_grad(grad, coming)
+            else:
+                grad[:] = coming
+            grad_bias[row, 0, low:high] += grad
+            grad_x[row, t, low:high] = ZERO
+            for tap in range(taps):
+                source = t - taps + 1 + tap
+                seen = _token(x, context, row, source, low, high)
+                _add_product(grad, seen, grad_weight[row, tap, low:high])
+                if source < 0:
+                    _add_product(grad, weight[tap, low:high], grad_context[row, source + taps - 1, low:high])
+                else:
+                    _add_product(grad, weight[tap, low:high], grad_x[row, source, low:high])

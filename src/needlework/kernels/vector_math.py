@@ -1,7 +1,6 @@
 """exp, sigmoid and softplus in fp32 as plain arithmetic.
 
-The compiler turns these into vector code, which it cannot do with calls into libm. They are accurate to about 1e-7 and
-let NaN through.
+Unlike calls of libm, the compiler can vectorise these. They are accurate to about 1e-7 and propagate NaN.
 """
 
 from typing import Any
@@ -23,13 +22,13 @@ _C4, _C5, _C6 = np.float32(9.6184373578e-3), np.float32(1.3398874422e-3), np.flo
 _L3, _L5, _L7 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7)
 _L9, _L11, _L13 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13)
 
-# error_model: a division that may raise ZeroDivisionError cannot become vector code.
+# error_model: a division that may raise ZeroDivisionError prevents vectorisation.
 inlined = numba.njit(fastmath={"contract"}, error_model="numpy", inline="always")
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def _scale_by_power_of_two(typing_context: Any, value: Any, shifted: Any) -> Any:
-    """value * 2**k, where the low bits of the float `shifted` hold the integer k: an addition to the exponent bits."""
+    """Return value * 2**k by adding k to the exponent bits; the low bits of the float `shifted` hold the integer k."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = ir.IntType(32)
@@ -41,7 +40,7 @@ def _scale_by_power_of_two(typing_context: Any, value: Any, shifted: Any) -> Any
 
 @inlined  # type: ignore[untyped-decorator]
 def exp2(z: Any) -> Any:
-    """2**z, saturating at 2**-126 and 2**127."""
+    """Return 2**z, saturating at 2**-126 and 2**127."""
     z = _LOWEST if z < _LOWEST else z
     z = _HIGHEST if z > _HIGHEST else z
     shifted = z + _SHIFTER
@@ -52,7 +51,7 @@ def exp2(z: Any) -> Any:
 
 @inlined  # type: ignore[untyped-decorator]
 def one_minus_exp2(z: Any) -> Any:
-    """1 - 2**z for z <= 0, without cancellation near 0."""
+    """Return 1 - 2**z for z <= 0, without cancellation near 0."""
     near = -z * (((((_C6 * z + _C5) * z + _C4) * z + _C3) * z + _C2) * z + _C1)
     return near if z > np.float32(-0.5) else ONE - exp2(z)
 
@@ -64,7 +63,7 @@ def sigmoid(v: Any) -> Any:
 
 @inlined  # type: ignore[untyped-decorator]
 def softplus(v: Any) -> Any:
-    """log(1 + exp(v))."""
+    """Return log(1 + exp(v))."""
     e = exp2(-abs(v) * LOG2E)
     s = e / (TWO + e)
     q = s * s

@@ -1,4 +1,4 @@
-"""lm-eval's documents as a Task: its questions are samples, its metrics are scores. The one runner asks them."""
+"""Wrap lm-eval's documents as a Task, so that plans' runner executes them: questions are samples, metrics are scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import PrivateAttr
 
 from needlework.lmeval.questions import Question
 from needlework.requests import Answer, stop_tokens
-from needlework.store import LM_EVAL, Row
+from needlework.results import LM_EVAL, Row
 from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
 
 if TYPE_CHECKING:
@@ -21,16 +21,17 @@ _ABILITIES: dict[Mode, Ability] = {"choices": "knowledge", "perplexity": "perple
 
 
 class Documents(Task):
-    """All documents of one lm-eval task that have one kind of request."""
+    """The documents of one lm-eval task."""
 
     kind = LM_EVAL
-    task: str  # its name there
+    task: str  # name of the lm-eval task
     _questions: dict[str, Question] = PrivateAttr()  # by digest
     _lm: Any = PrivateAttr()
     _eos: frozenset[int] = PrivateAttr()
 
     @classmethod
     def of(cls, questions: Sequence[Question], lm: NeedleworkLM, eos: frozenset[int]) -> Documents:
+        """Build the task of these questions, which belong to one lm-eval task and have the same mode."""
         made = cls(task=questions[0].task.task_name)
         made._questions = {question.digest(): question for question in questions}
         made._lm, made._eos = lm, eos
@@ -80,7 +81,7 @@ class Documents(Task):
         )
 
     def said(self, item: Item, answer: Answer) -> str:
-        if self.mode != "generate" or not answer.tokens:  # without tokens it comes from a store, cut already
+        if self.mode != "generate" or not answer.tokens:  # answers from a store have no tokens, and their text is cut already
             return answer.text
         return cast(str, self._lm.text(answer, self._questions[item.digest].generations[0].until))
 
@@ -90,7 +91,7 @@ class Documents(Task):
 
 
 def _requests(question: Question) -> list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
-    """Prompts with their options, in the order of lm-eval's requests; one prompt if all have the same."""
+    """Return (prompt, options) in tokens, in the order of lm-eval's requests; requests with one common prompt are merged."""
     if question.mode == "generate":
         return [(question.generations[0].prompt, ())]
     pairs = [pair for windows in question.pairs for pair in windows]
@@ -101,27 +102,36 @@ def _requests(question: Question) -> list[tuple[tuple[int, ...], tuple[tuple[int
 
 
 def responses(question: Question, text: str, totals: Sequence[float], greedy: Sequence[bool]) -> list[Any]:
-    """As lm-eval wants them: (log-likelihood, greedy) of each option, the log-likelihood of each text, or what was said."""
+    """Return an answer in lm-eval's format, one entry per request.
+
+    Args:
+        text: Generated text (mode "generate").
+        totals: Log-likelihood of each option, or of each window of each text.
+        greedy: Whether each option is the greedy continuation (mode "choices").
+
+    Returns:
+        (log-likelihood, greedy) of each option, the log-likelihood of each text, or the generated text.
+    """
     if question.mode == "generate":
         return [text]
     if question.mode == "choices":
         return list(zip(totals, greedy, strict=True))
-    ends = accumulate((len(windows) for windows in question.pairs), initial=0)  # a long text is read in several windows
+    ends = accumulate((len(windows) for windows in question.pairs), initial=0)  # a long text has several windows
     return [sum(totals[start:end]) for start, end in pairwise(ends)]
 
 
 def stored_responses(question: Question, row: Row) -> list[Any]:
-    """The same of a stored row. A failed one counts as wrong there; results.json says how many failed."""
+    """Return the responses of a stored row. A failed row is scored as wrong; results.json has the number of failures."""
     if row.finish == "failed":
         nothing: dict[str, Any] = {"choices": (-math.inf, False), "perplexity": -math.inf, "generate": ""}
         return [nothing[question.mode]] * len(question.instances)
     if question.mode == "perplexity":
         return [sum(row.logprobs)] if len(question.instances) == 1 else list(row.logprobs)
-    return responses(question, row.output, row.logprobs, row.greedy or row.facts.get("greedy", ()))
+    return responses(question, row.output, row.logprobs, row.greedy)
 
 
 def metrics(question: Question, responses: Sequence[Any]) -> dict[str, float]:
-    """lm-eval's metrics of one document, and "correct": acc, exact match, or whether the predicted label is the right one."""
+    """Compute lm-eval's metrics of one document; adds "correct": acc, exact match, or whether the label is right."""
     for instance, response in zip(question.instances, responses, strict=True):
         instance.resps, instance.filtered_resps = [response], {}
     first = question.task._filters[0]

@@ -1,48 +1,64 @@
-"""`needlework eval`: lm-eval's tasks under several interventions, asked by the runner that asks plans."""
+"""Run lm-eval's tasks under several interventions (`needlework eval`), with the runner that also executes plans."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from needlework.anatomy import Anatomy, heads_of_share
 from needlework.errors import NeedleworkError
-from needlework.experiments.cluster import Cluster, WorkerModels
 from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo, ModelSource, look
 from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
+from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.run import run
 from needlework.experiments.schema import Loading
+from needlework.files import file_name
 from needlework.interventions import Intervention, parse
-from needlework.lmeval import demand_lm_eval
-from needlework.lmeval import paper as preset
-from needlework.lmeval.arguments import check_phases
+from needlework.lmeval import require_lm_eval
 from needlework.lmeval.documents import Documents, stored_responses
-from needlework.lmeval.questions import Question, Shown, build, find_tasks, quiet, templates_once
+from needlework.lmeval.questions import (
+    PromptSettings,
+    Question,
+    build_questions,
+    cache_templates,
+    check_phases,
+    load_tasks,
+    silence_lm_eval,
+)
 from needlework.lmeval.retained import Line, Lookup, lines, lookups
 from needlework.model.files import first_line
 from needlework.receipts import nothing_to_hide
-from needlework.store import Row, Store
-from needlework.terminal import Sheet, plain
+from needlework.results import Row, Store
+from needlework.results.export import write_files
+from needlework.tables import Table
 
 if TYPE_CHECKING:
     from needlework.lmeval.model import NeedleworkLM
 
 EXPERIMENT = "ability"
+BOOTSTRAPS = 100  # of lm-eval, for metrics without a closed-form error (f1, mcc); our intervals come from the store's rows
+# The paper's preset: MMLU and GLUE with 0, 3, 4, 5 and 32 of 32 heads kept, and five examples.
+PAPER_TASKS, PAPER_SHOTS = ("mmlu", "glue"), 5
+PAPER_KEPT, PAPER_HEADS = (0, 3, 4, 5, 32), 32
+TOY_TASKS = ("mini-mmlu", "mini-mmlu-cloze", "mini_mmlu_lookup", "mini-glue")  # zero-shot: toy models saw no examples
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     lines: list[Line]
     lookups: list[Lookup]
     files: list[Path]  # results.json of each intervention
     failed: int
-    idle: list[str]  # interventions that hid nothing in any of their trials
-    asked: int  # questions under an intervention that were asked now; the rest was there
+    idle: list[str]  # interventions that masked nothing in any trial
+    asked: int  # trials run now; the others were in the store
 
 
 def evaluate(
@@ -65,11 +81,26 @@ def evaluate(
     progress: bool = True,
     cluster: Cluster | None = None,
 ) -> Summary:
-    """Ask everything, or what a stopped evaluation left. Whatever is wrong is said before the model is loaded.
+    """Evaluate lm-eval tasks under each intervention; resumes an interrupted evaluation.
 
-    `device`, `dtype`, `window` and `kernels` are as in `nw.load`, `cluster` as in `nw.run`.
+    Wrong arguments are reported before the model is loaded.
+
+    Args:
+        tasks: Names of lm-eval tasks or groups, or task files.
+        interventions: Texts of interventions.
+        out: Directory of the run; rows of other evaluations in it are kept.
+        data: Directory with the tasks' datasets, for use without the Hugging Face hub.
+        paper: Use the paper's preset: its numbers of heads, and its tasks and shots where none are given.
+        limit: Number of questions per task, or a fraction of them.
+        shots: Number of few-shot examples, instead of the task's own.
+        chat: Use the chat template; by default only with `paper`, if the model has one.
+        device, dtype, window, kernels: As in `nw.load`.
+        cluster: As in `nw.run`.
+
+    Raises:
+        NeedleworkError: Unknown tasks, missing data, or an intervention that does not apply to the model or to scoring.
     """
-    demand_lm_eval()
+    require_lm_eval()
     if limit is not None and not (math.isfinite(limit) and limit > 0):
         raise NeedleworkError(f"limit={limit} is no number of questions; give 1 or more, or a share of them such as 0.1")
     acts = [parse(text) for text in interventions]
@@ -77,73 +108,77 @@ def evaluate(
         check_phases(act)
     if not paper and not (tasks and acts):
         raise NeedleworkError("name at least one task and one intervention, e.g. --tasks mini-mmlu --intervene none; or --paper")
-    loading = Loading().but(device=device, dtype=dtype, window=window, kernels=kernels)
+    loading = Loading().replace(device=device, dtype=dtype, window=window, kernels=kernels)
     info = look(Model("eval", Path(str(model)).name, str(model), loading), elsewhere=cluster is not None)
     if paper:
-        tasks, acts, shots = _paper(info, tasks, acts, shots)
+        tasks, acts, shots = _apply_preset(info, tasks, acts, shots)
     for act in acts:
-        act.check(info.anatomy)  # a plan leaves out what a model has no parts for; here it was asked for by name
-    loaded = find_tasks(tasks, None if data is None else Path(data))
+        act.check(info.anatomy)  # plans skip interventions that a model has no layers for; here it is an error
+    loaded = load_tasks(tasks, None if data is None else Path(data))
     from needlework.lmeval.model import NeedleworkLM
 
     lm = NeedleworkLM(info.directory, memory_bytes=memory_bytes, **info.model.loading.model_dump())
-    has_template = bool(getattr(info.tokenizer, "chat_template", None))
-    if chat and not has_template:
-        raise NeedleworkError(f"{info.name} has no chat template; leave the chat option out")
-    use_chat = has_template and paper if chat is None else chat
-    shown = Shown(limit, shots, use_chat, use_chat)
-    with templates_once():
-        with quiet():
+    settings = PromptSettings(limit, shots, _use_chat(info, chat, paper))
+    with cache_templates():
+        with silence_lm_eval():
             try:
-                questions = build(loaded, lm, shown)
-            except (AssertionError, ValueError) as error:  # lm-eval's ways of refusing a number of shots, a limit, a template
+                questions = build_questions(loaded, lm, settings)
+            except NeedleworkError:
+                raise
+            except (AssertionError, ValueError) as error:  # how lm-eval rejects shots, limits or templates
                 raise NeedleworkError(f"lm-eval cannot put these questions: {first_line(error)}") from None
-        _check(questions)
-        plan = _plan(info, tasks, list(dict.fromkeys(map(str, acts))), questions, lm)
-        before = _answered(out)
+        texts = list(dict.fromkeys(map(str, acts)))
+        before = _stored_trials(out)
         source: ModelSource = _HarnessModels(info, lm, memory_bytes)
         if cluster is not None:
-            source = WorkerModels(memory_bytes, cluster, _lm_eval())
+            source = WorkerModels(memory_bytes, cluster, _lm_eval_version())
+        plan = _make_plan(info, tasks, texts, questions, lm)
         run(plan, out, source=source, retry_failed=retry_failed, progress=progress, cluster=cluster)
-        return _summary(Path(out), plan, info, questions, loaded, shown, before)
+        return _summarise(Path(out), info, texts, questions, loaded, settings, before)
 
 
-def _paper(
+def _apply_preset(
     info: ModelInfo, tasks: Sequence[str], acts: Sequence[Intervention], shots: int | None
 ) -> tuple[Sequence[str], list[Intervention], int | None]:
+    """Return tasks, interventions and shots of the paper's preset; given tasks and shots win, given interventions are added."""
     from needlework.tasks.toy import is_toy
 
     toy = is_toy(info.tokenizer)
-    texts = preset.interventions(info.anatomy)
-    return (
-        tasks or (preset.TOY_TASKS if toy else preset.TASKS),
-        [*(parse(text) for text in texts), *acts],
-        (0 if toy else preset.SHOTS) if shots is None else shots,
-    )
+    preset = [parse(text) for text in paper_interventions(info.anatomy)]
+    default_shots = 0 if toy else PAPER_SHOTS
+    return tasks or (TOY_TASKS if toy else PAPER_TASKS), [*preset, *acts], default_shots if shots is None else shots
 
 
-def _check(questions: Sequence[Question]) -> None:
-    for question in questions:
-        if any(not continuation for windows in question.pairs for _, continuation in windows):
-            raise NeedleworkError(
-                f"{question.name}: an answer has no token of its own after its prompt, the tokenizer joins the two. lm-eval"
-                " puts nothing between a chat template and an answer: the template must end with white space, or leave it out"
-            )
+def paper_interventions(anatomy: Anatomy) -> list[str]:
+    """Return the paper's interventions: none, and 0, 3, 4, 5, 32 of 32 heads kept, scaled to the model's number of heads."""
+    heads = min((part.query_heads for _, part in anatomy.attention_parts()), default=0)
+    if not heads:
+        raise NeedleworkError(f"--paper keeps attention heads, and {anatomy.architecture} has none; name interventions yourself")
+    kept = dict.fromkeys(heads_of_share(k / PAPER_HEADS, heads) for k in PAPER_KEPT)
+    return ["none", *(f"keep_heads(k={k})" for k in kept)]
 
 
-def _plan(info: ModelInfo, tasks: Sequence[str], acts: Sequence[str], questions: Sequence[Question], lm: NeedleworkLM) -> Plan:
-    """A plan like any other, whose tasks are lm-eval's. It adds to what the directory holds."""
+def _use_chat(info: ModelInfo, chat: bool | None, paper: bool) -> bool:
+    has_template = bool(getattr(info.tokenizer, "chat_template", None))
+    if chat and not has_template:
+        raise NeedleworkError(f"{info.name} has no chat template; leave the chat option out")
+    return has_template and paper if chat is None else chat
+
+
+def _make_plan(
+    info: ModelInfo, tasks: Sequence[str], texts: Sequence[str], questions: Sequence[Question], lm: NeedleworkLM
+) -> Plan:
+    """Return a plan whose tasks are lm-eval's; it adds rows to the directory instead of replacing its plan."""
     by_task: dict[str, list[Question]] = {}
     for question in questions:
         by_task.setdefault(question.task.task_name, []).append(question)
-    named = [NamedTask("eval", name, Documents.of(group, lm, info.eos)) for name, group in by_task.items()]
     experiment = Experiment(
         "eval",
         EXPERIMENT,
         "General ability: " + ", ".join(tasks),
         (info.name,),
-        tuple(named),
-        tuple(Grid("eval", text) for text in acts),
+        tuple(NamedTask("eval", name, Documents.of(group, lm, info.eos)) for name, group in by_task.items()),
+        tuple(Grid("eval", text) for text in texts),
         (0,),
         "decode",
         None,
@@ -154,11 +189,13 @@ def _plan(info: ModelInfo, tasks: Sequence[str], acts: Sequence[str], questions:
     return Plan(Path("eval"), "eval", about, "", {info.name: info.model}, (experiment,), adds=True)
 
 
+@dataclass
 class _HarnessModels:
-    """The one model of an evaluation, loaded where lm-eval's rules for it are."""
+    """Model source of an evaluation: its single model, loaded through NeedleworkLM."""
 
-    def __init__(self, info: ModelInfo, lm: NeedleworkLM, memory_bytes: int | None) -> None:
-        self.info, self.lm, self.memory_bytes = info, lm, memory_bytes
+    info: ModelInfo
+    lm: NeedleworkLM
+    memory_bytes: int | None
 
     def look(self, model: Model) -> ModelInfo:
         return self.info
@@ -169,17 +206,18 @@ class _HarnessModels:
 
 class _HarnessModel(LoadedSubject):
     def versions(self) -> dict[str, str]:
-        return {**super().versions(), **_lm_eval()}
+        return {**super().versions(), **_lm_eval_version()}
 
 
-def _lm_eval() -> dict[str, str]:
+def _lm_eval_version() -> dict[str, str]:
     return {"lm_eval": version("lm_eval")}
 
 
-def _answered(out: str | Path) -> set[tuple[str, str, str, str]]:
+def _stored_trials(out: str | Path) -> set[tuple[str, str, str, str]]:
+    """Return the keys of the trials in a directory; empty if it has no readable store."""
     try:
         store = Store(out)
-    except NeedleworkError:  # nothing there yet, or nothing that can be read: the run will say so
+    except NeedleworkError:
         return set()
     try:
         return set(store.done())
@@ -187,55 +225,96 @@ def _answered(out: str | Path) -> set[tuple[str, str, str, str]]:
         store.close()
 
 
-def _summary(
-    folder: Path, plan: Plan, info: ModelInfo, questions: Sequence[Question], loaded: Any, shown: Shown, before: set[Any]
+def _summarise(
+    folder: Path,
+    info: ModelInfo,
+    texts: Sequence[str],
+    questions: Sequence[Question],
+    loaded: Any,
+    settings: PromptSettings,
+    before: set[Any],
 ) -> Summary:
-    texts = [grid.text for grid in plan.experiments[0].grids]
-    wanted = {question.digest() for question in questions}
+    """Read this evaluation's rows from the store, write lm-eval's result files and compute retained shares."""
     store = Store(folder)
     try:
         own = store.rows("asked AND experiment = ? AND model = ?", (EXPERIMENT, info.name))
-        rows = {(row.prompt_id, row.intervention): row for row in own if row.prompt_id in wanted and row.intervention in texts}
+        found = {(row.intervention, row.prompt_id): row for row in own}
     finally:
         store.close()
-    files = [_write_files(folder, info, text, questions, rows, loaded, shown) for text in texts]
-    asked = sum((row.experiment, row.model, row.task, row.id) not in before for row in rows.values())
-    kept = [rows[question.digest(), text] for text in texts for question in questions]
-    failed = sum(row.finish == "failed" for row in kept)
-    idle = [text for text in texts if all(nothing_to_hide(row.receipt) for row in kept if row.intervention == text)]
-    return Summary(lines(kept, _groups(loaded)), lookups(kept), files, failed, idle, asked)
+    rows = {text: [found[text, question.digest()] for question in questions] for text in texts}
+    files = []
+    for text, answered in rows.items():
+        with silence_lm_eval():
+            results = _compute_results(loaded, questions, answered, settings)
+        files.append(_write_results(folder, results, info, text, answered, settings))
+    kept = [row for answered in rows.values() for row in answered]
+    return Summary(
+        lines(kept, _outermost_groups(loaded)),
+        lookups(kept),
+        files,
+        failed=sum(row.finish == "failed" for row in kept),
+        idle=[text for text, answered in rows.items() if all(nothing_to_hide(row.receipt) for row in answered)],
+        asked=len({(row.experiment, row.model, row.task, row.id) for row in kept} - before),
+    )
 
 
-def _write_files(
-    folder: Path,
-    info: ModelInfo,
-    text: str,
-    questions: Sequence[Question],
-    rows: dict[tuple[str, str], Row],
-    loaded: Any,
-    shown: Shown,
-) -> Path:
-    """lm-eval's result files of one intervention."""
-    from needlework.lmeval import results
+def _compute_results(loaded: Any, questions: Sequence[Question], rows: Sequence[Row], settings: PromptSettings) -> dict[str, Any]:
+    """Compute lm-eval's results from the stored answers under one intervention."""
+    from lm_eval.evaluator import evaluate as lm_evaluate
 
-    own = [rows[question.digest(), text] for question in questions]
+    from needlework.lmeval.model import ReplayLM
+
     answers: dict[int, Any] = {}
-    for question, row in zip(questions, own, strict=True):
+    for question, row in zip(questions, rows, strict=True):
         answers |= zip(map(id, question.instances), stored_responses(question, row), strict=True)
-    about = {
-        "pretrained": info.model.source,
-        "intervention": text,
-        "dtype": info.model.loading.dtype,
-        "failed": sum(row.finish == "failed" for row in own),
+        for instance in question.instances:
+            instance.resps, instance.filtered_resps = [], {}
+    with _keep_requests(loaded["tasks"].values()):
+        results: dict[str, Any] = lm_evaluate(
+            lm=ReplayLM(answers),
+            task_dict=loaded,
+            limit=settings.limit,
+            bootstrap_iters=BOOTSTRAPS,
+            log_samples=True,
+            apply_chat_template=settings.chat,
+            fewshot_as_multiturn=settings.chat,
+        )
+    return results
+
+
+@contextmanager
+def _keep_requests(tasks: Any) -> Iterator[None]:
+    """Prevent lm-eval from rebuilding the tasks' requests, which are built once for all interventions."""
+    with ExitStack() as stack:
+        for task in tasks:
+            task.build_all_requests = lambda **_: None
+            stack.callback(delattr, task, "build_all_requests")  # restores the class's method
+        yield
+
+
+def _write_results(
+    out: Path, results: dict[str, Any], info: ModelInfo, text: str, rows: Sequence[Row], settings: PromptSettings
+) -> Path:
+    """Write results.json and samples_TASK.jsonl of one intervention in the format of `lm_eval --log_samples`."""
+    from lm_eval.utils import handle_non_serializable
+
+    config = {
+        "model": "needlework",
+        "model_args": {"pretrained": info.model.source, "intervention": text, "dtype": info.model.loading.dtype},
+        "failed": sum(row.finish == "failed" for row in rows),
         **{f"{key}_sha": value for key, value in info.identity().items() if key in ("weights", "tokenizer")},
+        "limit": settings.limit,
+        "bootstrap_iters": BOOTSTRAPS,
+        "apply_chat_template": settings.chat,
+        "fewshot_as_multiturn": settings.chat,
     }
-    with quiet():
-        aggregated = results.aggregate(loaded, questions, answers, shown)
-    return results.write(results.place(folder, text), aggregated, about, shown)
+    samples = results.pop("samples")
+    results |= {"config": config, "date": time.time()}
+    return write_files(out / "lm-eval" / file_name(text), results, samples, handle_non_serializable)[0]
 
 
-def _groups(loaded: Any) -> dict[str, str]:
-    """The outermost group of every task, or the task itself."""
+def _outermost_groups(loaded: Any) -> dict[str, str]:
+    """Return for every task its outermost group, or its own name if it has none."""
     groups, children = loaded.get("groups") or {}, set()
     for members in (loaded.get("group_map") or {}).values():
         children |= set(members)
@@ -246,15 +325,11 @@ def _groups(loaded: Any) -> dict[str, str]:
     return homes
 
 
-def table(summary: Summary) -> Any:
-    """The summary for a terminal."""
-    from rich.text import Text
-
-    columns = ("asked", "intervention", "right", "retained, raw", "retained, chance-corrected")
-    shown = Sheet(columns, "general ability", words=columns)
+def table(summary: Summary) -> Table:
+    """Return a summary as a table."""
+    shown = Table(("asked", "intervention", "right", "retained, raw", "retained, chance-corrected"), caption="general ability")
     for line in summary.lines:
-        names = Text(plain(line.name)), Text(plain(line.intervention))
-        shown.add_row(*names, line.accuracy.text(), line.raw.text(), line.corrected.text())
+        shown.add_row(line.name, line.intervention, line.accuracy.text(), line.raw.text(), line.corrected.text())
     for one in summary.lookups:
-        shown.add_row("part of the letter's loss that is its look-up", Text(plain(one.intervention)), "", "", one.part.text())
+        shown.add_row("part of the letter's loss that is its look-up", one.intervention, "", "", one.part.text())
     return shown

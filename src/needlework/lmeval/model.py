@@ -1,40 +1,53 @@
-"""The model type `needlework` of lm-evaluation-harness: any of its tasks, under any intervention.
+"""The model type `needlework` for lm-evaluation-harness: run its tasks under an intervention.
 
-A subclass of lm-eval's own `hf` model, so that tokens, truncation, chat template and few-shot are its rules and stay so
-when they change there; only the computing is ours. Importing this module imports lm-eval, which takes seconds.
+A subclass of lm-eval's `hf` model, so that tokenization, truncation, chat templates and few-shot prompts are lm-eval's own;
+only the computation is replaced. Importing this module imports lm-eval, which takes seconds.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import LM, TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from needlework.errors import NeedleworkError, TrialError
+from needlework.errors import NeedleworkError, short_repr
 from needlework.interventions import Intervention, parse
-from needlework.lmeval.arguments import Generation, Pair, check_phases, fit, greedy_settings, split_arguments
-from needlework.model.load import DTYPES, blueprint
+from needlework.lmeval.mini import FOLDER
+from needlework.lmeval.questions import Generation, Pair, check_phases
+from needlework.measure import run_requests
+from needlework.model.load import DTYPES, blueprint, convert_gguf
 from needlework.requests import Answer, Request, stop_tokens
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
 logger = logging.getLogger("needlework")
-ROWS = 64  # what lm-eval is told as batch size; the engine makes its own batches, from the memory there is
+ROWS = 64  # batch size reported to lm-eval; the engine forms its own batches from the available memory
+
+
+def truncate_pair(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Pair:
+    """Truncate context + continuation on the left to `max_length` + 1 tokens, as lm-eval's `hf` model does.
+
+    One more than `max_length` because the last token is only predicted, not an input.
+    """
+    whole = tuple([*context, *continuation][-(max_length + 1) :])
+    return whole[: len(whole) - len(continuation)], whole[len(whole) - len(continuation) :]
 
 
 class _Encoder:
-    """Stands in for the model where lm-eval turns requests into tokens: it gets the tokens instead of scores."""
+    """Proxy of a model whose log-likelihood function returns the tokens of requests instead of scores."""
 
     def __init__(self, lm: Any) -> None:
         self._lm = lm
@@ -43,12 +56,12 @@ class _Encoder:
         return getattr(self._lm, name)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[Pair]:
-        return [fit(context, continuation, self._lm.max_length) for _, context, continuation in requests]
+        return [truncate_pair(context, continuation, self._lm.max_length) for _, context, continuation in requests]
 
 
 @register_model("needlework")
 class NeedleworkLM(HFLM):
-    """`intervention` is its text form. The weights are read when the first request comes, not before."""
+    """lm-eval model with an intervention (given as text). Weights are loaded at the first request."""
 
     def __init__(
         self,
@@ -68,7 +81,7 @@ class NeedleworkLM(HFLM):
         self.intervention = parse(intervention) if isinstance(intervention, str) else intervention
         check_phases(self.intervention)
         source = Path(str(resolve(pretrained)))
-        folder, gguf = (source.parent, source.name) if source.is_file() else (source, None)
+        folder = convert_gguf(source) if source.is_file() else source
         self._loading: dict[str, Any] = {
             "device": _device(device),
             "window": window,
@@ -77,16 +90,17 @@ class NeedleworkLM(HFLM):
         }
         self._source = source
         self._subject: Subject | None = None
-        options = {"revision": "main", **options, "device": self._loading["device"], "dtype": dtype, "gguf_file": gguf}
+        options = {"trust_remote_code": False, **read_booleans(options)}
+        options = {"revision": "main", **options, "device": self._loading["device"], "dtype": dtype}
         super().__init__(str(folder), batch_size=batch_size if isinstance(batch_size, int) else ROWS, **options)
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> NeedleworkLM:
-        """lm-eval splits a string at every comma; ours stand inside brackets and quotes too."""
+        """Parse `--model_args`; unlike lm-eval's parser, commas inside brackets and quotes do not split."""
         return cls.create_from_arg_obj(split_arguments(arg_string), additional_config)  # type: ignore[no-any-return]
 
     def _create_model(self, pretrained: str, dtype: str = "auto", **options: Any) -> None:
-        """Only the plan of the model, without weights: enough to refuse what cannot be done before anything is loaded."""
+        """Build the model on the meta device and check the intervention, so that errors come before weights are loaded."""
         known = {"revision", "trust_remote_code", "gpus", "gguf_file", "quantization_config", "subfolder", "offload_folder"}
         unknown = sorted(name for name, value in options.items() if name not in known and value)
         if unknown:
@@ -97,14 +111,15 @@ class NeedleworkLM(HFLM):
         self._loading |= {
             "dtype": dtype,
             "revision": None if self._source.exists() else options.get("revision"),
-            "trust_remote_code": bool(options.get("trust_remote_code")),
+            "trust_remote_code": options["trust_remote_code"],
         }
-        plan = blueprint(self._source, self._loading["window"])
+        plan = blueprint(self._source, self._loading["window"], self._loading["trust_remote_code"])
         self.intervention.check(plan.anatomy)
         self._model = plan.model
 
     @property
     def subject(self) -> Subject:
+        """The model with its weights, loaded on first use."""
         if self._subject is None:
             from needlework.subject import load
 
@@ -112,34 +127,32 @@ class NeedleworkLM(HFLM):
             self._model = self._subject.model
         return self._subject
 
-    def pairs(self, requests: Sequence[Any]) -> list[Pair]:
-        """Tokens of log-likelihood requests, encoded and cut as lm-eval does it."""
+    def encode_pairs(self, requests: Sequence[Any]) -> list[Pair]:
+        """Return (context, continuation) tokens of log-likelihood requests, encoded and truncated by lm-eval's rules."""
         return TemplateLM.loglikelihood(_Encoder(self), requests, disable_tqdm=True)  # type: ignore[no-any-return]
 
-    def windows(self, text: str) -> list[Pair]:
-        """A whole text as pairs of context and continuation: every token once, with as much context as fits."""
+    def rolling_pairs(self, text: str) -> list[Pair]:
+        """Split a text into (context, continuation) windows for rolling log-likelihood: each token is predicted once."""
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
         )
         pairs = map(make_disjoint_window, windows)
-        return [fit(context, continuation, self.max_length) for context, continuation in pairs]
+        return [truncate_pair(context, continuation, self.max_length) for context, continuation in pairs]
 
     def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation, and whether the model would have said it."""
-        options: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}  # a context is read once for all its continuations
+        """Return the log-likelihood of each continuation, and whether it is the greedy continuation."""
+        options: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}  # one prefill per context for all its continuations
         for context, continuation in pairs:
             options.setdefault(context, {})[continuation] = None
         requests = [Request(context, self.intervention, options=tuple(own)) for context, own in options.items()]
         scores: dict[Pair, tuple[float, bool]] = {}
-        for i, answer in self.subject.engine.run(requests):
-            if answer.error:
-                raise TrialError(answer.error)
-            for option, total, greedy in zip(requests[i].options, answer.totals, answer.greedy, strict=True):
-                scores[requests[i].prompt, option] = total, greedy
+        for request, answer in zip(requests, run_requests(self.subject, requests), strict=True):
+            for option, total, greedy in zip(request.options, answer.totals, answer.greedy, strict=True):
+                scores[request.prompt, option] = total, greedy
         return [scores[pair] for pair in pairs]
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        answers = self.score([fit(context, continuation, self.max_length) for _, context, continuation in requests])
+        answers = self.score([truncate_pair(context, continuation, self.max_length) for _, context, continuation in requests])
         for (texts, _context, _continuation), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -147,20 +160,24 @@ class NeedleworkLM(HFLM):
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
-        windows = [self.windows(text) for text in texts]
+        windows = [self.rolling_pairs(text) for text in texts]
         scores = iter(self.score([pair for own in windows for pair in own]))
         totals = [sum(next(scores)[0] for _ in own) for own in windows]
         for text, total in zip(texts, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
         return totals
 
-    def generation(self, context: str, settings: dict[str, Any]) -> Generation:
-        """One prompt to be continued, in tokens, with what ends it. Sampling is refused: answers must be repeatable."""
+    def encode_generation(self, context: str, settings: dict[str, Any]) -> Generation:
+        """Encode a generation request: prompt tokens, stop strings and maximum length.
+
+        Raises:
+            NeedleworkError: Not greedy decoding, or no space for the prompt.
+        """
         eos = self.tok_decode(self.eot_token_id, skip_special_tokens=False)
         kwargs = normalize_gen_kwargs(settings, self.max_gen_toks)
         until = handle_stop_sequences(kwargs.pop("until", None), eos=eos)
         new_tokens = int(kwargs.pop("max_gen_toks"))
-        greedy_settings(kwargs)
+        _check_greedy(kwargs)
         room = self.max_length - new_tokens
         if room <= 0:
             raise NeedleworkError(f"{new_tokens} new tokens leave no room for a prompt: the model holds {self.max_length}")
@@ -168,18 +185,19 @@ class NeedleworkLM(HFLM):
         return Generation(tuple(ids[0].tolist()), tuple(until), new_tokens)
 
     def request(self, asked: Generation, intervention: Intervention) -> Request:
+        """Return the engine's request for a generation; it stops at EOS or a token that contains a stop string."""
         eos = getattr(self.subject.model.generation_config, "eos_token_id", None)
         stop = stop_tokens(eos, self.tokens_with(asked.until))
         return Request(asked.prompt, intervention, max_new_tokens=asked.max_new_tokens, stop=stop)
 
     @lru_cache(maxsize=64)  # noqa: B019  (one model lives as long as its process)
     def tokens_with(self, until: tuple[str, ...]) -> frozenset[int]:
-        """Tokens whose text holds one of these stops: they end an answer, and its text is cut at the stop afterwards."""
+        """Return the tokens whose text contains one of these stop strings; decoding stops there, `text` cuts exactly."""
         texts = self.tokenizer.batch_decode([[i] for i in range(len(self.tokenizer))])
         return frozenset(i for i, text in enumerate(texts) if any(stop and stop in text for stop in until))
 
     def text(self, answer: Answer, until: Sequence[str]) -> str:
-        """An answer as lm-eval wants it: without what comes after a stop, and without thoughts."""
+        """Decode an answer for lm-eval: cut at the first stop string, without the part up to the end-of-thinking token."""
         ids, end = list(answer.tokens), self.think_end_token
         if isinstance(end, int) and end in ids:
             ids = ids[len(ids) - ids[::-1].index(end) :]
@@ -189,19 +207,94 @@ class NeedleworkLM(HFLM):
         return cut
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        asked = [self.generation(*request.args) for request in requests]
-        answers = dict(self.subject.engine.run([self.request(one, self.intervention) for one in asked]))
-        texts = []
-        for i, (request, one) in enumerate(zip(requests, asked, strict=True)):
-            if answers[i].error:
-                raise TrialError(answers[i].error)
-            texts.append(self.text(answers[i], one.until))
-            self.cache_hook.add_partial("generate_until", request.args, texts[-1])
+        asked = [self.encode_generation(*request.args) for request in requests]
+        answers = run_requests(self.subject, [self.request(one, self.intervention) for one in asked])
+        texts = [self.text(answer, one.until) for answer, one in zip(answers, asked, strict=True)]
+        for request, text in zip(requests, texts, strict=True):
+            self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
 
 
+class ReplayLM(LM):
+    """An lm-eval model that returns stored answers, so that lm-eval computes its metrics from them."""
+
+    tokenizer_name = ""  # lm-eval uses it as a key of its request cache, which is not used here
+
+    def __init__(self, answers: Mapping[int, Any]) -> None:
+        super().__init__()
+        self.answers = answers  # id of lm-eval's request -> its answer
+
+    def loglikelihood(self, requests: Sequence[Any]) -> list[Any]:
+        return [self.answers[id(request)] for request in requests]
+
+    loglikelihood_rolling = generate_until = loglikelihood
+
+
+def _check_greedy(settings: Mapping[str, Any]) -> None:
+    """Raise NeedleworkError unless the settings mean greedy decoding: results must be reproducible."""
+    if settings.get("do_sample") or float(settings.get("temperature") or 0):
+        raise NeedleworkError("the model type needlework decodes greedily; set do_sample=False and temperature=0")
+    beams = settings.get("num_beams", 1)
+    if beams != 1:
+        raise NeedleworkError(f"the model type needlework decodes greedily; num_beams={beams} is not")
+
+
+def split_arguments(text: str) -> dict[str, Any]:
+    """Parse `pretrained=DIR,intervention=keep_heads(k=5, by='entropy')`; commas in brackets or quotes do not split."""
+    arguments = {}
+    for item in _split_at_commas(text):
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip():
+            raise NeedleworkError(f"model_args: {item.strip()!r} is not name=value")
+        arguments[name.strip()] = _read_value(value.strip())
+    return arguments
+
+
+def _split_at_commas(text: str) -> Iterator[str]:
+    item, depth, quote = "", 0, ""
+    for char in text:
+        if quote:
+            quote = "" if char == quote else quote
+        elif char in "\"'":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+        elif char == "," and depth == 0:
+            yield item
+            item = ""
+            continue
+        item += char
+    if item.strip():
+        yield item
+
+
+def _read_value(text: str) -> Any:
+    """Parse a Python literal or true/false; anything else is returned as text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def read_booleans(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert the options that lm-eval's `hf` model declares as bool, because a text such as "no" is truthy."""
+    read = dict(options)
+    for name, parameter in inspect.signature(HFLM.__init__).parameters.items():
+        value = read.get(name)
+        if isinstance(value, bool) or value is None or str(parameter.annotation) not in ("bool", "bool | None"):
+            continue
+        if str(value).lower() not in ("true", "false"):
+            raise NeedleworkError(f"model_args: {name}={short_repr(value)} is no truth value; write {name}=true or {name}=false")
+        read[name] = str(value).lower() == "true"
+    return read
+
+
 def _device(wanted: str | None) -> str:
-    """As lm-eval's `hf` model: its command line asks for cuda:0 by itself, and gets the CPU where there is none."""
+    """Return the device; falls back to the CPU like lm-eval's `hf` model, whose command line defaults to cuda:0."""
     if torch.cuda.is_available():
         return wanted or "cuda"
     if wanted and wanted.startswith("cuda"):
@@ -211,10 +304,8 @@ def _device(wanted: str | None) -> str:
 
 
 def main(args: Sequence[str]) -> None:
-    """`needlework lm-eval ARGS...`: lm-eval's own command line, with our model type and our tasks known to it."""
+    """Run lm-eval's command line (`needlework lm-eval ARGS...`) with the model type and tasks of this package available."""
     from lm_eval.__main__ import cli_evaluate
-
-    from needlework.lmeval.mini import FOLDER
 
     words, run = list(args), "run" in args[:1] or bool(args and args[0].startswith("-"))
     if run and "--include_path" not in words and not {"-h", "--help"} & set(words):

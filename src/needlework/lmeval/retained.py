@@ -1,8 +1,8 @@
-"""What is left of an ability: accuracies, retained shares, and what part of a loss is the letter look-up. Free of torch.
+"""Accuracies and retained shares of lm-eval tasks, and the part of a loss that is due to the letter look-up.
 
-Letter choice needs the letter to be retrieved from the prompt on top of the knowledge; the cloze does not.
-With R the chance-corrected retained share, (R_cloze - R_letter) / (1 - R_letter) is the part of the letter's loss that
-the knowledge itself did not lose.
+Multiple choice by letter needs the letter to be retrieved from the prompt in addition to the knowledge; a cloze does not.
+With R the chance-corrected retained share, (R_cloze - R_letter) / (1 - R_letter) is the part of the loss in letter choice
+that is not a loss of knowledge. Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from needlework import stats
+from needlework.analysis.model_trials import Pairs
+from needlework.results import Row
 from needlework.stats import NOTHING, Estimate
-from needlework.store import Row
 
 BASELINE = "none"
 NO_BASELINE = replace(NOTHING, why="no baseline: ask none, too")
@@ -24,25 +25,30 @@ NO_BASELINE = replace(NOTHING, why="no baseline: ask none, too")
 
 @dataclass(frozen=True)
 class Line:
-    """One ability under one intervention."""
+    """Results of one task or group under one intervention."""
 
-    name: str  # of the task or group that was asked for
+    name: str  # of the task or its outermost group
     intervention: str
     accuracy: Estimate
     raw: Estimate  # retained share of the baseline
-    corrected: Estimate  # the same above chance
+    corrected: Estimate  # chance-corrected retained share
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """The part of a letter choice's loss that is the look-up of the letter."""
+    """The part of the loss in letter choice that is due to the letter look-up."""
 
     intervention: str
     part: Estimate
 
 
 def lines(trials: Sequence[Row], home: dict[str, str]) -> list[Line]:
-    """A line for every (asked name, intervention); `home` says which asked name a task belongs to."""
+    """Return accuracy and retained shares for every (name, intervention), paired with the baseline by question.
+
+    Args:
+        trials: Rows of all tasks and interventions; failed rows are left out.
+        home: Task -> name under which it is reported.
+    """
     scored: dict[tuple[str, str], dict[str, Row]] = {}
     for trial in trials:
         if trial.finish != "failed" and "correct" in trial.scores:
@@ -51,17 +57,16 @@ def lines(trials: Sequence[Row], home: dict[str, str]) -> list[Line]:
     for (name, text), after in scored.items():
         before = scored.get((name, BASELINE), {})
         both = [key for key in after if key in before]
-        right = [after[key].scores["correct"] for key in both]
-        base = [before[key].scores["correct"] for key in both]
-        clusters = [after[key].cluster for key in both]
+        right, base = (np.asarray([rows[key].scores["correct"] for key in both]) for rows in (after, before))
         chance = float(np.mean([after[key].facts.get("chance", 0.0) for key in both])) if both else 0.0
-        shares = [stats.retained(right, base, clusters, c) if both else NO_BASELINE for c in (0.0, chance)]
+        pairs = Pairs(right, base, np.asarray([after[key].cluster for key in both]), chance)
+        shares = (pairs.raw, pairs.corrected) if both else (NO_BASELINE, NO_BASELINE)
         made.append(Line(name, text, stats.accuracy([t.scores["correct"] for t in after.values()]), *shares))
     return made
 
 
 def lookups(trials: Sequence[Row]) -> list[Lookup]:
-    """For every intervention under which both forms of the same facts were asked."""
+    """Return the part due to the letter look-up for every intervention with letter and cloze questions on the same facts."""
     forms: dict[str, dict[str, dict[str, Row]]] = {"letter": {}, "cloze": {}}
     for trial in trials:
         form = {"statement": "cloze", "question": "cloze"}.get(str(trial.facts.get("form")), str(trial.facts.get("form")))
@@ -79,6 +84,7 @@ def lookups(trials: Sequence[Row]) -> list[Lookup]:
 
 
 def _part(columns: Sequence[dict[str, Row]]) -> Estimate:
+    """Estimate the part with a bootstrap over facts; columns are those of `_share`, each fact -> row."""
     facts = sorted(set.intersection(*(set(column) for column in columns)))
     if not facts:
         return NOTHING
@@ -97,7 +103,10 @@ def _part(columns: Sequence[dict[str, Row]]) -> Estimate:
 
 
 def _share(above: Any) -> Any:
-    """Columns: letter after and before, cloze after and before, each above chance. NaN where the letter lost nothing."""
+    """Compute (R_cloze - R_letter) / (1 - R_letter) per row of [draws, 4]; NaN where letter choice lost nothing.
+
+    The columns are accuracy minus chance of: letter after, letter before, cloze after, cloze before.
+    """
     letter = above[:, 0] / np.where(above[:, 1] > 0, above[:, 1], np.nan)
     cloze = above[:, 2] / np.where(above[:, 3] > 0, above[:, 3], np.nan)
     lost = 1 - letter

@@ -1,1 +1,1 @@
-"""Loaded models and what the product knows about their families."""
+"""Loaded models: hooks, caches, edits, loading and checking of files, and facts about model families."""

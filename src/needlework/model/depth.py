@@ -1,9 +1,9 @@
-"""Entering a model at one of its layers: rows that are alike below it take what one untouched reading left there.
+"""Prefill from an intermediate layer: lower layers without interventions reuse the outputs of one recorded prefill.
 
-An untouched reading of some prompts is recorded: what every wanted layer returned, and what the heads of an attention layer
-said. A row that is acted on from some layer on then skips the layers below, which return what was recorded; the whole rest of
-the model, its masks and positions included, runs as it always does, on all rows of the batch. Of the topmost layer that
-lets tokens see each other, the next token needs no more than keys of all tokens and what the last one makes of them.
+A prefill of some prompts without interventions is recorded: the outputs of the needed layers, and the head outputs of attention
+layers. Rows whose first intervention is at some layer skip the layers below it, which return the recorded outputs; the rest of
+the model, including masks and positions, runs unchanged on the whole batch. In the topmost layer that mixes tokens, the
+next token needs only the keys of all tokens and the output of the last one.
 """
 
 from __future__ import annotations
@@ -22,66 +22,66 @@ from needlework.receipts import Receipt
 
 
 class CannotEnter(Exception):
-    """The model's layers are not a plain stack, each called once, or return what cannot be taken apart into rows."""
+    """Raised if layers are not a plain stack, each called once, or if their outputs cannot be split into rows."""
 
 
 @dataclass
 class Said:
-    """What the heads of one attention layer said, where its output projection takes it."""
+    """Recorded head outputs of one attention layer, as its output projection reads them."""
 
-    heads: Tensor  # [rows, tokens, heads * dim], gates included
+    heads: Tensor  # [rows, tokens, heads * dim], after any output gate
     projection: nn.Module
-    alone: bool  # the module returns the projection's output, and not a tuple that begins with it
-    others: tuple[None, ...]
+    alone: bool  # the module returns the projection's output itself, not a tuple that begins with it
+    others: tuple[None, ...]  # the rest of that tuple
 
 
 @dataclass
 class Recording:
-    """What an untouched reading of some prompts left behind."""
+    """A recorded prefill of some prompts without interventions."""
 
     ids: Tensor  # [rows, tokens] the prompts
     memory: Memory
     logits: Tensor = field(init=False)  # [rows, vocabulary] after the last token
     receipts: list[Receipt] = field(init=False)
-    outputs: dict[int, Any] = field(default_factory=dict)  # layer -> what it returned
-    said: dict[int, Said] = field(default_factory=dict)  # by attention layer
+    outputs: dict[int, Any] = field(default_factory=dict)  # layer -> its output
+    said: dict[int, Said] = field(default_factory=dict)  # attention layer -> its head outputs
     scores: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # layer -> scores of its heads [rows, tokens, heads]
 
     def output(self, layer: int, rows: Tensor, tokens: slice) -> Any:
-        """What a layer returned, for these rows and tokens."""
+        """Return a layer's recorded output for these rows and tokens."""
         return _part_of(self.outputs[layer], rows, tokens, self.ids.shape)
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Where the rows of a batch enter."""
+    """The layer from which a batch is computed, and the recording that replaces everything below."""
 
     recording: Recording
-    rows: Tensor  # [rows] the recorded row that each of them goes on from
-    layer: int  # the first that is computed
-    after_heads: bool  # of this layer, all that its heads say is recorded, too: some are silenced, and the rest is projected
-    last_only: bool  # in the topmost layer, nothing is computed that the next token does not need
-    heads: int  # of its attention
+    rows: Tensor  # [rows] the recorded row that each row continues
+    layer: int  # the first computed layer
+    after_heads: bool  # this layer's head outputs are recorded, too: they are only zeroed and projected
+    last_only: bool  # in the topmost mixing layer, compute only what the next token needs
+    heads: int  # number of query heads of this layer
 
     def remembered(self, half: str, cache_layer: int) -> bool:
-        """Whether this part of the memory is the recorded one."""
+        """Return whether this half of a cache layer is taken from the recording."""
         return cache_layer < self.layer or (cache_layer == self.layer and self.after_heads and half == "kv")
 
 
 class Stack:
-    """The layers of a model, one above the other."""
+    """The layers of a model, in order."""
 
     def __init__(self, layers: Sequence[nn.Module], attention: Mapping[int, nn.Module], mixers: Mapping[nn.Module, int]) -> None:
         self.layers, self.attention = layers, attention
         mixing = (*attention, *mixers.values())
-        self.top = max(mixing, default=0)  # above it, tokens do not see each other
-        # Where it holds attention and a mixer, the one may read all that the other says: then every token of it counts.
+        self.top = max(mixing, default=0)  # the topmost layer that mixes tokens
+        # If it has both attention and a mixer, one may read the other's output, so that all of its tokens are needed.
         self.lone_top = mixing.count(self.top) == 1
         self._mixing = {*attention.values(), *mixers}
 
     @staticmethod
     def of(model: nn.Module, attention: Mapping[nn.Module, int], mixers: Mapping[nn.Module, int]) -> Stack | None:
-        """The list of modules that holds every attention module and every mixer at the number of its layer."""
+        """Find the module list that holds every attention module and mixer at the index of its layer; None if none does."""
         paths = {module: path for path, module in model.named_modules()}
         for path, module in model.named_modules():
             if isinstance(module, nn.ModuleList) and all(
@@ -92,7 +92,7 @@ class Stack:
 
     @contextmanager
     def recorded(self, recording: Recording, layers: Collection[int], heads: Collection[int]) -> Iterator[None]:
-        """While open, one untouched reading is recorded: the outputs of these layers, and what these layers' heads say."""
+        """Record a prefill while the context is open: outputs of `layers`, and head outputs of the layers `heads`."""
         with ExitStack() as stack:
             for layer in layers:
                 stack.callback(self.layers[layer].register_forward_hook(_keep_output(recording, layer)).remove)
@@ -101,12 +101,12 @@ class Stack:
             yield
 
     def fed(self, entry: Entry) -> slice:
-        """The tokens that the model must be fed: where it is entered behind the last heads, the last one alone."""
+        """Return the tokens to feed: only the last one if the entry is after the heads of the topmost mixing layer."""
         return slice(-1, None) if entry.last_only and entry.after_heads and entry.layer == self.top else slice(None)
 
     @contextmanager
     def entered(self, entry: Entry) -> Iterator[None]:
-        """While open, the model runs from the entry's layer on."""
+        """Make the model run from the entry's layer on while the context is open."""
         tokens = self.fed(entry)
         with ExitStack() as stack:
             if entry.last_only:
@@ -121,7 +121,7 @@ class Stack:
             yield
 
     def _wordwise(self, layer: nn.Module) -> Iterator[nn.Module]:
-        """The parts of a layer beside its attention and its mixer that hold matrices: feed-forward maps and experts."""
+        """Yield the parts of a layer that compute each token by itself and hold matrices: feed-forward maps and experts."""
         for part in layer.children():
             inside = set(part.modules())
             if not inside & self._mixing and any(p.dim() > 1 for p in part.parameters()):
@@ -141,7 +141,7 @@ def _keep_output(recording: Recording, layer: int) -> Callable[..., None]:
 
 @contextmanager
 def _listening(recording: Recording, layer: int, attention: nn.Module) -> Iterator[None]:
-    """Note what the last linear map of an attention module is given, if the module returns what that map makes of it."""
+    """Record the input of an attention module's last linear map, if the module returns that map's output."""
     last: list[tuple[nn.Module, Tensor, Tensor]] = []
 
     def projected(module: nn.Module, args: Any, output: Any) -> None:
@@ -164,7 +164,7 @@ def _listening(recording: Recording, layer: int, attention: nn.Module) -> Iterat
 
 
 def _silencing(entry: Entry, fed: slice) -> Callable[..., Any]:
-    """In place of an attention module: its heads' recorded words, some of them silenced, go to its output projection."""
+    """Return a forward for an attention module that zeroes heads in their recorded outputs and projects the result."""
     said, layer, rows = entry.recording.said[entry.layer], entry.layer, entry.rows
     scores = {name: values[rows] for name, values in entry.recording.scores.get(layer, {}).items()}
 
@@ -177,7 +177,7 @@ def _silencing(entry: Entry, fed: slice) -> Callable[..., Any]:
         assert off is not None
         heads = said.heads[:, fed].index_select(0, rows.to(said.heads.device))
         heads.view(*heads.shape[:2], entry.heads, -1).masked_fill_(off[:, fed, :, None], 0.0)
-        # Counted for all tokens: what is not fed was silenced by never being read again.
+        # Counted for all tokens: outputs of tokens that are not fed are not used later.
         now.tally.add(layer, now.phase, "positions", now.slots, tokens)
         now.tally.add(layer, now.phase, "heads_zeroed", now.slots, off.sum((1, 2)))
         out = said.projection(heads)
@@ -188,7 +188,7 @@ def _silencing(entry: Entry, fed: slice) -> Callable[..., Any]:
 
 @contextmanager
 def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Another forward for one module, which has none of its own besides its class's."""
+    """Replace a module's forward while the context is open; the module must not have an instance-level one already."""
     if "forward" in vars(module):
         raise CannotEnter(f"{type(module).__name__} has a forward of its own already")
     vars(module)["forward"] = forward
@@ -199,7 +199,7 @@ def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 
 def _of_last_token(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A map of each token by itself, computed for the last one; of the others, nothing will be read."""
+    """Wrap the forward of a token-wise module to compute the last token only; other outputs, which are not used, are zero."""
 
     def last(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = forward(hidden[:, -1:], *args, **kwargs)
@@ -212,7 +212,7 @@ def _of_last_token(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _part_of(value: Any, rows: Tensor, tokens: slice, shape: torch.Size) -> Any:
-    """These rows and tokens of everything that a layer returned for ids of this shape."""
+    """Select rows and tokens of a layer's output (tensors or nested tuples) for ids of this shape."""
     if isinstance(value, tuple):
         return tuple(_part_of(part, rows, tokens, shape) for part in value)
     if value is None:

@@ -1,4 +1,4 @@
-"""Acts on one attention layer, compiled for a batch: small tensors with one entry a row, and their maths."""
+"""Acts on one attention layer, compiled for a batch: tensors with one entry per row, and the functions that apply them."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ EVERYTHING = 1 << 40  # more keys than any context has
 
 @dataclass
 class Keep:
-    """Per row: how many heads, by which score (index into `names`), with which seed and sample, without which first tokens."""
+    """KeepBest acts of all rows: how many heads each row keeps, and by which score."""
 
-    k: Tensor  # [rows]
-    by: Tensor  # [rows]
-    seed: Tensor  # [rows]
-    sample: Tensor  # [rows]
-    names: tuple[str, ...]  # the scores that any row needs
-    sinks: Tensor | None = None  # [rows] first tokens that are left out of the score; None: no row leaves any out
+    k: Tensor  # [rows] number of heads to keep
+    by: Tensor  # [rows] score, as an index into `names`
+    seed: Tensor  # [rows] seed of the random score
+    sample: Tensor  # [rows] sample index, also part of the random score's hash
+    names: tuple[str, ...]  # all scores that any row needs
+    sinks: Tensor | None = None  # [rows] number of first tokens that the score ignores; None: 0 in all rows
 
     def select(self, rows: Tensor) -> Keep:
+        """Return the entries of the given rows, in this order."""
+        rows = rows.to(self.k.device)
         return Keep(self.k[rows], self.by[rows], self.seed[rows], self.sample[rows], self.names, _pick(self.sinks, rows))
 
     def without_sinks(self, block: Block, p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-        """Probabilities over all keys but the first tokens, which sum to 1 again; in rows without sinks bit for bit as they were.
+        """Remove the sinks from probabilities [rows, heads, queries, keys] and renormalize; rows without sinks stay unchanged.
 
-        A query that sees nothing else has no attention left: all heads are tied there.
+        A query that sees only sinks gets all-zero probabilities, so that its heads are tied.
         """
         if self.sinks is None:
             return p, log_p
@@ -49,32 +51,34 @@ class Keep:
         return torch.where(affected, left, p), torch.where(affected, rest, log_p)
 
     def scores(self, needs: Needs) -> list[HeadScore]:
-        """Those of its scores that need this."""
+        """Return the registered scores among `names` that are computed from `needs` (probabilities or outputs)."""
         return [score for name in self.names if (score := HEAD_SCORES.get(name)) and score.needs == needs]
 
 
 @dataclass
 class Expose:
-    columns: Tensor  # [rows, positions] the exposed key positions
+    """ExposeColumns acts of all rows: factors on attention probabilities by key position."""
+
+    columns: Tensor  # [rows, positions] True at exposed key positions
     inside: Tensor  # [rows] factor on exposed columns
-    outside: Tensor  # [rows] factor on all others
-    balanced: Tensor  # [rows]
-    renormalize: Tensor  # [rows]
-    paper: Tensor  # [rows]
-    active: Tensor  # [rows]
+    outside: Tensor  # [rows] factor on all other columns
+    balanced: Tensor  # [rows] mode "balanced", see `LayerEdits._balanced`
+    renormalize: Tensor  # [rows] divide by the remaining mass
+    paper: Tensor  # [rows] follow the paper's published code
+    active: Tensor  # [rows] the row has such an act
 
 
 @dataclass
 class LayerEdits:
-    """What happens in one attention layer in this phase; None where no row asks for it."""
+    """Edits of one attention layer in one phase; a field is None if no row needs it."""
 
-    silenced: Tensor | None = None  # [rows, heads]
-    means: Tensor | None = None  # [rows, heads, dim] what silenced heads say instead of nothing
+    silenced: Tensor | None = None  # [rows, heads] heads to zero, or to replace by `means`
+    means: Tensor | None = None  # [rows, heads, dim] outputs that replace those of ablated heads
     keep: Keep | None = None
-    limit: tuple[Tensor, Tensor] | None = None  # last tokens, sinks [rows], or [rows, heads] where some heads are limited
+    limit: tuple[Tensor, Tensor] | None = None  # visible last tokens and sinks: [rows], or [rows, heads] if heads differ
     expose: Expose | None = None
-    dropped: Tensor | None = None  # [rows] the whole block contributes nothing
-    functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, its sample, change of its outputs)
+    dropped: Tensor | None = None  # [rows] the output of the whole attention block is zeroed
+    functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, sample, function of its outputs)
 
     @property
     def idle(self) -> bool:
@@ -87,28 +91,29 @@ class LayerEdits:
 
     @property
     def silences_only(self) -> bool:
-        """Nothing looks at what heads say: some of them are silenced, or the whole block is."""
+        """Whether all edits are fixed in advance: heads or the whole block are ablated, and no head output is read."""
         return self.keep is None and not self.functions and not self.needs_probabilities
 
     @property
     def needs_all_queries(self) -> bool:
-        """The paper's `balanced` sums over all queries of a prefill, so they cannot be taken in blocks."""
+        """Whether queries cannot be split into blocks: the paper's `balanced` sums over all queries of a prefill."""
         return self.expose is not None and bool((self.expose.balanced & self.expose.paper).any())
 
     def select(self, rows: Tensor) -> LayerEdits:
-        """The same for some of the rows, in a new order."""
+        """Return the edits of the given rows, in this order."""
         places = {int(row): i for i, row in enumerate(rows)}
         return LayerEdits(
             silenced=_pick(self.silenced, rows),
             means=_pick(self.means, rows),
             keep=self.keep and self.keep.select(rows),
-            limit=self.limit and (self.limit[0][rows], self.limit[1][rows]),
-            expose=self.expose and Expose(*(x[rows] for x in vars(self.expose).values())),
+            limit=self.limit and (self.limit[0][rows.to(self.limit[0].device)], self.limit[1][rows.to(self.limit[1].device)]),
+            expose=self.expose and Expose(*(x[rows.to(x.device)] for x in vars(self.expose).values())),
             dropped=_pick(self.dropped, rows),
             functions=tuple((places[row], sample, change) for row, sample, change in self.functions if row in places),
         )
 
     def limit_keys(self, forward: Forward, layer: int, block: Block) -> Tensor:
+        """Return a block's visible pairs [rows, 1 or heads, queries, keys] under the limit; count the pairs that it masks."""
         assert self.limit is not None
         tokens, sinks = (x[..., None, None] if x.dim() == 2 else x[:, None, None, None] for x in self.limit)
         q, k = block.q_positions[:, None, :, None], block.k_positions[:, None, None, :]
@@ -118,9 +123,13 @@ class LayerEdits:
         return before & near
 
     def scores_of_probabilities(self, block: Block, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
-        """[rows, queries, heads] of each score of probabilities [rows, heads, queries, keys], taken before columns are rewritten.
+        """Compute the head scores that are based on probabilities.
 
-        `log_p` is used up.
+        Args:
+            p, log_p: [rows, heads, queries, keys], before columns are edited. `log_p` may be overwritten.
+
+        Returns:
+            Scores [rows, queries, heads] by name.
         """
         if self.keep is None:
             return {}
@@ -129,18 +138,19 @@ class LayerEdits:
             p, log_p = self.keep.without_sinks(block, p, log_p)
         takers, values = sum(score.takes_log_p for score in scores), {}
         for score in scores:
-            takers -= score.takes_log_p  # each may write over its own: only the last one needs no copy
+            takers -= score.takes_log_p  # a score may overwrite its log_p: all but the last one get a copy
             own = [log_p.clone() if takers else log_p] if score.takes_log_p else []
-            values[score.name] = _shaped(score.function(p, *own), p.shape[:3], score.name).transpose(1, 2)
+            values[score.name] = _head_scores(score, p, *own).transpose(1, 2)
         return values
 
     def scores_of_outputs(self, out: Tensor) -> dict[str, Tensor]:
-        """[rows, queries, heads] of each score of outputs [rows, queries, heads, dim]."""
+        """Compute the head scores [rows, queries, heads] that are based on outputs [rows, queries, heads, dim]."""
         scores = self.keep.scores("outputs") if self.keep is not None else []
         by_head = out.transpose(1, 2)
-        return {score.name: _shaped(score.function(by_head), by_head.shape[:3], score.name).transpose(1, 2) for score in scores}
+        return {score.name: _head_scores(score, by_head).transpose(1, 2) for score in scores}
 
     def expose_columns(self, forward: Forward, layer: int, block: Block, p: Tensor) -> Tensor:
+        """Return probabilities [rows, heads, queries, keys] with exposed columns edited; count the edited columns."""
         assert self.expose is not None
         e, rows = self.expose, p.shape[0]
         k = block.k_positions
@@ -150,7 +160,7 @@ class LayerEdits:
         visible = (causal if block.visible is None else block.visible & causal).expand(rows, -1, p.shape[2], -1)
         exposed = visible & columns[:, None, None]  # [rows, 1, queries, keys]
         act = e.active[:, None, None, None].expand_as(exposed)
-        if forward.phase == "decode" and e.paper.any():  # there the authors' code leaves a query alone that sees no needle column
+        if forward.phase == "decode" and e.paper.any():  # the authors' code does not edit queries that see no needle column
             act = act & (exposed.any(-1, keepdim=True) | ~e.paper[:, None, None, None])
         factor = torch.where(columns, e.inside[:, None], e.outside[:, None])  # [rows, keys]
         new = p * factor[:, None, None]
@@ -167,13 +177,16 @@ class LayerEdits:
         return torch.where(act, new, p)
 
     def _balanced(self, p: Tensor, exposed: Tensor) -> Tensor:
-        """Every head gets the mean over heads of the mass on exposed columns, spread evenly over them, query by query."""
+        """Return probabilities where every head has the mean mass over heads on exposed columns, spread evenly over them.
+
+        All other columns are 0. Queries are handled independently, except in rows that follow the paper.
+        """
         assert self.expose is not None
         mass = (p * exposed).sum(-1, keepdim=True).mean(1, keepdim=True)  # [rows, 1, queries, 1]
         right = exposed * (mass / exposed.sum(-1, keepdim=True).clamp_min(1))
         if not self.expose.paper.any():
             return right.expand_as(p)
-        # The authors sum over the queries of the block too, and write into every query row, also before the needle.
+        # The authors' code also sums over the queries, and writes into every query, including those before the needle.
         columns = exposed.any(2, keepdim=True)
         paper = columns * (mass.sum(2, keepdim=True) / columns.sum(-1, keepdim=True).clamp_min(1))
         return torch.where(self.expose.paper[:, None, None, None], paper.expand_as(right), right).expand_as(p)
@@ -181,12 +194,17 @@ class LayerEdits:
     def edit_outputs(
         self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Silence heads and apply functions to outputs [rows, queries, heads, dim]; counts what it zeroed."""
+        """Apply functions to head outputs [rows, queries, heads, dim], then ablate heads; count both.
+
+        Args:
+            queries: the queries that `out` holds, as a slice of the forward's.
+            scores: head scores [rows, queries, heads] by name, where computed already; missing ones are computed from `out`.
+        """
         if self.functions:
             out = self._change_outputs(forward, layer, out.clone(), queries)
         scores = self._all_scores(out, scores or {})
-        if self.keep is not None and forward.heard is not None:
-            forward.heard.setdefault(layer, []).append(scores)
+        if self.keep is not None and forward.recorded_scores is not None:
+            forward.recorded_scores.setdefault(layer, []).append(scores)
         off = self.switched_off(layer, forward.positions[:, queries], out.shape[2], scores)
         if off is None:
             return out
@@ -204,7 +222,12 @@ class LayerEdits:
         return out
 
     def switched_off(self, layer: int, positions: Tensor, heads: int, scores: Mapping[str, Tensor]) -> Tensor | None:
-        """[rows, queries, heads] which heads say nothing; None: no act decides that. `scores` of all names but the random one."""
+        """Return the mask [rows, queries, heads] of heads to ablate; None if no act ablates heads.
+
+        Args:
+            positions: [rows, queries].
+            scores: [rows, queries, heads] by name, for all of `keep.names` except the random score.
+        """
         off: Tensor | None = None
         if self.keep is not None:
             score = self._score(layer, positions, heads, scores)
@@ -218,7 +241,7 @@ class LayerEdits:
         return off
 
     def always_off(self, heads: int) -> Tensor | None:
-        """[rows] how many heads are off at every query, where that is known before any of them has spoken."""
+        """Return the number of heads [rows] ablated at every query; None if it depends on computed values."""
         if self.functions or self.limit is not None or self.expose is not None or (self.keep and self.silenced is not None):
             return None
         if self.keep is not None:
@@ -226,13 +249,13 @@ class LayerEdits:
         return None if self.silenced is None else self.silenced.sum(1)
 
     def _all_scores(self, out: Tensor, scores: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """With those of outputs, if a row asks for one and heads were not scored before."""
+        """Return `scores`, extended by those based on outputs if any is missing."""
         names = self.keep.names if self.keep is not None else ()
         lacking = not all(name in scores or name == RANDOM for name in names)
         return {**scores, **self.scores_of_outputs(out)} if lacking else scores
 
     def _score(self, layer: int, positions: Tensor, heads: int, scores: Mapping[str, Tensor]) -> Tensor:
-        """One score for each row, query and head: the one that the row asks for. [rows, queries, heads]"""
+        """Return for each row the score that it ranks heads by. [rows, queries, heads]"""
         assert self.keep is not None
         by_name = {**scores}
         if RANDOM in self.keep.names:
@@ -244,7 +267,7 @@ class LayerEdits:
 
 
 def _shaped(values: Any, shape: Sequence[int], name: str) -> Tensor:
-    """What a function of one's own gave, if it has the right shape."""
+    """Return the result of a user's function, or raise an error if it is not a tensor of the right shape."""
     if not isinstance(values, Tensor) or values.shape != shape:
         given = list(values.shape) if isinstance(values, Tensor) else repr(values)
         axes = "[queries, heads, dim]" if name == "ChangeOutputs" else "[rows, heads, queries]"
@@ -252,8 +275,36 @@ def _shaped(values: Any, shape: Sequence[int], name: str) -> Tensor:
     return values
 
 
+def _head_scores(score: HeadScore, values: Tensor, *log_p: Tensor) -> Tensor:
+    """Compute a head score of probabilities or outputs [rows, heads, queries, ...]: [rows, heads, queries].
+
+    Registered functions get a copy, made outside of inference mode because inference tensors do not count writes.
+
+    Raises:
+        NeedleworkError: If a registered function returns another shape or NaN, or writes into its argument. NaN is accepted
+            for queries without any probability mass, where all heads are tied.
+    """
+    if score.built_in:
+        built_in: Tensor = score.function(values, *log_p)
+        return built_in
+    with torch.inference_mode(False), torch.no_grad():
+        copied = values.clone()
+    version = copied._version
+    scores = _shaped(score.function(copied, *log_p), values.shape[:3], score.name)
+    if copied._version != version:
+        raise NeedleworkError(f"the function of {score.name} writes into its argument; clone it before writing")
+    if score.needs == "probabilities":
+        scores = scores.masked_fill(values.sum(-1) == 0, 0.0)
+    if bool(scores.isnan().any()):
+        raise NeedleworkError(f"the function of {score.name} returned NaN, which has no order; return a number for every head")
+    return scores
+
+
 def hash_scores(keep: Keep, layer: int, positions: Tensor, heads: int) -> Tensor:
-    """Random scores that depend on (seed, sample, layer, position, head) alone. [rows, queries, heads]"""
+    """Return random scores [rows, queries, heads] that depend only on seed, sample, layer, position and head.
+
+    Results therefore do not depend on the batch or on chunk boundaries.
+    """
     state = torch.zeros_like(keep.seed)[:, None, None]
     index = torch.arange(heads, device=positions.device)
     for key in (keep.seed[:, None, None], keep.sample[:, None, None], layer, positions[:, :, None], index):
@@ -271,7 +322,7 @@ def _signed(x: int) -> int:
 
 
 def mix(state: Tensor) -> Tensor:
-    """`acts.mix` on int64 tensors, which wrap around as unsigned numbers do."""
+    """Compute `acts.mix` on int64 tensors, whose overflow wraps around like that of unsigned integers."""
     state = state + _signed(acts.GOLDEN)
     state = (state ^ _shift(state, 30)) * _signed(acts.MIX1)
     state = (state ^ _shift(state, 27)) * _signed(acts.MIX2)
@@ -284,7 +335,14 @@ A = TypeVar("A", bound=Act)
 def compile_layer(
     rows: Sequence[Sequence[Act]], samples: Sequence[int], heads: int, means: Mapping[str, Tensor], device: torch.device
 ) -> LayerEdits:
-    """What each row's acts make of one layer. `means`: calibrated head means [heads, dim] by hash."""
+    """Compile the acts of all rows on one layer.
+
+    Args:
+        rows: acts of each row.
+        samples: sample index of each row.
+        heads: number of query heads.
+        means: calibrated head means [heads, dim] by their hash.
+    """
     edits = LayerEdits()
 
     def one_a_row(kind: type[A]) -> list[A | None]:
@@ -325,7 +383,7 @@ def compile_layer(
 
 
 def keeps_from_sdpa(of_row: Sequence[Act]) -> bool:
-    """Whether acts look at attention probabilities or change them, so that stock attention cannot serve their forward."""
+    """Return whether acts read or change attention probabilities, so that stock SDPA cannot be used."""
     return any(
         isinstance(act, (acts.LimitKeys, acts.ExposeColumns)) or (isinstance(act, acts.KeepBest) and scores_attention(act.by))
         for act in of_row
@@ -333,13 +391,15 @@ def keeps_from_sdpa(of_row: Sequence[Act]) -> bool:
 
 
 def _pairs(of_heads: Tensor) -> Tensor:
-    """[rows] how many pairs of query and key are marked for any head, [rows, 1 or heads, queries, keys]: for how many heads, is
-    a matter of who else is in the batch."""
+    """Count the pairs of query and key that are marked for any head: [rows, 1 or heads, queries, keys] -> [rows].
+
+    Heads are not counted, because the size of their dimension depends on the other rows of the batch.
+    """
     return of_heads.any(1).sum((1, 2))
 
 
 def _pick(x: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if x is None else x[rows]
+    return None if x is None else x[rows.to(x.device)]
 
 
 def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
@@ -347,6 +407,7 @@ def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
 
 
 def _limit(limits: Sequence[acts.LimitKeys | None], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return visible last tokens and sinks: both [rows], or [rows, heads] if an act limits some heads only."""
     if not any(act and act.heads is not None for act in limits):
         tokens = _column([act.tokens if act else EVERYTHING for act in limits], device)
         return tokens, _column([act.sinks if act else 0 for act in limits], device)
@@ -382,13 +443,21 @@ def _expose(exposures: Sequence[acts.ExposeColumns | None], device: torch.device
 
 
 def _means(silences: Sequence[Sequence[acts.SilenceHeads]], means: Mapping[str, Tensor], device: torch.device) -> Tensor | None:
-    if not any(act.means for row in silences for act in row):
+    """Return the outputs [rows, heads, dim] that replace those of ablated heads; None if all rows use zeros.
+
+    Means replace the heads of the act that names them; heads that another act zeroes, too, or that only a score drops, are zero.
+    """
+    named = {act.means for row in silences for act in row if act.means}
+    if not named:
         return None
-    silent = next((torch.zeros_like(table) for table in means.values()), None)
-    values = []
-    for row in silences:
-        name = next((act.means for act in row if act.means), "")
-        if name and name not in means:
-            raise NeedleworkError(f"no calibrated means {name!r} are loaded: subject.use(nw.Means.load(path)) brings them")
-        values.append(means[name] if name else silent)
-    return torch.stack(values).to(device)  # type: ignore[arg-type]  # some row has means, so `silent` is a tensor
+    if missing := named - means.keys():
+        raise NeedleworkError(f"no calibrated means {min(missing)!r} are loaded: subject.use(nw.Means.load(path)) brings them")
+    values = torch.stack([torch.zeros_like(means[min(named)])] * len(silences))
+    for table, row in zip(values, silences, strict=True):
+        for act in row:
+            if act.means:
+                table[list(act.heads)] = means[act.means][list(act.heads)]
+        for act in row:
+            if not act.means:
+                table[list(act.heads)] = 0.0
+    return values.to(device)

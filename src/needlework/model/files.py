@@ -1,7 +1,7 @@
-"""Which files of a model directory are read: its weights and its tokenizer.
+"""Files of a model directory: weights, configuration and tokenizer, checked before they are used.
 
-The weights are exactly the files that a model's identity is hashed from. Free of torch. A directory may come from anybody,
-so what its files say is checked before anything acts on it.
+Model files are untrusted: names, sizes and types in them are checked before use. The weight files that are loaded are exactly
+those whose hash identifies the model. Does not import torch.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from needlework.errors import NeedleworkError, shown
+from needlework.errors import NeedleworkError, short_repr
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -22,26 +23,71 @@ _VOCABULARIES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tikto
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that transformers loads, in the order of their names. Anything that is no safetensors is refused."""
+    """Return the weight files that transformers loads, sorted by name; formats other than safetensors are an error."""
+    return _weight_map(directory)[0]
+
+
+def _weight_map(directory: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the weight files that transformers loads, and the file of each tensor by the index (empty without an index)."""
     _refuse_what_loads_otherwise(directory)
     entry = read_config(directory).get("transformers_weights") or (WEIGHTS if (directory / WEIGHTS).is_file() else INDEX)
     file = _beside(directory, entry, "config.json", (".safetensors", ".safetensors.index.json"))
     if not file.is_file():
         raise _no_weights(directory)
     if file.suffix == ".safetensors":
-        return [file]
+        return [file], {}
     try:
-        shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"].values()
+        shards = json.loads(file.read_text(encoding="utf-8"))["weight_map"].items()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise NeedleworkError(f"{directory}: {file.name} has no readable weight_map; save the model again") from None
-    files = sorted({_beside(directory, shard, file.name, (".safetensors",)) for shard in shards})
+    index = {name: _beside(directory, shard, file.name, (".safetensors",)) for name, shard in shards}
+    files = sorted(set(index.values()))
     if lost := [shard.name for shard in files if not shard.is_file()] or ([] if files else ["nothing"]):
         raise NeedleworkError(f"{directory}: {file.name} names {lost[0]}, which is not there; copy or save the model again")
-    return files
+    return files, index
+
+
+_FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of stored weights; others need a quantization_config
+
+
+def check_weights(directory: Path, skipped: Iterable[str] = ()) -> dict[str, list[int]]:
+    """Check the dtype of all stored tensors, and that each is stored once.
+
+    transformers would cast any dtype to the model's, and load a tensor that is in two files from either.
+
+    Args:
+        directory: of the model.
+        skipped: regular expressions of tensor names whose dtype is not checked.
+
+    Returns:
+        The shape of each tensor, by its name.
+    """
+    from safetensors import safe_open
+
+    quantised = "quantization_config" in read_config(directory)
+    files, places = _weight_map(directory)
+    shapes: dict[str, list[int]] = {}
+    for file in files:
+        with safe_open(file, framework="np") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                tensor = tensors.get_slice(name)
+                shapes[name] = tensor.get_shape()
+                if (place := places.setdefault(name, file)) != file:
+                    raise NeedleworkError(
+                        f"{directory}: the tensor {short_repr(name)} is in {file.name}, and should be in {place.name} alone;"
+                        " copy or save the model again"
+                    )
+                loads = not any(re.search(pattern, name) for pattern in skipped)
+                if loads and not quantised and tensor.get_dtype() not in _FLOATS:
+                    raise NeedleworkError(
+                        f"{directory}: the tensor {short_repr(name)} is stored as {tensor.get_dtype()}; weights are"
+                        f" {', '.join(_FLOATS)} unless config.json has a quantization_config. Save the model again"
+                    )
+    return shapes
 
 
 def _beside(directory: Path, name: Any, said_by: str, endings: tuple[str, ...]) -> Path:
-    """A file in the directory itself, of a kind that runs no code when it is opened."""
+    """Return the path of a named file; only safe formats, directly in the directory, are allowed."""
     if not isinstance(name, str) or not name.endswith(endings) or Path(name).name != name or "\\" in name:
         raise NeedleworkError(
             f"{directory}: {said_by} names {name!r} as weights; only *.safetensors files in the directory itself are read."
@@ -51,7 +97,7 @@ def _beside(directory: Path, name: Any, said_by: str, endings: tuple[str, ...]) 
 
 
 def _refuse_what_loads_otherwise(directory: Path) -> None:
-    """transformers would load these instead of the weights, or on top of them."""
+    """Refuse adapters and distributed checkpoints, which transformers would load instead of the weights or on top of them."""
     if (directory / "adapter_config.json").exists():
         raise NeedleworkError(
             f"{directory} holds an adapter (adapter_config.json): merge it into its model (merge_and_unload) and save that"
@@ -74,6 +120,7 @@ def _no_weights(directory: Path) -> NeedleworkError:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
+    """Read config.json as a dict, without interpreting it."""
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -85,8 +132,7 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 @contextmanager
 def whole_model(place: Path | str, what: str) -> Iterator[None]:
-    """A directory may come from anybody and be wrong in many ways, each of which raises its own kind of error in transformers
-    or torch. All of them mean one thing: no model can be made of it."""
+    """Convert any error of transformers or torch into a NeedleworkError that begins with `place` and `what`."""
     try:
         yield
     except NeedleworkError:
@@ -97,57 +143,81 @@ def whole_model(place: Path | str, what: str) -> Iterator[None]:
         ) from None
 
 
+_MOST_LABELS = 10**6
+
+
+def check_config(place: Path | str, config: Any) -> None:
+    """Refuse entries of a raw configuration, at any depth, that make transformers fetch code or allocate without limit."""
+    if not isinstance(config, dict):
+        return
+    for key, value in config.items():
+        check_config(place, value)
+        values = value.values() if isinstance(value, dict) else [value]
+        if "_implementation" in str(key) and any("/" in str(one) for one in values):
+            raise NeedleworkError(
+                f"{place}: its configuration asks for the kernel {short_repr(value)} ({key}), which would be fetched and"
+                " run; remove the entry, needlework brings its own attention"
+            )
+        if key == "num_labels" and isinstance(value, int) and value > _MOST_LABELS:
+            raise NeedleworkError(f"{place}: its configuration says num_labels: {value}; that is at most {_MOST_LABELS:,}")
+
+
 _SIZES = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "vocab_size")
 _MAY_LACK = ("num_key_value_heads", "intermediate_size")
 _MOST_LAYERS, _MOST_SIZE = 2000, 2**31
 
 
 def check_sizes(place: Path | str, config: Any) -> None:
-    """Refuse a configuration whose sizes are none, before anything is built from it: that could take all memory, or hours."""
+    """Refuse a configuration with impossible sizes before a model is built, which could take all memory or hours."""
     for key in (*_SIZES, "max_position_embeddings"):
         size = getattr(config, key, None)
         if size is None and (key not in _SIZES or key in _MAY_LACK or not hasattr(config, key)):
             continue
         most = _MOST_LAYERS if key == "num_hidden_layers" else _MOST_SIZE
-        lists = isinstance(size, (list, tuple)) and key not in ("hidden_size", "vocab_size")  # of some, one for each layer
+        lists = isinstance(size, (list, tuple)) and key not in ("hidden_size", "vocab_size")  # some sizes are per layer
         for one in size if lists and size else [size]:
             if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one <= most or (one == 0 and not lists):
                 raise NeedleworkError(
-                    f"{place}: its configuration says {key}: {shown(one)}; that is a whole number from 1 to {most:,}"
+                    f"{place}: its configuration says {key}: {short_repr(one)}; that is a whole number from 1 to {most:,}"
                 )
 
 
-def read_tokenizer(directory: Path, gguf: str = "", **options: Any) -> Any:
-    """The tokenizer that stands beside a model, or None: transformers would make up one of a few tokens."""
+def read_tokenizer(directory: Path, gguf: str = "", trust_remote_code: bool = False) -> Any:
+    """Return the tokenizer of a model directory; None if it has no vocabulary, where transformers would invent a tokenizer."""
     from transformers import AutoTokenizer
 
-    if gguf:
-        options["gguf_file"] = gguf
-    elif not any(file.is_file() for pattern in _VOCABULARIES for file in directory.glob(pattern)):
+    options = {"gguf_file": gguf} if gguf else {}
+    if not gguf and not any(file.is_file() for pattern in _VOCABULARIES for file in directory.glob(pattern)):
         return None
     try:
-        return AutoTokenizer.from_pretrained(str(directory), **options)
-    except Exception as error:  # many kinds, all of which mean that there is none to be had
+        tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # of many types; each means that the tokenizer cannot be read
         if gguf:
             return None
         first = first_line(error)
         raise NeedleworkError(f"{directory}: the tokenizer cannot be read ({first})") from None
+    longest = tokenizer.model_max_length
+    if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not longest > 0:
+        raise NeedleworkError(
+            f"{directory}: tokenizer_config.json says model_max_length: {short_repr(longest)}; that is a number of tokens above 0"
+        )
+    return tokenizer
 
 
 def fetch(name: str, revision: str | None = None, code: bool = False) -> Path:
-    """The directory of a model of the hub, fetched or found in the hub's cache; its own Python files only with `code`."""
+    """Download a model from the hub, or find it in the hub's cache, and return its directory; Python files only with `code`."""
     from huggingface_hub import snapshot_download
 
     patterns = [*_HUB_PATTERNS, *(["*.py"] if code else [])]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
-    except Exception as error:  # the hub raises many kinds; all mean that the model cannot be had
+    except Exception as error:  # of many types; each means that the download failed
         first = first_line(error)
         raise NeedleworkError(f"{name!r} could not be had from the hub ({first}); check name and network") from None
 
 
 def first_line(error: Exception) -> str:
-    """What a library's error says, without the advice that follows."""
+    """Return the first line of an error's message, without the advice that follows."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -162,11 +232,11 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-_NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # of config.json: changes no answer
+_NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # config.json keys that are not hashed
 
 
 def weights_hash(place: Path) -> str:
-    """Which weights these are: the bytes of the files that are loaded, and of the configuration what changes answers."""
+    """Hash the bytes of the weight files and the part of the configuration that affects outputs."""
     if place.is_file():
         return hash_files([place])
     config = read_config(place)
@@ -176,9 +246,9 @@ def weights_hash(place: Path) -> str:
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """Of a configuration in memory, what changes answers: no names, paths, versions, and nothing that is private to a session."""
+    """Hash the part of a configuration in memory that affects outputs: no names, paths, versions or private keys."""
 
-    dropped = (*_NOT_THE_MODEL, "architectures")  # which is set when a model is saved
+    dropped = (*_NOT_THE_MODEL, "architectures")  # transformers sets it when a model is saved
 
     def kept(value: Any) -> Any:
         if not isinstance(value, Mapping):
@@ -190,7 +260,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def hash_files(files: Iterable[Path]) -> str:
-    """One hash over names and bytes. Big files are hashed once: the result is kept with their size and time."""
+    """Hash names and bytes of files. Hashes of large files are cached by path, size and modification time."""
     total = hashlib.sha256()
     for file in files:
         total.update(f"{file.name}\0{_file_hash(file)}\0".encode())
@@ -239,4 +309,5 @@ def _tokenizer_files(place: Path) -> list[Path]:
 
 
 def tokenizer_hash(place: Path) -> str:
+    """Hash the tokenizer files of a model directory, or a GGUF file."""
     return hash_files(_tokenizer_files(place))

@@ -1,7 +1,7 @@
-"""A gate on every head that can be differentiated: 1 leaves the head as it is, 0 silences it.
+"""Differentiable gates on attention heads: 1 leaves a head unchanged, 0 zeroes it.
 
-Prompt and answer are read in one forward without a memory, by the attention function and the kernels that everything else uses.
-Shorter rows are padded at their end, where no earlier token looks.
+Prompt and answer are computed in one forward without a cache, with the same attention function and kernels as all other runs.
+Shorter rows are padded on the right, which causal models do not see.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 
 from needlework.errors import NeedleworkError
 from needlework.model.attention import Forward, current
-from needlework.model.body import Body
 from needlework.model.edits import LayerEdits
+from needlework.model.hooked_model import HookedModel
 from needlework.model.probe import run_model
 from needlework.receipts import Tally
 
 
 @dataclass
 class _Gated(LayerEdits):
-    """Every output of a head is multiplied by its gate."""
+    """Edits that multiply each head's output by its gate."""
 
     gates: Tensor | None = None  # [rows or 1, heads]
 
@@ -36,8 +36,8 @@ class _Gated(LayerEdits):
 
 
 @contextmanager
-def differentiable(body: Body) -> Iterator[None]:
-    """A session in which gates get gradients; weights get none."""
+def differentiable(body: HookedModel) -> Iterator[None]:
+    """Open a session in which gates get gradients and weights do not."""
     if body.streams:
         raise NeedleworkError(
             "gates are differentiated without a cache, and the heads of this model stream by theirs: rank the model that it was"
@@ -51,10 +51,12 @@ def differentiable(body: Body) -> Iterator[None]:
         yield
 
 
-def answer_log_p(body: Body, texts: Sequence[tuple[Sequence[int], Sequence[int]]], gates: Tensor) -> Tensor:
-    """Log-likelihood of each answer after its prompt, [rows], with gates [rows or 1, heads] on the heads of `anatomy.heads`.
+def answer_log_p(body: HookedModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], gates: Tensor) -> Tensor:
+    """Return the log-likelihood of each answer given its prompt, [rows]. Needs an open `differentiable` session.
 
-    `texts` are pairs of prompt and answer in tokens. Needs an open `differentiable` session.
+    Args:
+        texts: pairs of prompt and answer as token ids.
+        gates: [rows or 1, heads], in the order of `anatomy.heads`.
     """
     rows = [(*prompt, *answer[:-1]) for prompt, answer in texts]
     longest = max(map(len, rows))
@@ -68,8 +70,8 @@ def answer_log_p(body: Body, texts: Sequence[tuple[Sequence[int], Sequence[int]]
     return torch.stack(sums)
 
 
-def _logits(body: Body, ids: Tensor, gates: Tensor) -> Tensor:
-    """[rows, tokens, vocabulary] in fp32."""
+def _logits(body: HookedModel, ids: Tensor, gates: Tensor) -> Tensor:
+    """Return the logits [rows, tokens, vocabulary] of one forward with gates, in fp32."""
     positions = torch.arange(ids.shape[1], device=body.device).expand(ids.shape[0], -1)
     slots = torch.arange(ids.shape[0], device=body.device)
     widths = [part.query_heads for _, part in body.anatomy.attention_parts()]

@@ -1,4 +1,4 @@
-"""Keys and values as attention reads them: each row's own, or a prompt's, kept once and read by many rows."""
+"""Keys and values that attention reads: per row, or of a shared prefix that is stored once for many rows."""
 
 from __future__ import annotations
 
@@ -11,35 +11,37 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from needlework.kernels.block_attention import Lines, lines_of
+from needlework.kernels.block_attention import TransposedKeyValues, transpose_keys_values
 
 
 class Keys(Protocol):
-    count: int
+    """The interface of one layer's keys and values, whatever their storage."""
+
+    count: int  # number of keys
     value_dim: int
-    sliceable: bool
+    sliceable: bool  # whether `scores` and `mix` honour `first` and `last`; if not, they use all keys
 
     def positions(self, q_positions: Tensor) -> Tensor:
-        """Absolute position of every key for every row. [rows, keys]"""
+        """Return the absolute position of every key in every row, -1 for padding. [rows, keys]"""
         ...
 
     def scores(self, query: Tensor, first: int, last: int) -> Tensor:
-        """Dot products [rows, heads, queries, last - first] of queries with keys."""
+        """Return dot products [rows, heads, queries, last - first] of queries with keys."""
         ...
 
     def mix(self, weights: Tensor, first: int, last: int) -> Tensor:
-        """Weighted values [rows, heads, queries, value_dim]."""
+        """Return weighted sums of values [rows, heads, queries, value_dim]."""
         ...
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
-    """[rows, heads, queries, n] -> [rows, kv_heads, group * queries, n]: query heads of one kv head become more queries."""
+    """Reshape [rows, heads, queries, n] to [rows, kv_heads, group * queries, n], so that kv heads need not be repeated."""
     rows, heads, queries, n = x.shape
     return x.reshape(rows, kv_heads, heads // kv_heads * queries, n)
 
 
 class OwnKeys:
-    """Every row has its own keys."""
+    """Keys and values stored per row."""
 
     sliceable = True
 
@@ -48,14 +50,14 @@ class OwnKeys:
         self.count, self.value_dim = key.shape[2], value.shape[3]
 
     def positions(self, q_positions: Tensor) -> Tensor:
-        # Caches keep the newest keys, so the last key belongs to the last token that is fed now.
+        # Caches keep the newest keys, so the last key belongs to the last token of this forward.
         return q_positions[:, -1:] + torch.arange(1 - self.count, 1, device=q_positions.device)
 
     @functools.cached_property
-    def lines(self) -> Lines:
+    def lines(self) -> TransposedKeyValues:
         rows = self.key.shape[0]
         nothing = (x.new_empty(*x.shape[:2], x.shape[3], 0) for x in (self.key, self.value))
-        return Lines(*lines_of(self.key, self.value), torch.arange(rows), *nothing)
+        return TransposedKeyValues(*transpose_keys_values(self.key, self.value), torch.arange(rows), *nothing)
 
     def scores(self, query: Tensor, first: int, last: int) -> Tensor:
         rows, heads, queries, _ = query.shape
@@ -70,25 +72,26 @@ class OwnKeys:
 
 @dataclass
 class Prefix:
-    """The keys of P prompts, and which rows read which."""
+    """Keys and values of several prompts, and the prompt that each row reads."""
 
     key: Tensor  # [prompts, kv_heads, keys, dim]
     value: Tensor
     positions: Tensor  # [prompts, keys] absolute position of each key; -1 where a shorter prompt is padded
     prompt: Tensor  # [rows] the prompt that each row reads
-    start: Tensor  # [rows] position of the first key that is the row's own
-    complete: bool  # nothing is padded, neither here nor among the rows' own keys
-    order: Tensor  # [prompts, readers] the rows that read each prompt, padded with any row
+    start: Tensor  # [rows] position of the row's first key after the prefix
+    complete: bool  # there is no padding, neither here nor in the rows' own keys
+    order: Tensor  # [prompts, readers] the rows that read each prompt, padded with row 0
     place: Tensor  # [rows] flat index of each row in `order`
-    straight: bool  # rows lie as in `order` already: nothing needs to be moved
+    straight: bool  # rows are already in the order of `order`
 
     @functools.cached_property
     def lines(self) -> tuple[Tensor, Tensor]:
-        """Read at every step, so they are kept for as long as the same prompts are."""
-        return lines_of(self.key, self.value)
+        """Transposed keys and values for the kernel, kept because every decode step reads them."""
+        return transpose_keys_values(self.key, self.value)
 
     @classmethod
     def of(cls, key: Tensor, value: Tensor, positions: Tensor, prompt: Tensor, start: Tensor, complete: bool = True) -> Prefix:
+        """Return a prefix with `order`, `place` and `straight` derived from `prompt`."""
         readers: list[list[int]] = [[] for _ in range(key.shape[0])]
         where = []
         for row, p in enumerate(prompt.tolist()):
@@ -101,12 +104,13 @@ class Prefix:
         return cls(key, value, positions, prompt, start, complete, order, torch.tensor(places, device=key.device), straight)
 
     def select(self, rows: Tensor) -> Prefix:
-        """For some of the rows; prompts that nobody reads any more are let go once they are the majority."""
+        """Return the prefix for the given rows; unread prompts are freed once they are at least half of all."""
+        rows = rows.to(self.prompt.device)
         prompt, start = self.prompt[rows], self.start[rows]
         used: Tensor = torch.unique(prompt)
         if 2 * len(used) > self.key.shape[0]:
             new = Prefix.of(self.key, self.value, self.positions, prompt, start, self.complete)
-            vars(new).update({name: kept for name, kept in vars(self).items() if name == "lines"})  # of the same keys
+            vars(new).update({name: kept for name, kept in vars(self).items() if name == "lines"})  # the keys are the same
             return new
         return Prefix.of(
             self.key[used], self.value[used], self.positions[used], torch.searchsorted(used, prompt), start, self.complete
@@ -114,7 +118,7 @@ class Prefix:
 
     @staticmethod
     def join(prefixes: Sequence[Prefix], same_own: bool) -> Prefix:
-        """The prompts and rows of all of them; shorter prompts are padded on the left."""
+        """Concatenate prompts and rows; shorter prompts are padded on the left. `same_own`: own keys need no padding."""
         length = max(p.key.shape[2] for p in prefixes)
         lacks = [length - p.key.shape[2] for p in prefixes]
         offsets = [sum(p.key.shape[0] for p in prefixes[:i]) for i in range(len(prefixes))]
@@ -129,7 +133,7 @@ class Prefix:
 
 
 class SharedPrefix:
-    """Forked rows read their prompt's keys where they lie: one matrix product per prompt instead of a copy per row."""
+    """Keys of rows that share prompts: one matrix product per prompt, without a copy per row, plus each row's own keys."""
 
     sliceable = False
 
@@ -139,11 +143,11 @@ class SharedPrefix:
         self.count, self.value_dim = self.length + self.own.count, value.shape[3]
 
     @functools.cached_property
-    def lines(self) -> Lines:
-        return Lines(*self.prefix.lines, self.prefix.prompt, *lines_of(self.own.key, self.own.value))
+    def lines(self) -> TransposedKeyValues:
+        return TransposedKeyValues(*self.prefix.lines, self.prefix.prompt, *transpose_keys_values(self.own.key, self.own.value))
 
     def _gather(self, x: Tensor) -> Tensor:
-        """[rows, heads, queries, n] -> [prompts, kv_heads, readers * group * queries, n]"""
+        """Group rows by prompt: [rows, heads, queries, n] -> [prompts, kv_heads, readers * group * queries, n]."""
         prompts, readers = self.prefix.order.shape
         kv_heads = self.prefix.key.shape[1]
         rows = _grouped(x, kv_heads)
@@ -152,13 +156,13 @@ class SharedPrefix:
         return rows.view(prompts, readers, kv_heads, *rows.shape[2:]).transpose(1, 2).flatten(2, 3)
 
     def _scatter(self, x: Tensor, like: tuple[int, int, int]) -> Tensor:
+        """Invert `_gather`; `like` is (rows, heads, queries)."""
         prompts, readers = self.prefix.order.shape
         rows, heads, queries = like
         x = x.view(prompts, x.shape[1], readers, -1, x.shape[-1]).transpose(1, 2).flatten(0, 1)
         return (x if self.prefix.straight else x[self.prefix.place]).reshape(rows, heads, queries, x.shape[-1])
 
     def positions(self, q_positions: Tensor) -> Tensor:
-        """Absolute position of every key for every row, -1 for padding. [rows, keys]"""
         own = self.own.positions(q_positions)
         own = own.masked_fill(own < self.prefix.start[:, None], -1)
         return torch.cat([self.prefix.positions[self.prefix.prompt], own], 1)
@@ -175,11 +179,11 @@ class SharedPrefix:
 
 
 class SharedKV:
-    """Mixed into a transformers cache layer by `adopt`: the prompt's keys move to `prefix`, new ones go to `keys`."""
+    """A mixin of transformers cache layers: the prompt's keys are in `prefix`, those of later tokens in `keys`."""
 
     @staticmethod
     def adopt(filled: Any, rows: Tensor, length: int) -> Any:
-        """A filled layer of P prompts as a shared one with a row for each entry of `rows`."""
+        """Return a filled layer of several prompts as a shared one; `rows` [rows] is the prompt of each row."""
         layer = object.__new__(_shared_class(type(filled)))  # type: ignore[arg-type]
         vars(layer).update(vars(filled))
         key, value = layer.keys, layer.values
@@ -196,7 +200,7 @@ class SharedKV:
         self.values = torch.cat([self.values, value_states], dim=2)
         if hasattr(self, "cumulative_length"):
             self.cumulative_length += key_states.shape[2]
-        self.keys.shared_prefix = self.prefix  # the attention function finds the prompt's keys through this
+        self.keys.shared_prefix = self.prefix  # read by the attention function
         return self.keys, self.values
 
     def get_seq_length(self: Any) -> int:
@@ -209,7 +213,7 @@ class SharedKV:
         self.prefix = self.prefix.select(rows)
 
     def join(self: Any, layers: Sequence[Any]) -> None:
-        """Become one layer with the rows of all of them; shorter ones are padded on the left."""
+        """Replace this layer's rows by those of all `layers`; shorter ones are padded on the left."""
         own = max(layer.keys.shape[2] for layer in layers)
         same_own = all(layer.keys.shape[2] == own for layer in layers)
         self.prefix = Prefix.join([layer.prefix for layer in layers], same_own)
@@ -224,6 +228,6 @@ class SharedKV:
 
 @functools.cache
 def _shared_class(layer_class: type) -> Any:
-    if (sharing := getattr(layer_class, "sharing", None)) is not None:  # its streaming heads go their own way
+    if (sharing := getattr(layer_class, "sharing", None)) is not None:  # a layer with streaming heads
         return sharing(SharedKV)
     return type(f"Shared{layer_class.__name__}", (SharedKV, layer_class), {})

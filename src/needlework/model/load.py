@@ -1,32 +1,46 @@
-"""Loading a model from a directory, a hub id, a GGUF file, or from its public configuration alone."""
+"""Load a model from a directory, a hub id or a GGUF file, or build it without weights from its configuration."""
 
 from __future__ import annotations
 
 import math
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+import torch.fx.experimental._config
 
-from needlework.errors import NeedleworkError, shown
+from needlework.errors import NeedleworkError, short_repr
 from needlework.model import session
-from needlework.model.body import Body, Kernels
 from needlework.model.families import family
-from needlework.model.files import check_sizes, fetch, first_line, read_tokenizer, weight_files, whole_model
-from needlework.model.presets import PRESETS
+from needlework.model.files import (
+    WEIGHTS,
+    check_config,
+    check_sizes,
+    check_weights,
+    fetch,
+    first_line,
+    read_tokenizer,
+    weight_files,
+    whole_model,
+)
+from needlework.model.gguf import convert_once, header_only
+from needlework.model.hooked_model import HookedModel, Kernels
+from needlework.model.presets import preset_config, presets
 from needlework.model.probe import probe
-from needlework.model.session import turn
+from needlework.model.session import exclusive_use
 from needlework.model.surgery import cut_class, cuts_of
+from needlework.terminal import say
 
 Window = Literal["transformers", "deepmind"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def load_body(
+def load_hooked_model(
     source: str | Path,
     device: str = "cpu",
     dtype: str = "float32",
@@ -35,27 +49,67 @@ def load_body(
     trust_remote_code: bool = False,
     window: Window = "transformers",
     kernels: Kernels = "fast",
-) -> tuple[Body, Any]:
-    """A body and its tokenizer (None if there is none)."""
+) -> tuple[HookedModel, Any]:
+    """Load a model with its weights, and its tokenizer (None if it has none).
+
+    Args:
+        source: a directory, a hub id or a GGUF file.
+        device_map: passed to transformers; if given, `device` is not used.
+        window: rule of the sliding window, see `_set_window`.
+        kernels: "fast" for needlework's kernels, "stock" for transformers' code.
+    """
     precision = torch_dtype(dtype)
     _check_kernels(kernels)
     place = torch_device(device)
     origin = _origin(source)
-    options = {"revision": revision, "trust_remote_code": trust_remote_code}
-    config = _config(origin, {key: value for key, value in options.items() if value is not None})
+    file = Path(origin.name) / origin.gguf if origin.gguf else None
+    if file:
+        origin = _Origin(str(convert_gguf(file)), True)
+    published = _config(origin, revision, trust_remote_code)
+    config = causal_config(published)
     _set_window(config, window)
     folder = Path(origin.name) if origin.local else fetch(origin.name, revision, code=trust_remote_code)
-    if not origin.gguf:
-        weight_files(folder)  # refuses what is no safetensors
-    code = {"trust_remote_code": trust_remote_code}
-    with turn():  # transformers changes torch's default type for as long as it loads
-        model = _weights(folder, origin.gguf, config, dtype=precision, device_map=device_map, **code)
+    stored = _check_files(folder, config, trust_remote_code)
+    with exclusive_use():  # transformers changes torch's default dtype while it loads
+        model = _weights(folder, "", config, trust_remote_code, dtype=precision, device_map=device_map)
     if device_map is None:
         model = model.to(place)
     with whole_model(origin.name, "a short run of the model fails"):
-        body = make_body(model, window, kernels)
-    body.source = folder / origin.gguf if origin.gguf else folder
-    return body, read_tokenizer(folder, origin.gguf, **code)
+        body = hook_model(model, window, kernels)
+    body.anatomy = replace(body.anatomy, left_out=_left_out(published, type(model), stored))
+    body.source = file or folder
+    return body, read_tokenizer(folder, trust_remote_code=trust_remote_code)
+
+
+def convert_gguf(file: Path) -> Path:
+    """Return the directory of a GGUF file's copy as float32 safetensors, which is written on first use."""
+    return convert_once(file, _convert_gguf)
+
+
+def _convert_gguf(file: Path, into: Path) -> None:
+    """Write a GGUF file's weights, configuration and tokenizer as a transformers model directory."""
+    from safetensors.torch import save_file
+    from transformers.utils import logging as transformers_logging
+
+    config = causal_config(_config(_Origin(str(file.parent), True, file.name)))
+    say(f"converting {file.name} to safetensors, once, into {into.parent} (float32; later commands read it from there)")
+    bars = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.enable_progress_bar()
+    try:
+        with exclusive_use():
+            model = _weights(file.parent, file.name, config, dtype=torch.float32)
+    finally:
+        None if bars else transformers_logging.disable_progress_bar()
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
+    tensors = {name: t.detach().float().contiguous() for name, t in model.state_dict().items() if name not in tied}
+    save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
+    for key in ("quantization_config", "_pre_quantization_dtype"):  # transformers would look for the GGUF file again
+        if hasattr(model.config, key):
+            delattr(model.config, key)
+    model.config.save_pretrained(into)
+    model.generation_config.save_pretrained(into)
+    if tokenizer := read_tokenizer(file.parent, file.name):
+        tokenizer.save_pretrained(into)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -64,34 +118,53 @@ def torch_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
-def make_body(model: Any, window: Window = "transformers", kernels: Kernels = "fast") -> Body:
-    """A body around a model that is already in memory."""
+def hook_model(model: Any, window: Window = "transformers", kernels: Kernels = "fast") -> HookedModel:
+    """Probe a model that is already in memory and wrap it as a HookedModel."""
     _check_kernels(kernels)
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
     on_gpu = next(model.parameters()).device.type == "cuda"
-    with turn(), nullcontext() if on_gpu else session.slow_kernel_hints():  # the probe watches every module of the process
-        return Body(model, kind, probe(model, kind, window), kernels)
+    with (
+        exclusive_use(),
+        nullcontext() if on_gpu else session.slow_kernel_hints(),
+    ):  # exclusive, because the probe registers global module hooks
+        return HookedModel(model, kind, probe(model, kind, window), kernels)
 
 
-def blueprint(source: str | Path, window: Window = "transformers") -> Body:
-    """A body without weights, on the meta device: from a preset's public values, or from a config.json."""
-    if str(source) in PRESETS:
-        config, dtype = PRESETS[str(source)](), torch.bfloat16
+def blueprint(source: str | Path, window: Window = "transformers", trust_remote_code: bool = False) -> HookedModel:
+    """Build a HookedModel without weights (meta device) from a preset, a config.json or a GGUF header."""
+    if str(source) in presets():
+        published, dtype = preset_config(str(source)), torch.bfloat16
     else:
-        origin = _origin(source)
-        config = _config(origin, {})
-        dtype = getattr(config, "dtype", None) or torch.float32
+        published = _config(_origin(source), trust_remote_code=trust_remote_code)
+        dtype = published.get_text_config(decoder=True).dtype or published.dtype or torch.float32
+    config = causal_config(published)
     _set_window(config, window)
-    config.get_text_config(decoder=True)._experts_implementation = "batched_mm"  # the others need values, not just shapes
-    with whole_model(source, "its configuration makes no model"):
-        return make_body(without_weights(config).to(dtype), window, "stock")
+    config.get_text_config(decoder=True)._experts_implementation = "batched_mm"  # others do not run on the meta device
+    # Qwen4's indexer calls torch.nonzero, whose shape depends on values; the number of results does not matter here.
+    assume_nonzero = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+    with whole_model(source, "its configuration makes no model"), assume_nonzero:
+        body = hook_model(without_weights(config).to(dtype), window, "stock")
+        body.anatomy = replace(body.anatomy, left_out=_left_out(published))
+        return body
 
 
 def without_weights(config: Any) -> Any:
-    """The model that a configuration describes, on the meta device."""
+    """Build the model of a configuration on the meta device."""
     with torch.device("meta"):
         return _model_class(config)(config)
+
+
+def own_dtype(source: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> str:
+    """Return the dtype that a checkpoint's configuration names."""
+    try:
+        config = _config(_origin(source), revision, trust_remote_code)
+    except NeedleworkError:
+        return "float32"  # loading will raise the same error with more detail
+    named = config.get_text_config(decoder=True).dtype or config.dtype
+    if named is None:
+        raise NeedleworkError(f"{source}: dtype='auto', but its configuration names none; choose dtype='float32' or 'bfloat16'")
+    return str(named).removeprefix("torch.")
 
 
 def _check_kernels(kernels: str) -> None:
@@ -99,12 +172,18 @@ def _check_kernels(kernels: str) -> None:
         raise NeedleworkError(f"kernels={kernels!r} is not known; choose from {', '.join(get_args(Kernels))}")
 
 
+_LONGEST_HUB_ID = 200  # characters; the hub allows 96
+
+
 class _Origin:
+    """The source of a model: a local directory or a hub id, and the name of a GGUF file in that directory."""
+
     def __init__(self, name: str, local: bool, gguf: str = "") -> None:
         self.name, self.local, self.gguf = name, local, gguf
 
 
 def _origin(source: str | Path) -> _Origin:
+    """Resolve a source to a local directory, a GGUF file or a hub id."""
     text, path = str(source), Path(source)
     if os.path.isfile(path):
         if path.suffix != ".gguf":
@@ -114,28 +193,37 @@ def _origin(source: str | Path) -> _Origin:
         if not (path / "config.json").exists():
             raise NeedleworkError(f"{path} has no config.json; save the model there with model.save_pretrained({text!r})")
         return _Origin(str(path), True)
-    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1:
+    if text in presets():
         raise NeedleworkError(
-            f"there is no directory {shown(str(path))}; give a model directory, a .gguf file or a hub id such as org/name"
+            f"{text} is a preset: `inspect` and `plan` know its public configuration, its weights are not here. Give its"
+            " directory, or its full name on the hub (org/name)"
+        )
+    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or len(text) > _LONGEST_HUB_ID:
+        raise NeedleworkError(
+            f"there is no directory {short_repr(str(path))}; give a model directory, a .gguf file or a hub id such as org/name"
         )
     return _Origin(text, False)
 
 
-def _config(origin: _Origin, options: dict[str, Any]) -> Any:
-    from transformers import AutoConfig
+def _config(origin: _Origin, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Read and check a model's configuration."""
+    from transformers import AutoConfig, PreTrainedConfig
 
+    options: dict[str, Any] = {"revision": revision} if revision else {}
     if origin.gguf:
-        options = {**options, "gguf_file": origin.gguf}
+        options["gguf_file"] = origin.gguf
     try:
-        with session.hub_retries():
-            config = AutoConfig.from_pretrained(origin.name, **options)
+        with session.hub_retries(), header_only() if origin.gguf else nullcontext():
+            check_config(origin.name, PreTrainedConfig.get_config_dict(origin.name, **options)[0])
+            config = AutoConfig.from_pretrained(origin.name, trust_remote_code=trust_remote_code, **options)
             check_sizes(origin.name, config.get_text_config(decoder=True))
+            config._attn_implementation = None  # needlework sets its own, whatever the file names
             return config
     except NeedleworkError:
         raise
-    except Exception as error:  # a configuration can be wrong in many ways, and each raises its own kind
+    except Exception as error:  # invalid configurations raise many types
         first = first_line(error)
-        if "model_type" in first or "does not recognize" in first or "Unrecognized" in first:
+        if any(word in first for word in ("model_type", "does not recognize", "Unrecognized", "custom code")):
             raise NeedleworkError(
                 f"{origin.name}: this version of transformers does not know the model type ({first}); upgrade transformers,"
                 " or pass trust_remote_code=True if the model brings its own code and you trust it"
@@ -143,18 +231,47 @@ def _config(origin: _Origin, options: dict[str, Any]) -> Any:
         if origin.local:
             raise NeedleworkError(f"{origin.name}: the configuration cannot be read ({first})") from None
         raise NeedleworkError(
-            f"{shown(origin.name)} is no local directory and could not be had from the hub ({first}); check name and network"
+            f"{short_repr(origin.name)} is no local directory and could not be had from the hub ({first}); check name and network"
         ) from None
 
 
+def causal_config(config: Any) -> Any:
+    """Return the configuration that AutoModelForCausalLM builds its model from.
+
+    That is the text part of a composite configuration where the causal class has no other part (Qwen3.5, for example).
+    """
+    from transformers import AutoModelForCausalLM
+
+    mapping = AutoModelForCausalLM._model_mapping
+    text_class = config.sub_configs.get("text_config")
+    if text_class is None or type(config) not in mapping or mapping[type(config)].config_class is not text_class:
+        return config
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "quantization_config", None) is not None:
+        text.quantization_config = config.quantization_config
+    return text
+
+
+def _left_out(published: Any, model_class: Any = None, stored: Collection[str] = ()) -> str:
+    """Return the names of checkpoint parts that the causal model does not load, such as a vision tower; empty if none."""
+    text_only = causal_config(published) is not published
+    parts = [name for name in published.sub_configs if text_only and name != "text_config"]
+    ignored = [re.compile(pattern) for pattern in getattr(model_class, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    names = [name for name in stored if any(pattern.search(name) for pattern in ignored)]
+    if names:
+        prefixes = {".".join(name.split(".")[: 2 if name.startswith("model.") else 1]) for name in names}
+        parts.append(f"{len(names)} tensors ({_first_few(prefixes)})")
+    return ", ".join(parts)
+
+
 def _model_class(config: Any) -> Any:
-    """The class of a configuration's models, without the heads that were taken out of them."""
+    """Return the model class of a configuration, adapted to the heads that were pruned."""
     cuts = cuts_of(config)
     return cut_class(_stock_class(config), cuts) if cuts else _stock_class(config)
 
 
 def _stock_class(config: Any) -> Any:
-    """AutoModelForCausalLM's choice, or the class that the configuration names itself."""
+    """Return AutoModelForCausalLM's class for a configuration, or the class that the configuration names."""
     import transformers
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -162,7 +279,7 @@ def _stock_class(config: Any) -> Any:
     if type(config) in mapping:
         return mapping[type(config)]
     for name in config.architectures or ():
-        named = getattr(transformers, str(name), None)  # a file may name anything that transformers has
+        named = getattr(transformers, str(name), None)  # untrusted: may be anything in transformers, checked below
         is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
         if is_model and getattr(named, "config_class", None) is type(config):
             return named
@@ -171,22 +288,26 @@ def _stock_class(config: Any) -> Any:
     )
 
 
-def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
-    """The model with its weights, all of them: whatever the files do not give would be random."""
+def _weights(folder: Path, gguf: str, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
+    """Load the model with its weights; missing tensors, which transformers would initialize randomly, are an error."""
     from transformers import AutoModelForCausalLM
 
-    known = type(config) in AutoModelForCausalLM._model_mapping or options["trust_remote_code"]
+    known = type(config) in AutoModelForCausalLM._model_mapping or trust_remote_code
     loader = AutoModelForCausalLM if known and not cuts_of(config) else _model_class(config)
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     files = [folder / gguf] if gguf else weight_files(folder)
-    if known and not gguf and not options["trust_remote_code"]:
-        _refuse_larger_than_files(folder, config, files)
     with session.no_bar_for(sum(file.stat().st_size for file in files)), session.load_report() as report:
         try:
             model, loading_info = loader.from_pretrained(
-                str(folder), config=config, output_loading_info=True, ignore_mismatched_sizes=True, **source, **options
+                str(folder),
+                config=config,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,
+                trust_remote_code=trust_remote_code,
+                **source,
+                **options,
             )
-        except Exception as error:  # safetensors, OSError, KeyError...: what went wrong is in the message
+        except Exception as error:  # SafetensorError, OSError, KeyError...
             first = first_line(error)
             raise NeedleworkError(
                 f"{folder}: the weights cannot be loaded ({_conversion_error(report) or first}). Needlework reads safetensors"
@@ -197,28 +318,37 @@ def _weights(folder: Path, gguf: str, config: Any, **options: Any) -> Any:
     return model
 
 
-_MOST_PER_VALUE = 64  # parameters of a model for each value in its files: packed and quantised ones hold several
+_MOST_PER_VALUE = 64  # maximum parameters per stored value: packed and quantised tensors hold several parameters in a value
 
 
-def _refuse_larger_than_files(folder: Path, config: Any, files: Sequence[Path]) -> None:
-    """What the files do not hold would be made up, in memory: a slip in a configuration must not fill all of it."""
-    from safetensors import safe_open
+def _check_files(folder: Path, config: Any, trust_remote_code: bool) -> Collection[str]:
+    """Refuse tensors of a wrong dtype or in two files, and a configuration of a model much larger than its files.
 
+    Missing tensors are initialized in memory before loading fails, so a wrong configuration could use up all memory.
+
+    Returns:
+        The names of all stored tensors.
+    """
     with whole_model(folder, "its weights cannot be loaded"):
-        stored = 0
-        for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                stored += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
-        wanted = sum(parameter.numel() for parameter in without_weights(config).parameters())
+        if trust_remote_code:
+            return check_weights(folder)
+        model = without_weights(config)
+        # Integer buffers, such as token indices, are stored as integers.
+        integers = {name.rpartition(".")[2] for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
+        skipped = [*(model._keys_to_ignore_on_load_unexpected or ()), *(rf"(^|\.){re.escape(name)}$" for name in integers)]
+        shapes = check_weights(folder, skipped)
+        wanted = sum(parameter.numel() for parameter in model.parameters())
+    stored = sum(math.prod(shape) for shape in shapes.values())
     if wanted > _MOST_PER_VALUE * stored:
         raise NeedleworkError(
             f"{folder}: config.json describes a model of {wanted:,} parameters, and its files hold {stored:,} values: they do not"
             " belong together; copy or save the model again"
         )
+    return shapes
 
 
 def _refuse_not_finite(folder: Path, model: Any) -> None:
-    """Weights that are no numbers answer nothing; found here, they are told by name instead of failing every trial."""
+    """Refuse NaN and infinite weights, with which every trial would fail."""
     for name, tensor in model.named_parameters():
         if tensor.device.type == "meta" or not tensor.is_floating_point():
             continue
@@ -231,13 +361,13 @@ def _refuse_not_finite(folder: Path, model: Any) -> None:
 
 
 def _conversion_error(report: list[str]) -> str:
-    """Which tensor could not be put together from its parts, and why: transformers says it in its report alone."""
+    """Return the tensor that could not be assembled and the reason, from transformers' load report."""
     match = re.search(r"^(.*)\nError: .* destined for (\S+?)\.?(?: |$)", "\n".join(report), re.MULTILINE)
     return f"{match[2]}: {match[1]}" if match else ""
 
 
 def _refuse_gaps(folder: Path, model: Any, loading_info: dict[str, Any]) -> None:
-    """Every tensor of the model from the files, and every tensor of the files in the model; tied ones count as there."""
+    """Refuse missing, unexpected and misshapen tensors; tied tensors count as present."""
     mismatched = sorted(loading_info["mismatched_keys"])
     shapes = [f"{name} is {list(stored)} and must be {list(wanted)}" for name, stored, wanted in mismatched]
     missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
@@ -257,7 +387,7 @@ def _first_few(names: Collection[str]) -> str:
 
 
 def _set_window(config: Any, window: Window) -> None:
-    """DeepMind's code lets a query see one key more than transformers does with the same number."""
+    """Apply a sliding window rule: in DeepMind's code, a query sees one key more than in transformers'."""
     if window not in ("transformers", "deepmind"):
         raise NeedleworkError(f"window={window!r} is not known; choose 'transformers' or 'deepmind'")
     if window == "deepmind":
@@ -267,6 +397,7 @@ def _set_window(config: Any, window: Window) -> None:
 
 
 def torch_device(device: str) -> torch.device:
+    """Return a device by name, or raise an error if torch cannot use it on this machine."""
     try:
         place = torch.device(device)
     except RuntimeError as error:
@@ -277,7 +408,7 @@ def torch_device(device: str) -> torch.device:
         raise NeedleworkError("device 'meta' holds no values; choose device='cpu'")
     try:
         torch.empty(1, device=place)
-    except Exception as error:  # each kind of device is missing in its own way
+    except Exception as error:  # of a type that depends on the device
         why = first_line(error)
         raise NeedleworkError(f"device {device!r}: torch cannot use it on this machine ({why}); choose device='cpu'") from None
     return place

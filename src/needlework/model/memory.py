@@ -1,7 +1,7 @@
-"""A model's memory: the one place that knows how it is copied, forked, shared, cut and swapped.
+"""A model's memory (KV cache and recurrent states) and how it is copied, forked, shared, cleared and swapped.
 
 Memory has two halves, keys and values ("kv") and recurrent state ("recurrent"). Most models keep both in a transformers
-cache; RecurrentGemma keeps its recurrent half on the modules, so it is mounted there for each call and taken off again.
+cache. RecurrentGemma keeps recurrent states on its modules, so they are set there before each forward and removed after it.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 from needlework.interventions.acts import Half
 from needlework.model.keys import Prefix, SharedKV
 from needlework.model.streaming import BUFFER
 
-_KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> dimension of the batch
+_KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> batch dimension
 _KV |= dict.fromkeys(BUFFER, 0)
 _RECURRENT = ("conv_states", "recurrent_states")
 RecurrentKind = Literal["conv", "state"]
@@ -27,12 +28,12 @@ RecurrentKind = Literal["conv", "state"]
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of the memory, wherever it is kept."""
+    """A reference to one tensor of the memory, in the cache or on a module."""
 
     half: Half
     layer: int  # index in the cache
     name: str  # unique within the layer
-    holder: Any  # dict or list
+    holder: Any  # dict or list that holds the tensor at `key`
     key: Any
     batch_dim: int = 0
 
@@ -42,14 +43,14 @@ class Slot:
 
     @property
     def kind(self) -> RecurrentKind | None:
-        """Of the recurrent half: the window of a short convolution, or a state."""
+        """Whether a recurrent tensor is the window of a short convolution or a state; None for keys and values."""
         if self.half != "recurrent":
             return None
         return "conv" if any(word.startswith("conv") for word in self.name.split(".")[-2:]) else "state"
 
     @property
     def shared(self) -> bool:
-        """Whether rows that share keys read it where it lies; a buffer of few tokens is each row's own."""
+        """Whether rows that share a prefix read this tensor without a copy; buffers of streaming heads are per row."""
         return self.half == "kv" and self.name not in BUFFER
 
     def put(self, tensor: Tensor) -> None:
@@ -57,20 +58,20 @@ class Slot:
 
 
 class Memory:
-    """What the model remembers of `length` tokens in each of `rows` sequences."""
+    """KV cache and recurrent states of `rows` sequences after `length` tokens."""
 
     def __init__(self, cache: Any, on_modules: dict[str, tuple[int, nn.Module, str]], rows: int) -> None:
         self.cache = cache
         self.length = 0
         self.rows = rows
-        self._on_modules = on_modules  # path -> (layer, module, attribute)
-        self._held: dict[str, Tensor | None] = dict.fromkeys(on_modules)
-        self._on = False  # module-held state is where the model looks for it
+        self._on_modules = on_modules  # path -> (cache layer, module, attribute) of states that are not in the cache
+        self._held: dict[str, Tensor | None] = dict.fromkeys(on_modules)  # their values while not mounted
+        self._on = False  # whether these states are set on the modules now
 
     @contextmanager
     def mounted(self) -> Iterator[None]:
-        """Put module-held state where the model looks for it; put back what was there, also after an exception."""
-        # Straight into the module's dict: at every token, torch's own setattr costs more than the rest of this.
+        """Set module-held states on their modules while the context is open; restore the old values, also after an exception."""
+        # Writes into the module's __dict__: nn.Module.__setattr__ would dominate the cost of a decode step.
         before = [vars(module).get(name) for _, module, name in self._on_modules.values()]
         for path, (_, module, name) in self._on_modules.items():
             vars(module)[name] = self._held[path]
@@ -85,7 +86,7 @@ class Memory:
                 vars(module)[name] = value
 
     def slots(self, half: Half | None = None) -> list[Slot]:
-        """Every tensor in use, of one half or of both."""
+        """Return a slot for every tensor in use, of one half or of both."""
         return [slot for slot in self._slots() if half in (None, slot.half)]
 
     def _slots(self) -> Iterator[Slot]:
@@ -107,7 +108,7 @@ class Memory:
                 yield Slot("recurrent", layer, path, holder, key)
 
     def _rebuilt(self, rows: int, tensor: Callable[[Slot], Tensor]) -> Memory:
-        """A memory of the same structure whose tensors are computed from this one's."""
+        """Return a memory of the same structure, with `tensor(slot)` in place of each tensor."""
         new = Memory(_shell(self.cache), self._on_modules, rows)
         new.length, new._held = self.length, dict(self._held)
         for slot in new.slots():
@@ -115,9 +116,11 @@ class Memory:
         return new
 
     def select(self, rows: Tensor, recurrent_rows: Tensor | None = None) -> Memory:
-        """A copy of these rows, in this order; a row may be taken several times. Shared keys stay shared.
+        """Return a copy of the given rows, in this order; rows may repeat. Shared keys stay shared.
 
-        With `recurrent_rows` the two halves come from different rows: that is how memory is swapped.
+        Args:
+            rows: [new rows] indices.
+            recurrent_rows: [new rows] rows to take the recurrent half from, if others: this swaps memory between rows.
         """
         source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
         new = self._rebuilt(
@@ -129,7 +132,7 @@ class Memory:
         return new
 
     def share(self, rows: Tensor, recurrent_rows: Tensor | None = None) -> Memory:
-        """As `select`, but all rows read this memory's keys where they lie instead of copying them."""
+        """Fork rows as `select` does, but without copying keys and values: all rows read those of this memory."""
         source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
 
         def forked(slot: Slot) -> Tensor:
@@ -143,7 +146,13 @@ class Memory:
         return new
 
     def above(self, below: Memory, rows: Tensor, remembered: Callable[[Half, int], bool]) -> Memory:
-        """Whole rows: what is `remembered` (half, layer) is taken from these rows of another memory, the rest is this one's."""
+        """Combine this memory with a recorded one, row by row.
+
+        Args:
+            below: the recorded memory.
+            rows: [rows] row of `below` for each row of this memory.
+            remembered: whether (half, cache layer) is taken from `below`; the rest is taken from this memory.
+        """
         own = {(slot.layer, slot.name): slot for slot in self.slots()}
 
         def part(slot: Slot) -> Tensor:
@@ -159,13 +168,13 @@ class Memory:
 
     @property
     def ragged(self) -> bool:
-        """Whether rows of different lengths may stand side by side: no keys at all, or shared ones."""
+        """Whether rows of different lengths can be joined: no layer has keys, or all layers with keys share them."""
         layers = getattr(self.cache, "layers", ())
         return all(isinstance(x, SharedKV) for x in layers if isinstance(vars(x).get("keys"), Tensor))
 
     @staticmethod
     def join(memories: Sequence[Memory]) -> Memory:
-        """Several memories as one batch. Lengths may differ only where all of them share keys."""
+        """Concatenate memories into one batch. Their lengths may differ only if all of them are `ragged`."""
         first = memories[0]
         if len(memories) == 1:
             return first
@@ -184,18 +193,18 @@ class Memory:
         return new
 
     def clear(self, layers: Sequence[int], rows: Tensor, kind: RecurrentKind | None = None) -> None:
-        """Empty the recurrent half of these cache layers, or one kind of it, for the rows marked True."""
+        """Zero the recurrent tensors of these cache layers, of one kind or of both, for rows where `rows` [rows] is True."""
         for slot in self.slots("recurrent"):
             if slot.layer in layers and kind in (None, slot.kind):
                 keep = (~rows).to(slot.tensor.device, slot.tensor.dtype)
                 slot.put(slot.tensor * keep.view(-1, *[1] * (slot.tensor.dim() - 1)))
 
     def states_of(self, layer: int, kind: RecurrentKind) -> list[Slot]:
-        """What one layer has of one kind."""
+        """Return the recurrent slots of one cache layer and kind."""
         return [slot for slot in self.slots("recurrent") if slot.layer == layer and slot.kind == kind]
 
     def of_layer(self, layer: int, rows: Tensor) -> Memory:
-        """The memory of one mixer by itself: copies of its states of these rows, as they are now."""
+        """Return a memory for one mixer, with copies of its current states of the given rows."""
         places = {path: place for path, place in self._on_modules.items() if place[0] == layer}
         new = Memory(copy.copy(self.cache), places, len(rows))
         if places:
@@ -209,20 +218,20 @@ class Memory:
         return new
 
     def take_states(self, layer: int, rows: Tensor, other: Memory) -> None:
-        """These rows of one layer's recurrent state are those of another memory, which has them and no more."""
+        """Replace one layer's recurrent states of the given rows by those of `other`, which holds exactly these rows."""
         new = {slot.name: slot.tensor for slot in other.states_of(layer, "state")}
         for slot in self.states_of(layer, "state"):
             slot.put(slot.tensor.index_copy(0, rows.to(slot.tensor.device), new[slot.name].to(slot.tensor.dtype)))
 
     def nbytes(self, half: Half | None = None) -> int:
-        """Bytes held; keys that several rows share count once."""
+        """Return the bytes in use; shared keys and values count once."""
         own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in self.slots(half))
         layers = [x for x in getattr(self.cache, "layers", ()) if isinstance(x, SharedKV)]
         return own + (sum(x.prefix_bytes for x in layers) if half in (None, "kv") else 0)
 
 
 def _shell(cache: Any) -> Any:
-    """A cache of its own whose layers still point to the old tensors."""
+    """Copy the cache's structure; the copy's layers refer to the same tensors."""
     new = copy.copy(cache)
     for name, value in vars(cache).items():
         if name == "layers":
@@ -240,3 +249,50 @@ def _shell_layer(layer: Any) -> Any:
         elif isinstance(value, Prefix):
             setattr(new, name, copy.copy(value))
     return new
+
+
+class PreallocatedLayer(DynamicLayer):  # type: ignore[misc, unused-ignore]
+    """A cache layer that allocates keys and values once, for all tokens of a long prompt.
+
+    A DynamicLayer grows by concatenation, which holds all keys of a layer twice for a moment.
+    """
+
+    keys: Tensor
+    values: Tensor
+    tokens: int
+    buffers: dict[str, Tensor]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.keys = self._with("keys", self.keys, key_states)
+        self.values = self._with("values", self.values, value_states)
+        return self.keys, self.values
+
+    def _with(self, name: str, old: Tensor, new: Tensor) -> Tensor:
+        """Append new entries [..., tokens, dim] to a buffer and return its filled part."""
+        known = old.shape[-2] if old.numel() else 0
+        if name not in self.buffers:
+            self.buffers[name] = new.new_empty(*new.shape[:-2], self.tokens, new.shape[-1])
+            if known:
+                self.buffers[name][..., :known, :] = old
+        last = known + new.shape[-2]
+        self.buffers[name][..., known:last, :] = new
+        return self.buffers[name][..., :last, :]
+
+
+@contextmanager
+def preallocated_cache(cache: Any, tokens: int) -> Iterator[None]:
+    """Preallocate the plain DynamicLayers of a cache for `tokens` tokens while the context is open.
+
+    Layers of other classes (sliding windows, shared prefixes) hold few tokens or grow in their own way.
+    """
+    layers = [layer for layer in getattr(cache, "layers", ()) if type(layer) is DynamicLayer]
+    for layer in layers:
+        layer.__class__, layer.tokens, layer.buffers = PreallocatedLayer, tokens, {}
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = DynamicLayer
+            del layer.tokens, layer.buffers

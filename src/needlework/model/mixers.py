@@ -1,50 +1,55 @@
-"""Hooks for what the attention function cannot reach: recurrent mixers, and whole attention modules.
+"""Ablations of recurrent mixers and of whole attention modules by forward hooks, and the discovery of a mixer's parts.
 
-A mixer runs as ever on the whole batch; what it says to rows that ask for less memory is replaced (`model/cuts.py`), and
-groups are silenced where its output projection reads them, in that call and in those that replace it.
+A mixer runs unchanged on the whole batch; for rows with an ablation, its output is then replaced by that of a second call. Groups
+of channels are zeroed at the input of the output projection, in both calls. No ablation depends on how a mixer computes:
+- Without memory, each token is fed as a sequence of its own, with an empty cache.
+- Without the convolution's past, the weights of all taps but the last one are zero.
+- Without carried state, each token is fed as a sequence of its own, with the convolution window that it would have had. The
+  windows are collected in a first call: a single token leaves its own convolution input in an empty window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from needlework.anatomy import GroupKind
 from needlework.interventions import acts
 from needlework.interventions.acts import Act
 from needlework.model.attention import Forward, get_current
-from needlework.model.cuts import Call, each_token_alone, first, without_convolution, without_state
 from needlework.model.memory import Memory
 
-_CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> count in the receipt
+_CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> name of its receipt count
 
 
 @dataclass
 class MixerEdits:
-    """What happens to one recurrent mixer in this phase, row by row; None where no row asks for it."""
+    """Edits of one recurrent mixer in one phase, as boolean masks; None if no row needs it."""
 
-    cut: Tensor | None = None  # [rows]
-    convolution: Tensor | None = None  # [rows]
-    state: Tensor | None = None  # [rows]
-    dropped: Tensor | None = None  # [rows]
-    silenced: Tensor | None = None  # [rows, groups]
+    cut: Tensor | None = None  # [rows] no memory: neither state nor convolution window is carried
+    convolution: Tensor | None = None  # [rows] the convolution sees no earlier tokens
+    state: Tensor | None = None  # [rows] the state is not carried
+    dropped: Tensor | None = None  # [rows] the output is zeroed
+    silenced: Tensor | None = None  # [rows, groups] groups of channels to zero
 
     @property
     def idle(self) -> bool:
         return all(getattr(self, field.name) is None for field in fields(self))
 
     def select(self, rows: Tensor) -> MixerEdits:
-        marked = [None if x is None else x[rows] for x in (getattr(self, field.name) for field in fields(self))]
+        """Return the edits of the given rows, in this order."""
+        marked = [None if x is None else x[rows.to(x.device)] for x in (getattr(self, field.name) for field in fields(self))]
         return MixerEdits(*(x if x is not None and bool(x.any()) else None for x in marked))
 
     def replaced(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Rows [rows] that see each token alone, that lose their convolution only, and their state only; each row in one."""
+        """Return disjoint masks [rows] of rows without any memory, without convolution only, and without state only."""
         alone, convolution, state = self.cut, self.convolution, self.state
-        if convolution is not None and state is not None:  # a row without both has no memory at all
+        if convolution is not None and state is not None:  # a row that loses both has no memory at all
             both = convolution & state
             alone = both if alone is None else alone | both
             convolution, state = convolution & ~both, state & ~both
@@ -52,6 +57,8 @@ class MixerEdits:
 
 
 def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.device) -> MixerEdits:
+    """Compile the acts of all rows on one mixer with `groups` groups of channels."""
+
     def rows_with(kind: type[Act]) -> Tensor | None:
         marked = [any(isinstance(act, kind) for act in row) for row in rows]
         return torch.tensor(marked, device=device) if any(marked) else None
@@ -72,48 +79,57 @@ def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.devi
 
 @dataclass(frozen=True)
 class Mixer:
-    """A recurrent mixer of the model and where its state lies."""
+    """A recurrent mixer of the model, its parts, and where its state is kept."""
 
     layer: int
     module: nn.Module
     cache_layer: int
-    state_names: tuple[str, ...] = ()  # attributes that hold its state, where it is not in the cache
-    groups: int = 0
-    output: nn.Module | None = None  # the linear map that its groups enter
-    convolution: nn.Conv1d | None = None
+    state_names: tuple[str, ...] = ()  # attributes that hold its state, if it is not in the cache
+    groups: int = 0  # groups of channels that can be zeroed; 0 if there is no single output projection
+    output: nn.Module | None = None  # the output projection
+    convolution: nn.Conv1d | None = None  # its short convolution
 
 
 @contextmanager
 def hooked(
     mixers: Sequence[Mixer], attention: dict[nn.Module, int], memory: Memory, empty: Callable[[Mixer, int], Memory]
 ) -> Iterator[None]:
-    """Let the current forward's edits act on mixers and attention blocks; every hook is gone on exit."""
+    """Register hooks that apply the current forward's edits to mixers and attention modules; remove them on exit.
+
+    Args:
+        attention: attention modules whose output may be zeroed, with their layers.
+        memory: the memory of this forward.
+        empty: returns an empty memory for one mixer and a number of rows.
+    """
     with ExitStack() as stack:
         for mixer in mixers:
             acting = _Acting(mixer, memory, empty)
             stack.callback(mixer.module.register_forward_pre_hook(acting.enter).remove)
             stack.callback(mixer.module.register_forward_hook(acting.leave, with_kwargs=True).remove)
             if mixer.output is not None:
-                stack.callback(mixer.output.register_forward_pre_hook(acting.speak).remove)
+                stack.callback(mixer.output.register_forward_pre_hook(acting.zero_groups_hook).remove)
         for module, layer in attention.items():
             stack.callback(module.register_forward_hook(_block_hook(layer)).remove)
         yield
 
 
 class _Acting:
-    """The edits of one mixer in one forward of the model."""
+    """The hooks that apply one mixer's edits in one forward of the model."""
 
     def __init__(self, mixer: Mixer, memory: Memory, empty: Callable[[Mixer, int], Memory]) -> None:
         self.mixer, self.memory, self.empty = mixer, memory, empty
-        self.before: dict[str, Memory] = {}  # states of rows as they were before the mixer ran
-        self.chosen: Tensor | None = None  # rows of the batch that the running call is about; None: all of them
-        self.heard = True  # what the running call says is used
+        self.before: dict[str, Memory] = {}  # copies of states before the mixer ran, by ablation
+        self.chosen: Tensor | None = None  # rows of the batch in the running call; None: all rows
+        self.heard = True  # whether the running call's output is used; if not, nothing is zeroed or counted
 
     def _edits(self) -> tuple[Forward | None, MixerEdits | None]:
         forward = get_current()
-        return forward, forward.mixers.get(self.mixer.layer) if forward is not None else None
+        if forward is None:
+            return None, None
+        return forward.on(device_of(self.mixer.module)), forward.mixers.get(self.mixer.layer)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        """Copy the states that a second call starts from (forward pre-hook of the mixer)."""
         _, edits = self._edits()
         if edits is not None:
             _, convolution, state = edits.replaced()
@@ -122,6 +138,7 @@ class _Acting:
                     self.before[name] = self.memory.of_layer(self.mixer.cache_layer, rows.nonzero()[:, 0])
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Replace or zero the output of ablated rows, and count them (forward hook of the mixer)."""
         forward, edits = self._edits()
         if forward is None or edits is None:
             return None
@@ -139,15 +156,15 @@ class _Acting:
             forward.tally.add(self.mixer.layer, forward.phase, "blocks_dropped", forward.slots, amount)
         return output
 
-    def speak(self, projection: nn.Module, args: tuple[Any, ...]) -> Any:
-        """What the output projection reads, without the silenced groups: [rows of this call, tokens, channels]."""
+    def zero_groups_hook(self, projection: nn.Module, args: tuple[Any, ...]) -> Any:
+        """Zero groups in the output projection's input [rows of this call, tokens, channels], and count them."""
         forward, edits = self._edits()
         if forward is None or edits is None or edits.silenced is None or not self.heard:
             return None
         said, marked, slots = args[0], edits.silenced, forward.slots
         counted = marked
         if self.chosen is None:
-            for replaced in edits.replaced():  # their groups are counted in the call that replaces this one
+            for replaced in edits.replaced():  # groups of these rows are counted in their second call
                 counted = counted if replaced is None else counted & ~replaced[:, None]
         else:
             rows = self.chosen.repeat_interleave(said.shape[0] // len(self.chosen))
@@ -158,6 +175,7 @@ class _Acting:
         return (said.masked_fill(channels[:, None], 0.0), *args[1:])
 
     def _alone(self, call: Call, marked: Tensor) -> Tensor:
+        """Return the outputs of marked rows without any memory, and clear it for later forwards."""
         chosen = marked.nonzero()[:, 0]
         with self._about(chosen), self._module_states_kept():
             said = each_token_alone(call, chosen)
@@ -165,6 +183,7 @@ class _Acting:
         return said
 
     def _no_convolution(self, call: Call, marked: Tensor) -> Tensor:
+        """Return the outputs of marked rows without the convolution's past; later forwards continue from the new states."""
         chosen, before, layer = marked.nonzero()[:, 0], self.before.pop("convolution"), self.mixer.cache_layer
         assert self.mixer.convolution is not None  # the intervention was checked
         with self._about(chosen):
@@ -174,6 +193,7 @@ class _Acting:
         return said
 
     def _no_state(self, call: Call, marked: Tensor) -> Tensor:
+        """Return the outputs of marked rows without carried state; later forwards keep the convolution's window."""
         if self.mixer.convolution is None:
             return self._alone(call, marked)
         chosen, before, layer = marked.nonzero()[:, 0], self.before.pop("state"), self.mixer.cache_layer
@@ -200,7 +220,7 @@ class _Acting:
 
     @contextmanager
     def _module_states_kept(self) -> Iterator[None]:
-        """A mixer that keeps its state on itself forgets it when it is called without a cache."""
+        """Restore module-held states on exit: a mixer that keeps its own state discards it when called without a cache."""
         places = [holder(self.mixer.module, name) for name in self.mixer.state_names]
         kept = [getattr(*place) for place in places]
         yield
@@ -208,34 +228,211 @@ class _Acting:
             setattr(*place, value)
 
 
+def device_of(module: nn.Module) -> torch.device:
+    return next(module.parameters()).device
+
+
 def _block_hook(layer: int) -> Callable[..., Any]:
+    """Return a forward hook that zeroes the output of an attention module for dropped rows, and counts them."""
+
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         forward = get_current()
         edits = forward.edits.get(layer) if forward is not None else None
         if forward is None or edits is None or edits.dropped is None:
             return None
-        amount = edits.dropped.long() * forward.positions.shape[1]
-        forward.tally.add(layer, forward.phase, "blocks_dropped", forward.slots, amount)
+        amount, slots = edits.dropped.long() * forward.positions.shape[1], forward.on(edits.dropped.device).slots
+        forward.tally.add(layer, forward.phase, "blocks_dropped", slots, amount)
         return _without_rows(output, edits.dropped)
 
     return hook
 
 
 def _with_rows(output: Any, rows: Tensor, other: Tensor) -> Any:
-    """The module's output with the marked rows replaced by `other`, which holds these rows and no more."""
+    """Return the module's output with marked rows replaced by `other` [marked rows, tokens, width]."""
     hidden = first(output).clone()
     hidden[rows] = other
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 def _without_rows(output: Any, rows: Tensor) -> Any:
-    """The module's output with the marked rows zeroed."""
+    """Return the module's output with marked rows zeroed."""
     hidden = first(output)
     new = hidden.masked_fill(rows.view(-1, *[1] * (hidden.dim() - 1)), 0.0)
     return (new, *output[1:]) if isinstance(output, tuple) else new
 
 
 def holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """The submodule that has a state, and the name of the state there."""
+    """Split the path of a state into the submodule that holds it and the attribute there."""
     path, _, leaf = name.rpartition(".")
     return module.get_submodule(path), leaf
+
+
+# --- parts of a mixer ---
+
+# Attributes with the number of heads and their width. A pair is used only if their product is the input width of the output
+# projection, so that an attribute with another meaning in some family is not mistaken for heads.
+_HEADS = (
+    ("num_v_heads", "head_v_dim"),
+    ("num_heads", "head_dim"),
+    ("n_mamba_heads", "mamba_head_dim"),
+    ("num_attention_heads", "head_dim"),
+)
+_BLOCKS = (("num_attention_heads", "block_width"),)  # of RG-LRU, whose gates are block-diagonal
+MOST_CHANNEL_GROUPS = 16
+NO_GROUPS = "what the mixer says is not the output of one linear map over its channels, so none can be silenced before it"
+
+
+def groups_of(mixer: nn.Module, width: int) -> tuple[GroupKind, int]:
+    """Return kind and number of groups of the `width` inputs of the output projection: heads, RG-LRU blocks or channels."""
+    for kind, names in (("heads", _HEADS), ("blocks", _BLOCKS)):
+        for module in mixer.modules() if kind == "blocks" else (mixer,):
+            for count, size in names:
+                heads, dim = (getattr(module, name, None) for name in (count, size))
+                if isinstance(heads, int) and isinstance(dim, int) and heads > 1 and heads * dim == width:
+                    return kind, heads  # type: ignore[return-value]
+    return "channels", max(n for n in range(1, MOST_CHANNEL_GROUPS + 1) if width % n == 0)
+
+
+def short_convolution(mixer: nn.Module) -> nn.Conv1d | None:
+    """Return the mixer's depthwise convolution over tokens; None if it has none, or several."""
+    found = [m for m in mixer.modules() if isinstance(m, nn.Conv1d) and m.groups == m.in_channels == m.out_channels]
+    return found[0] if len(found) == 1 else None
+
+
+# --- a second call of a mixer, with less memory ---
+
+_CACHES = frozenset({"cache_params", "past_key_values", "past_key_value", "cache"})
+_TOKENS_AT_ONCE = 256  # over all rows; bounds memory, since mixers may pad each single-token sequence to a whole chunk
+
+
+@dataclass(frozen=True)
+class Call:
+    """A recorded call of a mixer that can be repeated with some of its rows."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+    tokens: int
+
+    def pieces(self, rows: int) -> Iterator[slice]:
+        """Yield slices of the tokens such that `rows` rows have at most `_TOKENS_AT_ONCE` tokens in a slice."""
+        at_once = max(1, _TOKENS_AT_ONCE // rows)
+        return (slice(start, min(start + at_once, self.tokens)) for start in range(0, self.tokens, at_once))
+
+    def again(self, chosen: Tensor, part: slice, cache: Any, use_cache: bool, alone: bool) -> Tensor:
+        """Call the mixer again with some rows and tokens.
+
+        Args:
+            chosen: [chosen rows] indices of rows.
+            part: the tokens.
+            cache: given in place of the original cache.
+            alone: feed every token as a sequence of its own.
+
+        Returns:
+            The mixer's output [chosen rows, tokens of this part, ...].
+        """
+
+        def of_part(value: Any) -> Any:
+            """Select rows and tokens of [rows, tokens, ...]; return anything that is not per token unchanged."""
+            if isinstance(value, (tuple, list)):
+                return type(value)(of_part(item) for item in value)
+            per_token = isinstance(value, Tensor) and value.dim() >= 2 and value.shape[1] == self.tokens
+            if not per_token or value.shape[0] not in (1, self.rows):
+                return value
+            picked = value.expand(self.rows, *value.shape[1:])[chosen, part]
+            return picked.reshape(picked.shape[0] * picked.shape[1], 1, *picked.shape[2:]) if alone else picked
+
+        given = {**dict.fromkeys(_CACHES, cache), "attention_mask": None, "use_cache": use_cache}
+        named = {key: given[key] if key in given else of_part(value) for key, value in self.kwargs.items()}
+        plain = [cache if _is_cache(value) else of_part(value) for value in self.args]
+        with _chunks_of_one(self.module, chosen.device) if alone else nullcontext():
+            out = first(self.module.forward(*plain, **named))
+        return out.reshape(len(chosen), part.stop - part.start, *out.shape[2:])
+
+
+def each_token_alone(call: Call, chosen: Tensor) -> Tensor:
+    """Return the outputs of the chosen rows when nothing is carried from token to token."""
+    return torch.cat([call.again(chosen, part, None, False, alone=True) for part in call.pieces(len(chosen))], 1)
+
+
+def without_convolution(call: Call, chosen: Tensor, memory: Memory, convolution: nn.Conv1d) -> Tensor:
+    """Return the outputs of the chosen rows when the convolution sees no earlier tokens; the state is carried.
+
+    `memory` holds the chosen rows' states before the call, and is updated.
+    """
+    with memory.mounted(), _last_tap_only(convolution):
+        return call.again(chosen, slice(0, call.tokens), memory.cache, True, alone=False)
+
+
+def without_state(
+    call: Call, chosen: Tensor, memory: Memory, layer: int, empty: Callable[[int], Memory], unheard: Callable[[], Any]
+) -> Tensor:
+    """Return the outputs of the chosen rows when the state is zero before every token; the convolution is unchanged.
+
+    Args:
+        memory: the chosen rows' states before the call.
+        layer: index of the mixer in the cache.
+        empty: returns an empty memory of this mixer for a number of rows.
+        unheard: returns a context for a call whose output is discarded.
+    """
+    said = []
+    past = [slot.tensor for slot in memory.states_of(layer, "conv")]  # [rows, channels, window]; none before the first token
+    for part in call.pieces(len(chosen)):
+        count = part.stop - part.start
+        lone = empty(len(chosen) * count)
+        with lone.mounted(), unheard():
+            call.again(chosen, part, lone.cache, True, alone=True)
+        (window,) = lone.states_of(layer, "conv")
+        _, channels, length = window.tensor.shape
+        inputs = window.tensor[..., -1].reshape(len(chosen), count, channels).transpose(1, 2)
+        before = past[0] if past else inputs.new_zeros(len(chosen), channels, length)
+        line = torch.cat([before, inputs], -1)
+        windows = line.unfold(-1, length, 1)[:, :, :count]  # [rows, channels, tokens, window]: inputs before each token
+        window.put(windows.transpose(1, 2).reshape(-1, channels, length).contiguous())
+        lone.clear([layer], torch.ones(lone.rows, dtype=torch.bool), "state")
+        with lone.mounted():
+            said.append(call.again(chosen, part, lone.cache, True, alone=True))
+        past = [line[..., -length:]]
+    return torch.cat(said, 1)
+
+
+def first(output: Any) -> Tensor:
+    """Return a module's output, or the first entry if it is a tuple."""
+    said: Tensor = output[0] if isinstance(output, tuple) else output
+    return said
+
+
+@contextmanager
+def _last_tap_only(convolution: nn.Conv1d) -> Iterator[None]:
+    """Zero the convolution's weights on all tokens but the current one while the context is open."""
+    weight = convolution._parameters["weight"]
+    assert weight is not None
+    present = torch.zeros_like(weight)
+    present[..., -1] = weight[..., -1]
+    convolution._parameters["weight"] = nn.Parameter(present, requires_grad=False)
+    try:
+        yield
+    finally:
+        convolution._parameters["weight"] = weight
+
+
+@contextmanager
+def _chunks_of_one(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Set a Mamba-2 mixer's chunk size to 1 on a CPU, so that single-token sequences are not padded to whole chunks.
+
+    Nothing is changed on other devices, whose libraries have minimum chunk sizes.
+    """
+    size = getattr(module, "chunk_size", None)
+    if not isinstance(size, int) or device.type != "cpu":
+        yield
+        return
+    try:
+        module.chunk_size = 1  # type: ignore[assignment]
+        yield
+    finally:
+        module.chunk_size = size  # type: ignore[assignment]
+
+
+def _is_cache(value: Any) -> bool:
+    return hasattr(value, "get_seq_length") or hasattr(value, "update_conv_state")

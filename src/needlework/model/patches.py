@@ -1,8 +1,8 @@
-"""Scoped replacements inside transformers' modeling code: our kernels, and prefill that can be continued.
+"""Temporary replacements of transformers' modeling code: needlework's kernels, and prefill that can be continued.
 
-Two kinds of recurrent layers cannot take a second multi-token chunk in transformers: RecurrentGemma overwrites its
-convolution state, and the Mamba-1 mixers call a scan that has no initial state. `fast_kernels` mends both for as long
-as it is open, on the class or module that owns the code, and puts everything back.
+Two kinds of recurrent layers cannot continue a prefill with several tokens in transformers: RecurrentGemma overwrites its
+convolution state, and the Mamba-1 mixers call a scan without an initial state. `fast_kernels` replaces the code on the class or
+module that owns it while the context is open, and restores it afterwards.
 """
 
 import importlib
@@ -10,14 +10,16 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from needlework.errors import NeedleworkError
 from needlework.kernels import causal_conv, gated_rglru, selective_scan
-from needlework.kernels.libraries import library_function
+from needlework.kernels.devices import library_function
 from needlework.model.families import family
 
 # --- RecurrentGemma ---------------------------------------------------------------------------------------------------
@@ -31,9 +33,9 @@ def _recurrent_block(
     use_cache: bool | None = True,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """A recurrent block that goes on from `conv1d_state` and `recurrent_states`, however many tokens come.
+    """Forward of RecurrentGemma's recurrent block that continues from its states with any number of tokens.
 
-    A row whose first position is 0 starts a new sequence: what its states hold counts as zero.
+    A row whose first position is 0 starts a new sequence, with zero states.
     """
     gate = self.act_fn(self.linear_y(input_states))
     x = self.linear_x(input_states)  # [batch, time, width]
@@ -44,7 +46,7 @@ def _recurrent_block(
         self.rg_lru.recurrent_states = None
         return self.linear_out(hidden * gate), None
     before = _conv_state(self, x, position_ids)
-    if x.shape[1] == 1:  # a decode step, where every call counts
+    if x.shape[1] == 1:  # a decode step: few operations, because overhead dominates
         window = torch.cat([before, x.transpose(1, 2)], dim=-1)  # [batch, width, taps]
         convolved = ((window * weight).sum(-1) + bias)[:, None]
         self.conv1d_state = window[..., 1:]
@@ -57,7 +59,7 @@ def _recurrent_block(
 
 
 def _conv_state(block: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """The inputs before this chunk, [batch, width, taps - 1]; zeros for rows that start a sequence."""
+    """Return the convolution's inputs before this chunk, [batch, width, taps - 1]; zeros for rows that start a sequence."""
     batch, _, width = x.shape
     if block.conv1d_state is None or block.conv1d_state.shape[0] != batch:
         block.rg_lru.recurrent_states = torch.zeros(batch, width, device=x.device)
@@ -68,7 +70,7 @@ def _conv_state(block: Any, x: Tensor, position_ids: Tensor) -> Tensor:
 
 
 def _rglru(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
-    """RecurrentGemma's RG-LRU: the projections of its gates head by head, then our kernel."""
+    """Forward of RecurrentGemma's RG-LRU: gate projections per head, then needlework's kernel."""
     batch, length, width = activations.shape
     by_head = activations.reshape(batch * length, self.num_attention_heads, self.block_width).transpose(0, 1)
     gate_in, gate_keep = (
@@ -86,15 +88,15 @@ def _rglru(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
 
 # --- Mamba-1 ----------------------------------------------------------------------------------------------------------
 
-# The recurrent states that the running mixer goes on from, one for each call of the scan that is still to come.
+# The initial states for the running mixer's scans, one per call of the scan.
 _initial_states: ContextVar[Iterator[Tensor] | None] = ContextVar("initial_states", default=None)
 
 
 def _continuing(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The mixer's own forward, with the layer's recurrent state laid out for the scan that it will call."""
+    """Wrap a mixer's forward to pass the layer's recurrent state to the scan that it calls."""
 
     def forward(self: Any, hidden_states: Tensor, cache_params: Any = None, *args: Any, **kwargs: Any) -> Tensor:
-        # Asked for here, because the mixer's convolution marks the cache as filled before the scan is called.
+        # Read here, because the mixer's convolution marks the cache as filled before the scan is called.
         state = None if cache_params is None else cache_params.get_recurrent_state(self.layer_idx)
         # Zamba keeps [batch, heads, inner, n] and scans head by head.
         states = None if state is None else iter(state.unbind(1) if state.dim() == 4 else [state])
@@ -108,7 +110,7 @@ def _continuing(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _conv_for(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`causal_conv1d_fn` of the modeling code, [batch, channels, time], laid out so that no one copies it later."""
+    """Return a `causal_conv1d_fn` [batch, channels, time] for CPUs, with channels adjacent so that the scan needs no copy."""
 
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
@@ -122,7 +124,7 @@ def _conv_for(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _scan_for(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`mamba_selective_scan` of the modeling code (channels before time), going on from the layer's state."""
+    """Return a `mamba_selective_scan` [batch, channels, time] that continues from the layer's state."""
 
     def mamba_selective_scan(
         hidden_states: Tensor,
@@ -154,11 +156,11 @@ def _scan_for(stock: Callable[..., Any]) -> Callable[..., Any]:
     return mamba_selective_scan
 
 
-# --- opening and closing ----------------------------------------------------------------------------------------------
+# --- replacing and restoring ------------------------------------------------------------------------------------------
 
 
 def _replacements(model_type: str) -> list[tuple[Any, str, Any]]:
-    """(owner, name, replacement) for every piece of code that is replaced in this family."""
+    """Return (owner, name, replacement) for all code that is replaced in this family."""
     if not (mended := family(model_type).mended_mixer):
         return []
     modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
@@ -173,7 +175,7 @@ def _replacements(model_type: str) -> list[tuple[Any, str, Any]]:
 
 
 _lock = threading.Lock()
-_open: dict[str, tuple[int, ExitStack]] = {}  # model type -> how many scopes are open, and what the last one undoes
+_open: dict[str, tuple[int, ExitStack]] = {}  # model type -> number of open scopes, and the stack that restores the code
 
 
 def _replace(model_type: str) -> ExitStack:
@@ -185,18 +187,40 @@ def _replace(model_type: str) -> ExitStack:
 
 
 @contextmanager
-def fast_kernels(model: nn.Module) -> Iterator[None]:
-    """While open, `model`'s family runs on our kernels and continues a prefill correctly; no-op for other families.
+def _reaching_wrapped_modules(model: nn.Module, model_type: str) -> Iterator[None]:
+    """Replace the code of modules that accelerate wrapped for a device map, too.
 
-    Scopes may nest and may overlap between threads; the stock code is back when the last one closes. RecurrentGemma
-    keeps its state on its modules: a chunk whose position_ids start at 0 starts a new sequence, any other goes on.
+    A wrapper holds the method that the class had when the module was wrapped, and would not call a replacement on the class.
+    """
+    classes = tuple(owner for owner, name, _ in _replacements(model_type) if isinstance(owner, type) and name == "forward")
+    with ExitStack() as undo:
+        for module in model.modules():
+            if not isinstance(module, classes) or "forward" not in vars(module):
+                continue
+            if "_old_forward" not in vars(module):
+                raise NeedleworkError(
+                    f"the forward of a {type(module).__name__} was replaced by code that needlework does not know; load the model"
+                    " without it, or with kernels='stock'"
+                )
+            undo.callback(setattr, module, "_old_forward", module._old_forward)
+            module._old_forward = MethodType(type(module).forward, module)  # type: ignore[assignment]
+        yield
+
+
+@contextmanager
+def fast_kernels(model: nn.Module) -> Iterator[None]:
+    """Run the model's family on needlework's kernels, with continued prefill, while open; no-op for other families.
+
+    Scopes may nest and may overlap between threads; the stock code is restored when the last one closes. RecurrentGemma
+    keeps states on its modules: a chunk whose position_ids start at 0 starts a new sequence, any other continues one.
     """
     model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
     with _lock:
         depth, undo = _open[model_type] if model_type in _open else (0, _replace(model_type))
         _open[model_type] = (depth + 1, undo)
     try:
-        yield
+        with _reaching_wrapped_modules(model, model_type):
+            yield
     finally:
         with _lock:
             depth, undo = _open.pop(model_type)

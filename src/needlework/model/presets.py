@@ -1,54 +1,46 @@
-"""Public configurations of the paper's models: they can be inspected without a download."""
+"""Presets: public configurations of real checkpoints, which can be inspected and planned for without their weights.
+
+`presets.json` holds the values that determine sizes and layers, the parameter count that the publisher states, and the public
+source of each value. Names are the hub's, in lower case. Does not import torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from functools import cache
+from importlib import resources
 from typing import Any
 
-
-def _recurrent_gemma(layers: int, width: int, heads: int) -> Any:
-    from transformers import RecurrentGemmaConfig
-
-    return RecurrentGemmaConfig(
-        num_hidden_layers=layers,
-        vocab_size=256_000,
-        hidden_size=width,
-        intermediate_size=6 * width,
-        num_attention_heads=heads,
-        num_key_value_heads=1,
-        lru_width=width,
-        attention_window_size=2048,
-        conv1d_width=4,
-        block_types=("recurrent", "recurrent", "attention"),
-    )
+from needlework.errors import NeedleworkError
 
 
-def _jamba_mini() -> Any:
-    from transformers import JambaConfig
-
-    return JambaConfig(
-        vocab_size=65_536,
-        hidden_size=4096,
-        intermediate_size=14_336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        attn_layer_period=8,
-        attn_layer_offset=4,
-        expert_layer_period=2,
-        expert_layer_offset=1,
-        num_experts=16,
-        num_experts_per_tok=2,
-        mamba_d_state=16,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_dt_rank=256,
-        max_position_embeddings=262_144,
-    )
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Return all presets by name; alternative names map to the same entry."""
+    text = (resources.files("needlework.model") / "presets.json").read_text(encoding="utf-8")
+    named: dict[str, dict[str, Any]] = json.loads(text)
+    return named | {other: preset for preset in named.values() for other in preset.get("also", ())}
 
 
-PRESETS: dict[str, Callable[[], Any]] = {
-    "recurrentgemma-2b": lambda: _recurrent_gemma(layers=26, width=2560, heads=10),
-    "recurrentgemma-9b": lambda: _recurrent_gemma(layers=38, width=4096, heads=16),
-    "jamba-mini-1.6": _jamba_mini,
-}
+def preset_config(name: str) -> Any:
+    """Build the transformers configuration of a preset."""
+    import transformers
+
+    preset = presets()[name]
+    options = dict(preset["config"])
+    for key in ("layer_types", "layers_block_type"):
+        if key in options:
+            options[key] = _expand_layers(options[key], options["num_hidden_layers"])
+    try:
+        return transformers.AutoConfig.for_model(preset["model_type"], **options)
+    except ValueError:
+        raise NeedleworkError(
+            f"{name}: transformers {transformers.__version__} does not know the model type {preset['model_type']!r};"
+            " upgrade transformers to inspect it"
+        ) from None
+
+
+def _expand_layers(kinds: dict[str, Any], count: int) -> list[str]:
+    """Expand {"most": kind, other: [indices]} to one kind per layer."""
+    named = {index: kind for kind, indices in kinds.items() if kind != "most" for index in indices}
+    return [named.get(index, kinds["most"]) for index in range(count)]

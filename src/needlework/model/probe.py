@@ -1,4 +1,4 @@
-"""Finding out what a model is made of by watching one short run of it. Works on the meta device too, without weights."""
+"""Discovery of a model's attention modules and recurrent mixers from one short forward. Works without weights (meta device)."""
 
 from __future__ import annotations
 
@@ -20,11 +20,9 @@ from transformers.masking_utils import sdpa_mask
 
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
-from needlework.model.cuts import first
 from needlework.model.families import Family
-from needlework.model.groups import NO_GROUPS, groups_of, short_convolution
 from needlework.model.memory import Memory
-from needlework.model.mixers import Mixer, holder
+from needlework.model.mixers import NO_GROUPS, Mixer, first, groups_of, holder, short_convolution
 from needlework.model.streaming import Streams, streams_of
 
 PROBE = "needlework_probe"
@@ -33,7 +31,7 @@ PROBE_TOKENS = 6
 
 @dataclass
 class _Call:
-    """One call of the attention function."""
+    """A recorded call of the attention function."""
 
     module: nn.Module
     heads: int
@@ -41,29 +39,38 @@ class _Call:
     key_dim: int
     value_dim: int
     window: int | None
-    keys_untouched: bool  # the keys are the very tensor that the cache returned, and nothing else depends on their number
+    keys_untouched: bool  # the keys are the tensor that the cache returned, and there is no position bias
     output: Tensor
-    gate: bool = False
-    bias: bool = False
-    projected: bool = False
+    gate: bool = False  # outputs are gated before the output projection
+    bias: bool = False  # the output projection has a bias
+    projected: bool = False  # the output projection was found
 
 
 @dataclass
 class _Log:
+    """What the probe recorded in its forward."""
+
+    model: Any
     calls: list[_Call] = field(default_factory=list)
-    stack: list[nn.Module] = field(default_factory=list)
-    mixers: dict[nn.Module, int] = field(default_factory=dict)  # -> layer in the cache
-    returned_keys: list[Tensor] = field(default_factory=list)
-    projections: dict[nn.Module, nn.Linear] = field(default_factory=dict)  # module -> the linear map whose output it returns
-    projected: tuple[nn.Linear, Tensor] | None = None  # the last one that read [rows, tokens, channels], and what it said
+    stack: list[nn.Module] = field(default_factory=list)  # modules that are running, innermost last
+    mixers: dict[nn.Module, int] = field(default_factory=dict)  # module that updated a recurrent state -> cache layer
+    returned_keys: list[Tensor] = field(default_factory=list)  # by the cache
+    projections: dict[nn.Module, nn.Linear] = field(default_factory=dict)  # module -> linear map whose output it returns
+    projected: tuple[nn.Linear, Tensor] | None = None  # the last linear map over [rows, tokens, channels], and its output
 
 
 _LOG: ContextVar[_Log | None] = ContextVar("needlework_probe_log", default=None)
 
 
 def _watch(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
-    out, weights = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+    """Run stock SDPA and record the call (transformers' attention interface)."""
     log = _LOG.get()
+    if log is not None and not log.model._supports_sdpa:
+        raise NeedleworkError(
+            f"{type(log.model).__name__} is not supported: its attention is more than scaled dot products (learned sinks or"
+            " capped scores, for example), so that transformers has no SDPA for it, which needlework's attention stands in for"
+        )
+    out, weights = sdpa_attention_forward(module, query, key, value, mask, **kwargs)
     if log is not None:
         untouched = any(key is x for x in log.returned_keys) and kwargs.get("position_bias") is None
         dims = (query.shape[1], key.shape[1], key.shape[3], value.shape[3])
@@ -77,16 +84,18 @@ AttentionMaskInterface.register(PROBE, sdpa_mask)
 
 @dataclass
 class Findings:
+    """The result of a probe."""
+
     anatomy: Anatomy
     attention: dict[nn.Module, int]  # attention module -> layer
     mixers: tuple[Mixer, ...]
-    shareable: bool  # forked rows can read the prompt's keys in place
-    streams: Streams | None = None  # heads that keep the first and the newest tokens only
+    shareable: bool  # forked rows can share the keys of a prefix without a copy
+    streams: Streams | None = None  # streaming heads, which keep the first and the newest tokens only
 
 
 @contextmanager
 def attention_switched(model: Any, name: str) -> Iterator[None]:
-    """Use this attention function for the text part of a model, and put the old one back."""
+    """Use the attention function of this name for the text part of a model while the context is open."""
     config = model.config
     text = config.get_text_config(decoder=True)
     before = text._attn_implementation
@@ -100,7 +109,7 @@ def attention_switched(model: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
-    """Follow which module runs, and which one touches the cache."""
+    """Record running modules, output projections and cache updates with global module hooks while the context is open."""
 
     def entered(module: nn.Module, args: Any) -> None:
         log.stack.append(module)
@@ -135,6 +144,8 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
 
 
 def _spied(method: Any, name: str, log: _Log) -> Any:
+    """Wrap a cache's update method to record returned keys, or the module that updates a recurrent state."""
+
     def spy(*args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
         if name == "update":
@@ -148,13 +159,22 @@ def _spied(method: Any, name: str, log: _Log) -> Any:
 
 
 def _has_gate(call: _Call, projected: Tensor, flat: Tensor) -> bool:
-    if flat.device.type == "meta":  # no values to compare: look for the gate's own projection
-        return any("gate" in name or name == "g_proj" for name, _ in call.module.named_children())
+    """Return whether the output projection's input differs from the flattened head outputs, as with an output gate."""
+    if flat.device.type == "meta":  # no values to compare: look for a gate projection, separate or within the query projection
+        own = any("gate" in name or name == "g_proj" for name, _ in call.module.named_children())
+        queries = getattr(call.module, "q_proj", None)
+        return own or (isinstance(queries, nn.Linear) and queries.out_features == 2 * call.heads * call.key_dim)
     return not torch.equal(projected.reshape(flat.shape), flat)
 
 
 def probe(model: Any, family: Family, window_rule: str) -> Findings:
-    """Run a few tokens through the model and write down what happened."""
+    """Run a few tokens through the model and return the attention modules and mixers that were seen.
+
+    Raises:
+        NeedleworkError: If the model's attention cannot be computed by SDPA, or if no layer could be ablated.
+    """
+    if family.refused:
+        raise NeedleworkError(f"{type(model).__name__} ({model.config.model_type}) is not supported: {family.refused}")
     config = model.config.get_text_config(decoder=True)
     mixers: tuple[Mixer, ...] = ()
     device = next(model.parameters()).device
@@ -162,7 +182,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
     stateful = _stateful(family, paths)
     memory = Memory(family.make_cache(model.config), stateful, rows=1)
     ids = (torch.arange(PROBE_TOKENS, device=device) % config.vocab_size)[None]
-    log = _Log()
+    log = _Log(model)
     with torch.no_grad(), attention_switched(model, PROBE), _recorded(log, memory), memory.mounted():
         run_model(model, ids, torch.arange(PROBE_TOKENS, device=device)[None], memory)
     calls = list({call.module: call for call in log.calls}.values())  # a module may be called several times
@@ -172,6 +192,11 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
         if family.mixer_class:
             cache_layers = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
         mixers = tuple(_mixer(m, _number(paths[m]), layer, family, log, memory) for m, layer in cache_layers.items())
+    if not calls and not mixers and not family.no_mixer:
+        raise NeedleworkError(
+            f"{type(model).__name__} is not supported: none of its layers was seen to call transformers' attention or to use its"
+            " cache, so that nothing could be ablated"
+        )
     streams = streams_of(model.config)
     layers = _streaming(_layers(paths, calls, index_of, mixers, memory), streams)
     anatomy = Anatomy(
@@ -190,7 +215,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
 
 
 def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None, **kwargs: Any) -> Any:
-    """Call a model with its memory under whatever names its forward has for them."""
+    """Call a model with those of the arguments that its forward has, under the names that it uses."""
     known = _parameter_names(type(model))  # type: ignore[arg-type]
     name = "cache_params" if "cache_params" in known else "past_key_values"
     if memory is not None:
@@ -208,7 +233,7 @@ def _parameter_names(cls: type) -> frozenset[str]:
 
 
 def _mixer(module: nn.Module, layer: int, cache_layer: int, family: Family, log: _Log, memory: Memory) -> Mixer:
-    """A mixer; its groups where its last step is one linear map, its convolution where the cache has one window for it."""
+    """Return a mixer with its groups (if its last step is a linear map) and convolution (if the cache has one window)."""
     output = log.projections.get(module)
     groups = groups_of(module, output.in_features)[1] if output is not None else 0
     windows = memory.states_of(cache_layer, "conv")
@@ -217,6 +242,7 @@ def _mixer(module: nn.Module, layer: int, cache_layer: int, family: Family, log:
 
 
 def _stateful(family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[int, nn.Module, str]]:
+    """Return module-held states: path -> (layer, module, attribute)."""
     states = {}
     for module, path in paths.items():
         if family.mixer_class and type(module).__name__ == family.mixer_class:
@@ -226,13 +252,13 @@ def _stateful(family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[in
 
 
 def _number(path: str) -> int:
-    """The first number in a module path: its place in the stack of layers."""
+    """Return the first number in a module path, the index of its layer; 0 if there is none."""
     match = re.search(r"\.(\d+)(?:\.|$)", path)
     return int(match.group(1)) if match else 0
 
 
 def _layer_indices(paths: list[str]) -> dict[str, int]:
-    """Layer of each attention module: its number in the stack, or its turn where several stacks repeat numbers."""
+    """Return the layer of each attention module: the number in its path, or its order if several stacks repeat numbers."""
     numbers = [_number(path) for path in paths]
     unique = len(set(numbers)) == len(numbers)
     return {path: number if unique else turn for turn, (path, number) in enumerate(zip(paths, numbers, strict=True))}
@@ -245,6 +271,7 @@ def _layers(
     mixers: tuple[Mixer, ...],
     memory: Memory,
 ) -> tuple[Layer, ...]:
+    """Return all layers of the model with their attention and recurrent parts."""
     attention, recurrent = {}, {}
     for call in calls:
         path = paths[call.module]
@@ -286,7 +313,11 @@ def _recurrent_part(mixer: Mixer, path: str, memory: Memory) -> RecurrentPart:
 
 
 def _streaming(layers: tuple[Layer, ...], streams: Streams | None) -> tuple[Layer, ...]:
-    """With what a token adds to the cache: streaming heads hold as many as they hold, however many come."""
+    """Return layers with the KV bytes per token of full heads only: the buffers of streaming heads do not grow.
+
+    Raises:
+        NeedleworkError: If config.json names streaming heads that the model does not have.
+    """
     new = list(layers)
     for index, heads in streams.kv_heads.items() if streams else ():
         part = layers[index].attention if index < len(layers) else None
@@ -302,7 +333,7 @@ def _parameters(module: nn.Module) -> int:
 
 
 def _stack_size(paths: dict[nn.Module, str]) -> int:
-    """Length of the longest list of layers at the top of the text model."""
+    """Return the length of the longest top-level list of layers, without vision layers."""
     lists = [m for m, path in paths.items() if isinstance(m, nn.ModuleList) and not re.search(r"\.\d+\.", path)]
     sizes = [len(m) for m in lists if len({type(x).__name__ for x in m}) <= 3 and "vis" not in paths[m]]
     return max(sizes, default=0)

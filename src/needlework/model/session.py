@@ -1,8 +1,8 @@
-"""What holds while a model is in use: one caller at a time, and no advice that is not true.
+"""Exclusive use of models, and suppression of misleading log messages while one is in use.
 
-While a model answers, its attention function is switched, code of its family is replaced for every model of that family, and
-some models keep their state on their modules: a second caller would change the first one's numbers without an error. What
-transformers says where it does not hold, or where an error says it better, is kept back. All of it is undone afterwards.
+While a model runs, its attention function is switched, code of its family is replaced for all models of that family, and some
+models keep states on their modules: a second caller would change the first one's numbers without an error. Messages of
+transformers and the hub that do not apply, or that repeat an error of needlework, are suppressed. Everything is undone on exit.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from contextlib import AbstractContextManager, contextmanager
 from needlework.errors import NeedleworkError
 
 _taken = threading.Lock()
-_holder: int | None = None  # the thread whose turn it is
+_holder: int | None = None  # the thread that holds the lock
 
 
 @contextmanager
-def turn() -> Iterator[None]:
-    """Wait until no other thread uses a model. The thread whose turn it is cannot have another one: it would wait for itself."""
+def exclusive_use() -> Iterator[None]:
+    """Wait until no other thread uses a model, then hold the lock while the context is open.
+
+    Raises:
+        NeedleworkError: If the calling thread holds the lock already; it would wait for itself.
+    """
     global _holder
     thread = threading.get_ident()
     if _holder == thread:
-        gc.collect()  # an iteration that was dropped half way may linger in a reference cycle; this ends it
+        gc.collect()  # closes an abandoned engine.run(...) iterator that a reference cycle keeps alive
     if _holder == thread:
         raise NeedleworkError(
             "a model is already answering in this thread: inside an intervention no model can be asked, and an iteration over"
@@ -41,7 +45,7 @@ def turn() -> Iterator[None]:
 
 @contextmanager
 def withheld(logger: str, part: str) -> Iterator[list[str]]:
-    """While open, warnings of this logger that hold `part` are collected instead of shown, whatever its verbosity."""
+    """Collect a logger's messages that contain `part` instead of showing them, at any verbosity."""
     log = logging.getLogger(logger)
     level, shown = log.level, log.isEnabledFor(logging.WARNING)
     collected: list[str] = []
@@ -64,18 +68,18 @@ def withheld(logger: str, part: str) -> Iterator[list[str]]:
 
 
 def load_report() -> AbstractContextManager[list[str]]:
-    """The table of tensors that do not fit: our error names them."""
+    """Collect transformers' table of missing and mismatched tensors; needlework's error names them."""
     return withheld("transformers.modeling_utils", "LOAD REPORT")
 
 
 def slow_kernel_hints() -> AbstractContextManager[list[str]]:
-    """Advice to install libraries for GPUs. On a CPU they serve nothing, and most of what is named runs on our kernels."""
+    """Suppress advice to install GPU kernels: they do not run on a CPU, where needlework has kernels of its own."""
     return withheld("transformers.integrations.hub_kernels", "is falling back to its reference")
 
 
 @contextmanager
 def hub_retries() -> Iterator[None]:
-    """Without a network, the hub's retries would drown the one line that says what to do."""
+    """Suppress the hub's messages about retries, so that needlework's error is visible without a network."""
     from huggingface_hub.utils import logging as hub_logging
 
     before = hub_logging.get_verbosity()  # type: ignore[no-untyped-call]
@@ -86,12 +90,12 @@ def hub_retries() -> Iterator[None]:
         hub_logging.set_verbosity(before)  # type: ignore[no-untyped-call]
 
 
-_WORTH_A_BAR = 2**30  # bytes of weights; fewer are read in less than two seconds
+_WORTH_A_BAR = 2**30  # bytes of weights; fewer are loaded in less than two seconds
 
 
 @contextmanager
 def no_bar_for(weight_bytes: int) -> Iterator[None]:
-    """transformers shows a bar while it reads weights, however few."""
+    """Disable transformers' progress bar while small weights are loaded."""
     from transformers.utils import logging as transformers_logging
 
     if weight_bytes >= _WORTH_A_BAR or not transformers_logging.is_progress_bar_enabled():

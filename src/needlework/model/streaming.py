@@ -1,7 +1,7 @@
-"""Streaming heads: kv heads that keep the first tokens and the newest ones, with a cache that is really that small.
+"""Streaming heads: kv heads that keep only the first and the newest tokens, in a cache of fixed size.
 
-A cache layer with streaming heads splits what it is given: full heads go where all keys go, the others into a buffer of fixed
-size, [sinks | window - 1 newest], with the position of each key. Positions stay those of the text, as in `limit_context`.
+A cache layer with streaming heads splits new keys by head: full heads use the plain cache, streaming heads a buffer of fixed
+size, [sinks | window - 1 newest], with the position of each key. Positions are those of the text, as in `limit_context`.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from needlework.errors import NeedleworkError, shown
+from needlework.errors import NeedleworkError, short_repr
 from needlework.model.keys import Keys, OwnKeys
 
-BUFFER = ("recent_keys", "recent_values", "recent_positions", "next_position")  # tensors of a cache layer, one entry a row
-HIDDEN = -1  # the position of no key
-ENTRY = "needlework"  # key of config.json: what was done to the heads of a model
+BUFFER = ("recent_keys", "recent_values", "recent_positions", "next_position")  # tensors of a cache layer, per row
+HIDDEN = -1  # position of an empty buffer entry
+ENTRY = "needlework"  # key of config.json with the pruned and streaming heads of a model
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Which kv heads stream, by layer, and what they keep."""
+    """The streaming kv heads of a model, and the tokens that they keep."""
 
-    window: int  # keys that a query sees before and with itself
-    sinks: int  # first tokens that it sees as well
-    kv_heads: Mapping[int, tuple[int, ...]]
+    window: int  # newest keys that a query sees, its own included
+    sinks: int  # first tokens that it always sees
+    kv_heads: Mapping[int, tuple[int, ...]]  # by layer
 
     def to_dict(self) -> dict[str, Any]:
         layers = {str(layer): list(heads) for layer, heads in self.kv_heads.items()}
@@ -37,19 +37,19 @@ class Streams:
 
     @classmethod
     def read(cls, entry: Any) -> Streams:
-        """From config.json, which may say anything."""
+        """Read and check the entry of a config.json, which is untrusted."""
         try:
             window, sinks = operator.index(entry["window"]), operator.index(entry["sinks"])
             layers = {int(layer): tuple(map(operator.index, heads)) for layer, heads in entry["kv_heads"].items()}
             if window < 1 or sinks < 0 or any(min(heads) < 0 or len(set(heads)) < len(heads) for heads in layers.values()):
                 raise ValueError
         except (TypeError, ValueError, KeyError, AttributeError):
-            raise NeedleworkError(f"config.json: streaming heads {shown(entry)} are none; prune the model again") from None
+            raise NeedleworkError(f"config.json: streaming heads {short_repr(entry)} are none; prune the model again") from None
         return cls(window, sinks, layers)
 
     def install(self, cache: Any) -> Any:
-        """A new cache, with buffers for the heads that stream."""
-        if hasattr(cache, "linear_cache"):  # MiniMax makes the layers of its cache as it goes, and counts them
+        """Replace layers of a new cache by ones with buffers for streaming heads; return the cache."""
+        if hasattr(cache, "linear_cache"):  # MiniMax adds layers to its cache as it runs, and counts them
             raise NeedleworkError(f"heads cannot stream in this model: its {type(cache).__mro__[1].__name__} is one of its own")
         for index, heads in self.kv_heads.items():
             while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
@@ -63,16 +63,17 @@ class Streams:
 
 
 class StreamingKV:
-    """Mixed into a transformers cache layer: keys of full heads go on to it, those of streaming heads into the buffer."""
+    """A mixin of transformers cache layers: the layer stores keys of full heads, the buffer those of streaming heads."""
 
     plain: type
 
     @classmethod
     def sharing(cls, shared: type) -> Any:
-        """The class of a layer whose full heads are kept once for many rows."""
+        """Return the layer class whose full heads use a shared prefix."""
         return _streaming_class(cls.plain, shared)
 
     def update(self: Any, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Store new keys and values; return them with all stored ones attached as `split_heads` (cache layer interface)."""
         streaming = torch.tensor(self.stream_heads, device=key_states.device)
         rest = [head for head in range(key_states.shape[1]) if head not in self.stream_heads]
         full = None
@@ -88,7 +89,11 @@ class StreamingKV:
         return carrier, value_states
 
     def _remember(self: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What streaming heads see of these tokens: the buffer as it was, and the tokens; then the buffer moves on."""
+        """Add new tokens of streaming heads to the buffer.
+
+        Returns:
+            Keys, values [rows, heads, buffer + tokens, dim] and positions [rows, buffer + tokens] before old ones are dropped.
+        """
         rows, heads, tokens, _ = key.shape
         behind = self.window - 1
         if not isinstance(vars(self).get("recent_keys"), Tensor):
@@ -101,7 +106,7 @@ class StreamingKV:
         keys, values = torch.cat([self.recent_keys, key], 2), torch.cat([self.recent_values, value], 2)
         sinks = self._sinks(key, value, start) if self.sinks else (keys[:, :, :0], values[:, :, :0], positions[:, :0])
         last = keys.shape[2] - behind
-        newest = positions[:, last:].masked_fill(positions[:, last:] < self.sinks, HIDDEN)  # sinks are kept once
+        newest = positions[:, last:].masked_fill(positions[:, last:] < self.sinks, HIDDEN)  # sinks are not kept twice
         self.recent_keys = torch.cat([sinks[0], keys[:, :, last:]], 2)
         self.recent_values = torch.cat([sinks[1], values[:, :, last:]], 2)
         self.recent_positions = torch.cat([sinks[2], newest], 1)
@@ -109,7 +114,7 @@ class StreamingKV:
         return keys, values, positions
 
     def _sinks(self: Any, key: Tensor, value: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The first tokens: those of the buffer, and those that are among the new ones."""
+        """Return keys, values and positions of the sinks, from the buffer or from the new tokens."""
         kept = slice(0, self.sinks)
         old = (self.recent_keys[:, :, kept], self.recent_values[:, :, kept], self.recent_positions[:, kept])
         if not bool((start < self.sinks).any()):
@@ -143,11 +148,11 @@ def _streaming_class(layer_class: type, shared: type | None = None) -> Any:
 
 @dataclass
 class Split:
-    """Keys of one layer for one call: of full heads, and of streaming ones. Rides on the key tensor through the model."""
+    """Keys and values of one layer in one forward, split by head. Passed to attention as an attribute of the key tensor."""
 
     full_heads: tuple[int, ...]  # kv heads
     stream_heads: tuple[int, ...]
-    full: tuple[Tensor, Tensor] | None  # as the cache returned them
+    full: tuple[Tensor, Tensor] | None  # keys and values of full heads, as the cache returned them
     key: Tensor  # [rows, streaming kv heads, buffer + new tokens, dim]
     value: Tensor
     positions: Tensor  # [rows, buffer + new tokens]
@@ -155,7 +160,7 @@ class Split:
     sinks: int
 
     def query_heads(self, heads: int) -> tuple[Tensor, Tensor]:
-        """Query heads that are full, and those that stream."""
+        """Return the indices of full and of streaming query heads."""
         group = heads // (len(self.full_heads) + len(self.stream_heads))
         return tuple(  # type: ignore[return-value]
             torch.tensor([kv * group + i for kv in kvs for i in range(group)], dtype=torch.int64, device=self.key.device)
@@ -163,25 +168,25 @@ class Split:
         )
 
     def near(self, q: Tensor, k: Tensor) -> Tensor:
-        """Whether a streaming head at position q sees the key at k."""
+        """Return whether a streaming head's query at position q sees the key at position k."""
         return (k > q - self.window) | (k < self.sinks)
 
     def block(self, queries: slice, new: int) -> Tensor:
-        """Index of all keys that some of these queries may see: sinks, wherever they stand, and what is near."""
+        """Return the indices of all keys that some of these queries may see: sinks, in buffer or new tokens, and the window."""
         size = self.positions.shape[1] - new  # of the buffer
         first, last = max(0, size + queries.start - self.window + 1), size + queries.stop
         sinks = [*range(self.sinks), *range(size, size + min(self.sinks, new))]
         return torch.tensor(sorted({*sinks, *range(first, last)} & set(range(last))), device=self.key.device)
 
     def visible(self, q_positions: Tensor, index: Tensor, window: int | None) -> Tensor:
-        """[rows, 1, queries, keys]"""
+        """Return visible pairs [rows, 1, queries, keys]; `window`: the layer's own sliding window."""
         q, k = q_positions[:, None, :, None], self.positions[:, index][:, None, None, :]
         seen = (k >= 0) & (k <= q) & self.near(q, k)
         return seen if window is None else seen & (k > q - window)
 
 
 class SplitKeys:
-    """All heads over one set of columns, one for each position: streaming heads have scores where they hold a key."""
+    """Keys of full and streaming heads in common columns, one per position; streaming heads use the columns that they hold."""
 
     sliceable = False
 
@@ -190,9 +195,10 @@ class SplitKeys:
         self.full_heads, self.stream_heads = split.query_heads(heads)
         self.count, self.value_dim = full.count if full else self.stream.count, split.value.shape[3]
         self._positions = full.positions(q_positions) if full else split.positions
-        self.columns = self._columns()  # [rows, streaming keys] -> column; `count` for keys that have none
+        self.columns = self._columns()  # [rows, streaming keys] column of each key; `count` for empty buffer entries
 
     def _columns(self) -> Tensor:
+        """Return the column of each streaming key [rows, streaming keys], matched by position."""
         rows, held = self.split.positions.shape
         if self.full is None:
             return torch.arange(held, device=self.split.key.device).expand(rows, -1)
@@ -207,7 +213,7 @@ class SplitKeys:
         return self._positions
 
     def limited(self, visible: Tensor, q_positions: Tensor, k_positions: Tensor, heads: int) -> Tensor:
-        """What each head sees, [rows, heads, queries, keys], of what a full head sees."""
+        """Restrict the visible pairs of full heads to what each head sees: [rows, heads, queries, keys]."""
         near = self.split.near(q_positions[:, None, :, None], k_positions[:, None, None, :])
         streams = torch.zeros(heads, dtype=torch.bool, device=visible.device)
         streams[self.stream_heads] = True
@@ -237,12 +243,13 @@ class SplitKeys:
 
 
 def streams_of(config: Any) -> Streams | None:
+    """Return the streaming heads of a configuration; None if it has none."""
     entry = getattr(config, ENTRY, None)
     said = entry.get("streaming") if isinstance(entry, Mapping) else None
     return None if said is None else Streams.read(said)
 
 
 def whole_groups(kept: Sequence[int], query_heads: int, kv_heads: int) -> tuple[int, ...]:
-    """The kv heads none of whose query heads is kept."""
+    """Return the kv heads of whose query heads none is in `kept`."""
     group = query_heads // kv_heads
     return tuple(kv for kv in range(kv_heads) if not any(head // group == kv for head in kept))

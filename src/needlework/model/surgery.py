@@ -1,9 +1,9 @@
-"""Heads taken out of a model's weights: which rows and columns of which maps are theirs, and what is left in their place.
+"""Removal of attention heads from a model's weights: which rows and columns belong to a head, and what replaces them.
 
-A cut model computes what the whole one computes while the heads that left are silenced: their rows leave the maps to queries
-(and gates), their columns the output map, and a kv head leaves when its whole group of query heads does. Where groups keep
-unequal numbers of heads, the smaller ones are filled with heads of zeros: the cache stays as small as it can be, and no number
-changes. A layer without heads keeps its output bias and counts tokens; it has no cache.
+A pruned model computes what the full one computes with the removed heads zeroed: their rows are removed from the query (and gate)
+projections, their columns from the output projection, and a kv head is removed with the last query head of its group. If groups
+keep unequal numbers of heads, smaller groups are filled with zero heads, which change no output and keep the cache minimal.
+A layer without heads keeps its output bias and counts tokens; it stores no keys.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import torch
 from torch import Tensor, nn
 
 from needlework.anatomy import AttentionPart
-from needlework.errors import NeedleworkError, shown
+from needlework.errors import NeedleworkError, short_repr
 from needlework.model.streaming import ENTRY
 
-ZERO = -1  # in the place of a head: one of zeros, which fills its group
-_QUERY_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj", "r_proj")  # one block of rows for each query head
-_KV_ROWS = ("k_proj", "v_proj", "k_sconv.conv1d", "v_sconv.conv1d")  # one for each kv head
-_OUTPUT = ("o_proj", "out_proj")  # one block of columns for each query head
-_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # of one head, or of all heads together
+ZERO = -1  # in place of a head index: a head of zeros that fills its group
+_QUERY_ROWS = ("q_proj", "q_b_proj", "kv_b_proj", "gate_proj", "g_proj", "r_proj")  # one block of rows per query head
+_KV_ROWS = ("k_proj", "v_proj", "k_sconv.conv1d", "v_sconv.conv1d")  # one block of rows per kv head
+_OUTPUT = ("o_proj", "out_proj")  # one block of columns per query head
+_NORMS = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")  # over one head, or over all heads together
 _NO_HEADS = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm", "rel_logits_proj", "indexer", "rotary_emb")
 _COUNTS = {"num_heads": 0, "num_attention_heads": 0, "num_key_value_heads": 1}  # attribute -> index in (query, kv)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """What one attention module keeps: for each new head the old one."""
+    """The heads that one attention module keeps."""
 
     path: str
-    query: tuple[int, ...]  # or ZERO
-    kv: tuple[int, ...]
-    of: tuple[int, int]  # query and kv heads before
+    query: tuple[int, ...]  # old index of each kept query head, or ZERO
+    kv: tuple[int, ...]  # old index of each kept kv head
+    of: tuple[int, int]  # number of query and kv heads before
     dims: tuple[int, int]  # of a key and of a value
 
     @property
@@ -47,7 +47,7 @@ class Cut:
 
     @classmethod
     def keeping(cls, kept: Collection[int], part: AttentionPart) -> Cut:
-        """These query heads of a layer, in groups of one size."""
+        """Return the cut that keeps these query heads of a layer, with groups filled up to equal size."""
         group = part.query_heads // part.kv_heads
         groups = {kv: sorted(head for head in kept if head // group == kv) for kv in sorted({head // group for head in kept})}
         widest = max(map(len, groups.values()), default=0)
@@ -57,7 +57,7 @@ class Cut:
 
 
 def cut_model(model: nn.Module, cuts: Iterable[Cut]) -> None:
-    """Take the heads out, in place."""
+    """Remove heads from a model, in place."""
     for cut in cuts:
         parent_path, _, name = cut.path.rpartition(".")
         parent = model.get_submodule(parent_path)
@@ -79,7 +79,11 @@ def cut_model(model: nn.Module, cuts: Iterable[Cut]) -> None:
 
 
 def _pieces(module: nn.Module, cut: Cut) -> list[tuple[str, nn.Module]]:
-    """The maps of an attention module that have a part for each head; whatever is not known for certain is refused."""
+    """Return the (kind, module) of all maps with a block per head; kind is "query", "kv" or "output".
+
+    Raises:
+        NeedleworkError: If the module has a parameter whose relation to heads is unknown, or weights that are not plain floats.
+    """
     if cut.query == tuple(range(cut.of[0])):
         return []
     found: dict[str, tuple[str, nn.Module]] = {}
@@ -114,6 +118,7 @@ def _owner(module: nn.Module, parameter: str) -> tuple[str, nn.Module]:
 
 
 def _refuse_shared(model: nn.Module, module: nn.Module, cut: Cut) -> None:
+    """Raise an error if another attention module of the model uses the same weights."""
     own = set(module.parameters())
     others = (x for x in model.modules() if x is not module and type(x) is type(module))
     if any(not own.isdisjoint(other.parameters()) for other in others):
@@ -125,7 +130,7 @@ def _refuse_shared(model: nn.Module, module: nn.Module, cut: Cut) -> None:
 
 @torch.no_grad()
 def _select(piece: Any, dim: int, heads: Sequence[int], of: int) -> None:
-    """Keep the blocks of these heads in one dimension of a map; its bias belongs to the rows."""
+    """Keep the blocks of these heads in one dimension of a map, in place; a bias is cut with the rows (dim 0)."""
     for name in ("weight", "bias") if dim == 0 else ("weight",):
         old = getattr(piece, name)
         if old is not None:
@@ -137,6 +142,7 @@ def _select(piece: Any, dim: int, heads: Sequence[int], of: int) -> None:
 
 
 def _blocks(tensor: Tensor, dim: int, heads: Sequence[int], of: int) -> Tensor:
+    """Return a copy with the blocks of these heads, of `of` equal blocks along `dim`."""
     blocks = torch.unflatten(tensor.detach(), dim, (of, tensor.shape[dim] // of)).movedim(dim, 0)
     with_zeros = torch.cat([blocks, torch.zeros_like(blocks[:1])])
     index = torch.tensor([of if head == ZERO else head for head in heads], device=tensor.device)
@@ -144,7 +150,7 @@ def _blocks(tensor: Tensor, dim: int, heads: Sequence[int], of: int) -> Tensor:
 
 
 class NoHeads(nn.Module):
-    """What is left of an attention module without heads: the bias of its output, if it had one. It keeps no keys."""
+    """A replacement of an attention module without heads: returns its output bias, if it has one, and stores no keys."""
 
     def __init__(self, module: Any, output: str) -> None:
         super().__init__()
@@ -162,7 +168,7 @@ class NoHeads(nn.Module):
 
 
 class KeylessLayer:
-    """Mixed into a transformers cache layer: it counts tokens, which masks and positions are made from, and keeps no keys."""
+    """A mixin of transformers cache layers that counts tokens, for masks and positions, and stores no keys."""
 
     tokens = 0
 
@@ -180,6 +186,7 @@ def _keyless_class(layer_class: type) -> Any:
 
 
 def _count(cache: Any, index: int, tokens: int) -> None:
+    """Add tokens to the count of a cache layer, which becomes a KeylessLayer on first use."""
     while len(cache.layers) <= index:
         cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
@@ -192,16 +199,16 @@ def _count(cache: Any, index: int, tokens: int) -> None:
         layer.cumulative_length += tokens
 
 
-# --- what a configuration says of it ------------------------------------------------------------------------------------
+# --- cuts in config.json ------------------------------------------------------------------------------------------------
 
 
 def entry_of(cuts: Iterable[Cut]) -> list[dict[str, Any]]:
-    """For config.json: how many heads each attention module has, and had."""
+    """Return the entry of config.json: the number of heads of each attention module, now and before."""
     return [{"path": x.path, "heads": list(x.counts), "of": list(x.of), "dims": list(x.dims)} for x in cuts]
 
 
 def cuts_of(config: Any) -> tuple[Cut, ...]:
-    """The cuts that a configuration speaks of; which heads they were is in the weights. A file may say anything."""
+    """Read and check the cuts in a configuration, which is untrusted. Only numbers of heads are known, not their indices."""
     entry = getattr(config, ENTRY, None)
     rows = entry.get("layers", []) if isinstance(entry, Mapping) else []
     if entry is not None and not isinstance(rows, list):
@@ -210,6 +217,7 @@ def cuts_of(config: Any) -> tuple[Cut, ...]:
 
 
 def _read_cut(row: Any) -> Cut:
+    """Read and check one layer's entry of config.json."""
     try:
         pairs = [tuple(operator.index(n) for n in row[key]) for key in ("heads", "of", "dims")]
         (query, kv), (old_query, old_kv), (key_dim, value_dim) = pairs
@@ -217,12 +225,12 @@ def _read_cut(row: Any) -> Cut:
         if not whole or not (0 <= kv <= old_kv and 0 <= query <= old_query and min(key_dim, value_dim) > 0):
             raise ValueError
     except (TypeError, ValueError, KeyError, ZeroDivisionError):
-        raise NeedleworkError(f"config.json: {ENTRY} says {shown(row)} of a layer; copy or prune the model again") from None
+        raise NeedleworkError(f"config.json: {ENTRY} says {short_repr(row)} of a layer; copy or prune the model again") from None
     return Cut(row["path"], tuple(range(query)), tuple(range(kv)), (old_query, old_kv), (key_dim, value_dim))
 
 
 def cut_class(model_class: Any, cuts: Sequence[Cut]) -> Any:
-    """The model class with these heads taken out as soon as it is built, so that smaller weights fit."""
+    """Return a subclass of a model class whose constructor removes heads, so that pruned weights can be loaded."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         model_class.__init__(self, *args, **kwargs)

@@ -1,1 +1,1 @@
-"""From a ranking to a smaller model: heads leave the weights, or keep only the first tokens and the newest ones."""
+"""Prune attention heads: remove them from the weights, or limit their cache to sinks and a window (streaming)."""

@@ -1,22 +1,23 @@
-"""The card of a pruned model: what was cut and why, what it can do before and after, what it takes, how it is loaded."""
+"""Model card of a pruned model: heads removed, results before and after, memory and time, and how to load it."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from needlework.stats import Estimate
+from needlework.tables import Table
 
 _WORDS = {"retrieval": "needles found", "knowledge": "facts completed", "perplexity": "perplexity"}
 
 
 def text(record: dict[str, Any], name: str) -> str:
-    """The card as Markdown."""
+    """Return the card as Markdown."""
     sections = [_head(record, name), _loading(record), _cut(record), _figures(record["figures"]), _costs(record)]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def summary(record: dict[str, Any]) -> str:
-    """The card in a few lines."""
+    """Return a summary of the record in a few lines for the terminal."""
     heads, costs, weights = record["heads"], record["costs"], record["weight_bytes"]
     streams = sum(len(layer["streaming_kv_heads"]) for layer in record["layers"].values())
     did = f"{heads['kept']} of {heads['before']} heads kept" if record["others"] == "none" else f"{streams} kv heads stream"
@@ -68,19 +69,16 @@ def _loading(record: dict[str, Any]) -> str:
 
 
 def _cut(record: dict[str, Any]) -> str:
-    rows = "\n".join(
-        f"| {layer} | {_pair(x['before'])} | {_pair(x['after'])} | {_list(x['kept'])} | {_list(x['streaming_kv_heads'])} |"
-        for layer, x in record["layers"].items()
-    )
+    table = Table(["layer", "query / kv heads before", "after", "kept heads", "streaming kv heads"])
+    for layer, x in record["layers"].items():
+        table.add_row(layer, _pair(x["before"]), _pair(x["after"]), _list(x["kept"]), _list(x["streaming_kv_heads"]))
     zero = record["heads"]["zero"]
     filled = f"\n\n{zero} heads of zeros fill groups: all kv heads of a layer have equally many query heads." if zero else ""
     return f"""## What was cut, and why
 
 The heads that stay are the best of: {record["said_by"]}.
 
-| layer | query / kv heads before | after | kept heads | streaming kv heads |
-|---|---|---|---|---|
-{rows}{filled}"""
+{table.to_markdown()}{filled}"""
 
 
 def _pair(numbers: list[int]) -> str:
@@ -94,18 +92,15 @@ def _list(numbers: list[int]) -> str:
 def _figures(figures: list[dict[str, Any]]) -> str:
     if not figures:
         return "## Held-out figures\n\nNothing was measured (`--samples 0`): it is not known what this model can do."
-    rows = "\n".join(
-        f"| {_WORDS[x['ability']]} (`{x['task']}`) | {_estimate(x['before'], x)} | {_estimate(x['after'], x)} |"
-        f" {_estimate(x['retained'], x) if 'retained' in x else '–'} |"
-        for x in figures
-    )
+    table = Table(["", "before", "after", "left of the baseline"])
+    for x in figures:
+        left = _estimate(x["retained"], x) if "retained" in x else "–"
+        table.add_row(f"{_WORDS[x['ability']]} (`{x['task']}`)", _estimate(x["before"], x), _estimate(x["after"], x), left)
     return f"""## Held-out figures
 
 The same samples asked of both models; 95 % intervals (Wilson; of what is left, a paired bootstrap by cluster).
 
-| | before | after | left of the baseline |
-|---|---|---|---|
-{rows}"""
+{table.to_markdown()}"""
 
 
 def _estimate(value: dict[str, Any], row: dict[str, Any]) -> str:
@@ -126,9 +121,7 @@ def _costs(record: dict[str, Any]) -> str:
             (f"prefill of {found['tokens']:,} tokens, s", a["prefill_seconds"], b["prefill_seconds"], 3),
             ("decode after that, ms per token", a["decode_ms_per_token"], b["decode_ms_per_token"], 2),
         ]
-    table = "\n".join(f"| {name} | {x:,.{d}f} | {y:,.{d}f} | {y / x if x else 1:.2f} |" for name, x, y, d in rows)
+    cells = [(name, f"{x:,.{d}f}", f"{y:,.{d}f}", f"{y / x if x else 1:.2f}") for name, x, y, d in rows]
     return f"""## Memory and time
 
-{measured}| | before | after | ratio |
-|---|---|---|---|
-{table}"""
+{measured}{Table(["", "before", "after", "ratio"], cells).to_markdown()}"""

@@ -1,11 +1,10 @@
-"""What a model can do before and after heads left it: the same held-out samples asked of both, and what they take."""
+"""Measure a model before and after pruning: accuracy and perplexity on the same samples, memory and time."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,55 +12,26 @@ import torch
 
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase
+from needlework.measure import make_samples, measure
 from needlework.receipts import Tally
-from needlework.requests import Request, stop_tokens
-from needlework.stats import Estimate, accuracy, perplexity, retained
+from needlework.stats import accuracy, perplexity, retained
 from needlework.tasks import toy
 from needlework.tasks.base import Item, Task, make_task
 from needlework.terminal import Bar
-from needlework.zoo.shelf import RECORD
+from needlework.zoo import RECORD
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
-FIGURES_SEED = 1000  # heads are ranked on small seeds
+FIGURES_SEED = 1000  # far from the small seeds that heads are ranked with
 DEPTHS = (0, 25, 50, 75, 100)
-ROOM = 40  # words that question and answer need around the context of a toy prompt, at most
+ROOM = 40  # most words that question and answer add to the context of a toy prompt
 TEXTS = 64  # for perplexity
-LONG, STEPS, REPEATS = 2048, 32, 3  # tokens of context, decoded ones and measurements of time
+LONG, STEPS, REPEATS = 2048, 32, 3  # context tokens, decode steps and repetitions when time is measured
 
 
-class Asked:
-    """All samples of a task for one model, as requests."""
-
-    def __init__(self, subject: Subject, task: Task, seed: int = FIGURES_SEED) -> None:
-        anatomy, tokenizer = subject.anatomy, demanded(subject)
-        self.subject, self.task = subject, task
-        self.items: list[Item] = list(task.items(tokenizer, seed, anatomy.window, anatomy.max_tokens))
-        most, stop = task.ending(tokenizer)
-        eos = getattr(subject.model.generation_config, "eos_token_id", None)
-        self._most = most
-        self._stop = stop_tokens(eos, () if stop is None else (stop,), partial(subject.encode, continuation=True))
-
-    def answers(self, bar: Bar, name: str) -> list[dict[str, float]]:
-        """The scores of every sample, in order."""
-        scores: list[dict[str, float]] = [{} for _ in self.items]
-        bar.show(name)
-        for i, answer in self.subject.engine.run([self._request(item) for item in self.items]):
-            if answer.error:
-                raise NeedleworkError(f"{self.items[i].id} could not be asked: {answer.error}")
-            scores[i] = self.task.score(self.items[i], self.subject.with_text(answer))
-            bar.advance()
-        return scores
-
-    def _request(self, item: Item) -> Request:
-        if self.task.mode == "perplexity":
-            return Request(item.prompt[:1], options=(item.prompt[1:],))
-        most, stop = item.ending or (self._most, self._stop)
-        return Request(item.prompt, max_new_tokens=most, stop=stop, spans=item.spans)
-
-
-def demanded(subject: Subject) -> Any:
+def require_tokenizer_to_measure(subject: Subject) -> Any:
+    """Return the model's tokenizer; raise if it has none."""
     if subject.tokenizer is None:
         raise NeedleworkError(
             "the model has no tokenizer, so that nothing can be asked of it: give a ranking file and samples=0 (--samples 0)"
@@ -70,17 +40,17 @@ def demanded(subject: Subject) -> Any:
 
 
 def retrieval(subject: Subject, samples: int) -> Task:
-    """Needles in haystacks of a length that the model was trained for, as far as that is known."""
+    """Return a needle task whose context is as long as the model's training documents (zoo models), or 256 tokens."""
     each = max(1, -(-samples // len(DEPTHS)))
-    if toy.is_toy(demanded(subject)):
+    if toy.is_toy(require_tokenizer_to_measure(subject)):
         return make_task(
-            {"kind": "niah", "lengths": [longest(subject) - ROOM], "depths": DEPTHS, "samples": each, "distractors": 3}
+            {"kind": "niah", "lengths": [longest_document(subject) - ROOM], "depths": DEPTHS, "samples": each, "distractors": 3}
         )
     return make_task({"kind": "niah", "lengths": [256], "depths": DEPTHS, "samples": each, "reserve_tokens": 60})
 
 
-def longest(subject: Subject) -> int:
-    """Tokens of the longest document of a zoo model's training."""
+def longest_document(subject: Subject) -> int:
+    """Return the number of tokens of the longest training document of a zoo model; 256 for other models."""
     try:
         assert subject.body.source is not None
         return int(json.loads((subject.body.source / RECORD).read_text(encoding="utf-8"))["longest_document_tokens"])
@@ -89,20 +59,23 @@ def longest(subject: Subject) -> int:
 
 
 def _tasks(subject: Subject, samples: int) -> list[Task]:
-    known = toy.is_toy(demanded(subject))
+    known = toy.is_toy(require_tokenizer_to_measure(subject))
     knowledge = [make_task({"kind": "cloze"})] if known else []
     return [retrieval(subject, samples), *knowledge, make_task({"kind": "perplexity", "samples": min(TEXTS, samples)})]
 
 
 def compare(before: Subject, after: Subject, samples: int, progress: bool = False) -> list[dict[str, Any]]:
-    """Each ability of both, on the same samples, with what is left of it; ready for JSON."""
+    """Measure both models on the same samples of each task; return a JSON-compatible row for each task."""
     tasks = _tasks(before, samples)
-    pairs = [(Asked(before, task), Asked(after, task)) for task in tasks]
+    samples_of = [make_samples(before, task, FIGURES_SEED) for task in tasks]
     rows = []
-    with Bar(2 * sum(len(first.items) for first, _ in pairs), "samples", shown=progress) as bar:
-        for task, pair in zip(tasks, pairs, strict=True):
-            scores = [asked.answers(bar, f"{task.kind} {word}") for asked, word in zip(pair, ("before", "after"), strict=True)]
-            rows.append(_row(task, pair[0].items, *scores))
+    with Bar(2 * sum(map(len, samples_of)), "samples", shown=progress) as bar:
+        for task, drawn in zip(tasks, samples_of, strict=True):
+            scores = []
+            for subject, word in ((before, "before"), (after, "after")):
+                bar.show(f"{task.kind} {word}")
+                scores.append(measure(subject, drawn, progress=lambda _: bar.advance()).scores[0])
+            rows.append(_row(task, [sample.item for sample in drawn], *scores))
     return rows
 
 
@@ -113,21 +86,15 @@ def _row(task: Task, items: Sequence[Item], before: list[dict[str, float]], afte
         for name, scores in (("before", before), ("after", after)):
             tokens = [one["tokens"] for one in scores]
             nll = [one["nll"] * n for one, n in zip(scores, tokens, strict=True)]
-            row[name] = as_dict(perplexity(nll, tokens, clusters))
+            row[name] = perplexity(nll, tokens, clusters).to_dict()
         return row
     right = [[one["correct"] for one in scores] for scores in (before, after)]
     kept = retained(right[1], right[0], clusters, task.chance)
-    return {**row, "before": as_dict(accuracy(right[0])), "after": as_dict(accuracy(right[1])), "retained": as_dict(kept)}
-
-
-def as_dict(estimate: Estimate) -> dict[str, float | int | None]:
-    """Ready for JSON, which has no NaN."""
-    numbers = {key: getattr(estimate, key) for key in ("value", "low", "high")}
-    return {**{key: value if np.isfinite(value) else None for key, value in numbers.items()}, "n": estimate.n}
+    return {**row, "before": accuracy(right[0]).to_dict(), "after": accuracy(right[1]).to_dict(), "retained": kept.to_dict()}
 
 
 def costs(before: Subject, after: Subject, tokens: int = LONG, progress: bool = False) -> dict[str, Any]:
-    """Memory and time of both at one length of context, measured in turns: what else the machine does disturbs both."""
+    """Measure cache size and time of both models at one context length, alternating, so that other load affects both."""
     subjects = {"before": before, "after": after}
     tokens = min([tokens, *(s.anatomy.max_tokens - STEPS for s in subjects.values() if s.anatomy.max_tokens)])
     found: dict[str, Any] = {"tokens": tokens, "threads": torch.get_num_threads()}
@@ -141,7 +108,7 @@ def costs(before: Subject, after: Subject, tokens: int = LONG, progress: bool = 
                 found[name] = {"kv_bytes": kv_bytes}
                 bar.advance()
     for name, subject in subjects.items():
-        prefill, decode = (min(one) for one in zip(*times[name], strict=True))  # noise only ever adds time
+        prefill, decode = (min(one) for one in zip(*times[name], strict=True))  # minimum, because other load only adds time
         found[name] |= {
             "parameters": subject.anatomy.parameters,
             "kv_bytes_per_token": found[name]["kv_bytes"] / tokens,
@@ -152,7 +119,7 @@ def costs(before: Subject, after: Subject, tokens: int = LONG, progress: bool = 
 
 
 def _measure(subject: Subject, tokens: int) -> tuple[tuple[float, float], int]:
-    """Seconds of a prefill and of the fastest decoded token after it, and the bytes of keys and values that the prompt leaves."""
+    """Return (seconds of a prefill, of the fastest decode step after it), and the bytes of the KV cache after prefill."""
     body = subject.body
     ids = (torch.arange(tokens + STEPS, device=body.device) * 7 % body.anatomy.vocabulary)[None]
     slots = torch.zeros(1, dtype=torch.int64, device=body.device)
@@ -161,7 +128,7 @@ def _measure(subject: Subject, tokens: int) -> tuple[tuple[float, float], int]:
 
         def seconds(part: slice, phase: Phase) -> float:
             began = _now(body.device)
-            body.feed(ids[:, part], memory, phase, rows, tally).argmax(-1).tolist()  # a GPU is waited for
+            body.feed(ids[:, part], memory, phase, rows, tally).argmax(-1).tolist()  # .tolist() synchronises a GPU
             return _now(body.device) - began
 
         prefill, kv_bytes = seconds(slice(0, tokens), "prefill"), memory.nbytes("kv")
@@ -169,5 +136,5 @@ def _measure(subject: Subject, tokens: int) -> tuple[tuple[float, float], int]:
 
 
 def _now(device: torch.device) -> float:
-    """With one thread, processor time: whoever else uses the machine does not count. Else the clock on the wall."""
+    """Return CPU time if one CPU thread is used, which other processes do not affect; otherwise wall-clock time."""
     return time.process_time() if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter()

@@ -1,8 +1,6 @@
-"""Tasks make samples and score answers. Free of torch: a report is rebuilt without it."""
+"""Tasks, which generate samples and score answers. They do not import torch, so that reports can be rebuilt without it."""
 
-from typing import Any
-
-from needlework.tasks import knowledge, linked, niah, own_prompts, perplexity, recall, ruler
+from needlework.tasks import knowledge, niah, own_prompts, perplexity, recall, ruler
 from needlework.tasks.base import TASKS, Item, Mode, Task, Tokenizer, load_plugins, make_task, task
 
 __all__ = [
@@ -12,7 +10,6 @@ __all__ = [
     "Task",
     "Tokenizer",
     "knowledge",
-    "linked",
     "load_plugins",
     "make_task",
     "niah",
@@ -22,14 +19,3 @@ __all__ = [
     "ruler",
     "task",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Outcome":  # until 0.2
-        import warnings
-
-        from needlework.requests import Answer
-
-        warnings.warn("needlework.tasks.Outcome is needlework.Answer now", DeprecationWarning, stacklevel=2)
-        return Answer
-    raise AttributeError(f"module 'needlework.tasks' has no attribute {name!r}")

@@ -1,6 +1,6 @@
-"""What a task is (it makes Items and scores answers), and the table of all kinds of task.
+"""The base class of tasks (Task), their tokenized samples (Item), and the registry of task kinds.
 
-Plans name a kind; other packages add theirs through the entry point group `needlework.tasks`.
+Plans name a task by its kind. Other packages register tasks through the entry point group `needlework.tasks`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from needlework.interventions.acts import Span
 from needlework.requests import MOST_TOKENS, Answer
 
 Mode = Literal["generate", "choices", "perplexity"]
-# What a task asks for: something that stands in the prompt, something that was learnt in training, text as such; or none
-# of these, in which case its scores are shown and no claim is judged by them.
+# What a task measures: retrieval from the prompt, knowledge from training, or language modelling. The scores of tasks with ""
+# are reported, but no verdict uses them.
 Ability = Literal["retrieval", "knowledge", "perplexity", ""]
 
 
@@ -32,83 +32,90 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class Item:
-    """One sample in tokens, ready to be asked. The same item is asked under every intervention."""
+    """One tokenized sample of a task. Every intervention runs on the same items."""
 
     id: str  # unique within the task and seed, e.g. "niah/length=677/depth=33/2"
-    cluster: str  # samples that share a haystack share a cluster: bootstraps resample clusters, not samples
+    cluster: str  # unit of the bootstrap: samples that share a haystack share a cluster
     prompt: tuple[int, ...]
     prompt_text: str
-    target: str  # the right answer, as text
-    spans: Mapping[str, Span] = field(default_factory=dict)  # token ranges; decoding one gives exactly its text
-    options: tuple[tuple[int, ...], ...] = ()  # continuations to be scored, the right one at `answer`
+    target: str  # text of the right answer
+    spans: Mapping[str, Span] = field(default_factory=dict)  # half-open token ranges by name, such as "needle"
+    options: tuple[tuple[int, ...], ...] = ()  # tokens of the continuations to score; the right one is at index `answer`
     answer: int | None = None
-    twins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # prompts of the same length with another needle
-    twin_target: str = ""  # what the twin's prompt would be answered with
+    twins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # counterfactual prompts of equal length
+    twin_target: str = ""  # text of the right answer to the twin
     facts: Mapping[str, Any] = field(default_factory=dict)  # context_tokens, depth_percent, in_window, subject, layout ...
-    ending: tuple[int, frozenset[int]] | None = None  # most new tokens and what stops them, where each sample has its own
-    stem: str = ""  # samples that begin alike are asked together, so that the beginning is read once
-    digest: str = ""  # what identifies it in trial ids; by default its tokens, spans, twins and options
-    also: tuple[Item, ...] = ()  # further prompts of the same sample: their options come after its own
+    ending: tuple[int, frozenset[int]] | None = None  # max_new_tokens and stop tokens of this sample; None: the task's
+    stem: str = ""  # samples of one stem share a prefix and are batched together, so that it is prefilled once
+    digest: str = ""  # identifies the sample in trial ids; "": a hash of tokens, spans, twins and options
+    also: tuple[Item, ...] = ()  # further prompts of this sample; their options follow its own
 
 
-class Extent(NamedTuple):
-    """How much a task makes of one seed, at most."""
+class TaskExtent(NamedTuple):
+    """Upper bound of the samples of a task for one seed, and the approximate size of a prompt."""
 
     samples: int
-    tokens: int  # of one prompt, about
+    tokens: int  # of one prompt, approximately
 
 
 class Task(BaseModel):
-    """Base of all tasks. Fields are what a plan may set; unknown ones are errors."""
+    """Base class of all tasks. Its fields are the keys that a plan may set; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     kind: ClassVar[str]  # the name that plans use
     mode: ClassVar[Mode]
-    ability: ClassVar[Ability] = ""  # a subclass may make it a property: then the task's own fields decide
-    files: ClassVar[tuple[str, ...]] = ()  # fields that name files (or patterns of them): in a plan, from where the plan is
+    ability: ClassVar[Ability] = ""  # a subclass may override it with a property that depends on its fields
+    files: ClassVar[tuple[str, ...]] = ()  # fields with paths or glob patterns; a plan's are relative to the plan
     max_new_tokens: int = Field(default=40, le=MOST_TOKENS)
-    stop: str | None = None  # a text of one token that ends an answer
+    stop: str | None = None  # text of the token that ends an answer
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
-        """All samples for one seed, always the same ones in the same order."""
+        """Yield all samples of one seed, deterministically.
+
+        Args:
+            tokenizer: the model's tokenizer.
+            seed: seed of all random draws.
+            window: tokens of the model's sliding attention window; None: unlimited.
+            max_tokens: tokens of prompt and answer that the model can hold; None: unlimited.
+        """
         raise TypeError(f"{type(self).__name__} must define items()")
 
-    def extent(self) -> Extent | None:
-        """How much `items` would make, told without making it: too much is refused. None: that is not known."""
+    def extent(self) -> TaskExtent | None:
+        """Return the size of `items` without generating them, so that plans that are too large fail early. None: unknown."""
         return None
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
-        """Named scores of one answer; "correct" (0 or 1) is always among them, except for perplexity.
+        """Return the scores of one answer by name. "correct" (0 or 1) is required, except in mode perplexity.
 
-        They depend on the item, the answer and the task's fields alone, so that `needlework rescore` can compute them
-        again. A row keeps the prompt's text but its tokens in mode perplexity only, options in mode choices only, no twins.
+        Scores may depend only on the item, the answer and the task's fields, so that `needlework rescore` can recompute them.
+        Items from a store have no twins; they have prompt tokens in mode perplexity only, and options in mode choices only.
         """
         raise TypeError(f"{type(self).__name__} must define score()")
 
     def check(self) -> None:
-        """Raise for what can be wrong before any model is looked at, such as a file of data."""
+        """Raise NeedleworkError for errors that can be found without a model, such as in a data file."""
 
     def said(self, item: Item, answer: Answer) -> str:
-        """What a model said, as it is stored and scored."""
+        """Return the text of an answer as it is stored and scored."""
         return answer.text
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
-        """The most tokens an answer may have, and the text of one token that ends it, for this tokenizer."""
+        """Return max_new_tokens and the text of the stop token (None: only EOS) for this tokenizer."""
         return self.max_new_tokens, self.stop
 
-    def fitted(self, item: Item, new_tokens: int, max_tokens: int | None, cure: str = "choose a shorter length") -> Item:
-        """The item, if the model can hold its prompt and answer."""
+    def fitted(self, item: Item, new_tokens: int, max_tokens: int | None, hint: str = "choose a shorter length") -> Item:
+        """Return the item; raise NeedleworkError if the model cannot hold its prompt and answer."""
         longest = max(map(len, item.options), default=0) if self.mode == "choices" else new_tokens
         if max_tokens is not None and len(item.prompt) + longest > max_tokens:
             raise NeedleworkError(
                 f"{item.id}: the prompt has {len(item.prompt)} tokens and the answer up to {longest}, "
-                f"but the model holds {max_tokens}; {cure}"
+                f"but the model holds {max_tokens}; {hint}"
             )
         return item
 
     @property
     def chance(self) -> float:
-        """The share of "correct" that guessing reaches."""
+        """Expected "correct" of random guessing."""
         return 0.0
 
 
@@ -118,7 +125,7 @@ T = TypeVar("T", bound=type[Task])
 
 
 def task(cls: T) -> T:
-    """Make a task known under its `kind`. Two tasks of one kind are an error."""
+    """Register a task class under its `kind` (decorator). Raise TypeError if another class has this kind."""
     if not isinstance(getattr(cls, "kind", None), str) or not isinstance(getattr(cls, "mode", None), str):
         raise TypeError(f"{cls.__name__} must set kind and mode")
     known = TASKS.setdefault(cls.kind, cls)
@@ -129,7 +136,7 @@ def task(cls: T) -> T:
 
 
 def load_plugins() -> None:
-    """Import what other packages offer; an entry point names a Task class."""
+    """Register the Task classes that other packages declare as entry points."""
     for entry in entry_points(group=GROUP):
         if entry.name not in TASKS:
             try:
@@ -139,7 +146,7 @@ def load_plugins() -> None:
 
 
 def make_task(spec: Mapping[str, Any]) -> Task:
-    """A task from a plan's mapping: `kind` and the fields of that kind."""
+    """Return the task of a plan's mapping, which has `kind` and fields of that kind."""
     if not isinstance(spec, Mapping):
         raise NeedleworkError(f"a task is a mapping with a kind, such as {{kind: niah}}; got {spec!r}")
     fields = dict(spec)
@@ -159,7 +166,7 @@ def make_task(spec: Mapping[str, Any]) -> Task:
         return cls(**fields)
     except ValidationError as error:
         raise NeedleworkError(f"task {kind!r}: {_explained(error, cls)}") from None
-    except TypeError as error:  # a key that is no word
+    except TypeError as error:  # a key that is no string
         raise NeedleworkError(f"task {kind!r}: {error}") from None
 
 

@@ -1,4 +1,4 @@
-"""Plain English without end: a small grammar and its own words. No sentence comes from an outside text."""
+"""Generator of English sentences from a small grammar. No text is taken from elsewhere."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ STATES = _split(
     "looks best in autumn|can be seen from the hill|belongs to two families|was once much larger|"
     "is quiet at this hour|has changed very little|keeps the wind away|was sold and bought again"
 )
-# What needles of the RULER family are about: plain nouns that occur in none of the sentences above.
+# Keys of RULER needles and words of lists: nouns that do not occur in the sentences above.
 NOUNS = _split(
     "anchor apple arrow badge basket beacon bottle bucket button cabin candle canvas carpet castle cellar circle "
     "copper cotton cradle curtain dagger desert dragon engine falcon feather forest fountain gravel ginger guitar "
@@ -69,7 +69,7 @@ LAST_NAMES = _split(
 
 
 def sentence(stream: Stream) -> str:
-    """One sentence of 6 to 25 words; its parts are drawn apart, so no part tells of another."""
+    """Generate a sentence of 5 to 27 words. Its parts are drawn independently, so that none predicts another."""
     if stream.chance(0.25):
         return f"{stream.pick(THINGS)} {stream.pick(STATES)}."
     words = [stream.pick(PEOPLE), stream.pick(ACTS)]
@@ -84,7 +84,7 @@ def sentence(stream: Stream) -> str:
 
 
 def sentences(stream: Stream) -> Iterator[str]:
-    """Sentences without end, each with what separates it from the one before; now and then a new paragraph."""
+    """Yield sentences without end, each after the first with its separator: a space, or in 10 % a blank line."""
     yield sentence(stream)
     while True:
         yield ("\n\n" if stream.chance(0.1) else " ") + sentence(stream)

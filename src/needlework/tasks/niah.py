@@ -1,9 +1,8 @@
-"""The paper's needle in a haystack: one sentence hidden at a depth of a long text, and a question about it.
+"""Needle in a haystack (niah): a sentence inserted at a given depth of a long text, and a question about it.
 
-Lengths, depths, needle, question and scores are the paper's by default; its very prompts are those of `style: paper`, which
-`tasks/paper_prompt.py` makes. By default a needle stands after the end of a sentence, as any other sentence does, and each cell
-has a text of its own. A length is nominal: `reserve_tokens` of it are kept free for question and answer. Zoo models are asked
-in the toy language.
+Lengths, depths, needle, question and scores are the paper's by default. `style: paper` also reproduces its prompts token for
+token (`tasks/paper_prompt.py`); otherwise a needle follows a sentence end, and each cell of the grid has its own haystack. A
+length is nominal: `reserve_tokens` of it are reserved for question and answer. Zoo models get the toy language.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import paper_prompt, toy
-from needlework.tasks.base import Extent, Item, Mode, Tokenizer, task
-from needlework.tasks.haystack import Haystack, essay, gather, sentences, weave
+from needlework.tasks.base import Item, Mode, TaskExtent, Tokenizer, task
+from needlework.tasks.haystack import Haystack, cut_haystack, insert_needles, iterate_sentences, take_tokens
 from needlework.tasks.prompts import Encoded, Piece, token_ids
-from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Chosen, Draft, Retrieval, Sizes
+from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Draft, Retrieval, Sizes, choice_companion
 from needlework.tasks.scores import begins, graded, holds, words_right
-from needlework.toy import world as toy_world
-from needlework.toy.sample import Stream
+from needlework.toy import needles
+from needlework.toy.sample import EVAL_SPLIT, Stream
 
-# The paper's needle, and needles like it about other cities for distractors, wrong options and twins.
+# The paper's needle. OTHERS are similar needles about other cities, for distractors, wrong options and twins.
 NEEDLE = "The best thing to do in {key} is {value}."
 KEY, VALUE = "San Francisco", "eat a sandwich and sit in Dolores Park on a sunny day"
 QUESTION = "What is the best thing to do in {key}?"
@@ -35,11 +34,11 @@ DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
 Depths = Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], Field(min_length=1)]
 RESERVE = 200
 TOY_LENGTHS = (64, 128, 192, 256)
-QUESTION_ROOM = 24  # words around the context of a toy prompt, at most
+QUESTION_ROOM = 24  # upper bound of the words of a toy prompt besides its context
 
 
 class Other(BaseModel):
-    """Another needle of the same kind: put into the context as a distractor, or offered as an option only."""
+    """Key and value of another needle: a distractor in the context, or a wrong option or twin that is absent from it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     key: str = ""
@@ -71,26 +70,26 @@ def filled(template: str, key: str, value: str) -> str:
 
 @task
 class Niah(Retrieval):
-    """Needle in a haystack: generate the answer; exact and graded scores."""
+    """Needle in a haystack: generate the answer; scored by exact match and by graded points."""
 
     kind = "niah"
     mode: ClassVar[Mode] = "generate"
     files: ClassVar[tuple[str, ...]] = ("haystack",)
-    style: Literal["auto", "base", "chat", "paper"] = "auto"  # type: ignore[assignment]  # the others, and one of its own
-    lengths: Sizes | None = None  # the paper's; for zoo models what fits
+    style: Literal["auto", "base", "chat", "paper"] = "auto"  # type: ignore[assignment]  # adds "paper"
+    lengths: Sizes | None = None  # None: the paper's; for zoo models TOY_LENGTHS or what fits
     depths: Depths = DEPTHS
-    reserve_tokens: int | None = Field(None, ge=0)  # 200; zoo models: 0, a length is then the context's
-    distractors: int = Field(0, ge=0)  # more needles of the same kind, about other keys
-    haystack: str | None = None  # pattern of text files; none: built-in sentences
-    haystack_per: Literal["cell", "sample"] = "cell"  # sample: all cells share one text, as in the paper
+    reserve_tokens: int | None = Field(None, ge=0)  # None: 200; for zoo models 0, so that a length is that of the context
+    distractors: int = Field(0, ge=0)  # needles about other keys in the context
+    haystack: str | None = None  # glob pattern of text files; None: generated sentences
+    haystack_per: Literal["cell", "sample"] = "cell"  # sample: all cells share one haystack, as in the paper
     needle: str = NEEDLE
     question: str = QUESTION
     key: str = KEY
     value: str = VALUE
-    others: tuple[Other, ...] | None = None  # other keys and values for distractors, options and twins
-    graded: dict[str, float] | None = None  # points for parts; the paper's for the paper's needle
-    relation: str = "code"  # toy world: code, badge, hideout, gift, or any of them. A hideout is guessed in 1 trial of 16
-    quote: bool = False  # toy world: ask for the whole sentence
+    others: tuple[Other, ...] | None = None  # for distractors, wrong options and twins; None: OTHERS if the needle is the paper's
+    graded: dict[str, float] | None = None  # points for parts of the needle; None: GRADED if the needle is the paper's
+    relation: str = "code"  # toy: code, badge, hideout, gift or any; guessing a hideout or gift succeeds in 1 of 16
+    quote: bool = False  # toy: ask for the whole sentence
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
         is_toy = toy.resolve(self.world, tokenizer) == "toy"
@@ -99,17 +98,16 @@ class Niah(Retrieval):
         make = self._toy if is_toy else self._paper if self.style == "paper" else self._english
         new_tokens = self.ending(tokenizer)[0]
         for length, depth, i in product(self._lengths(is_toy, max_tokens), self.depths, range(self.samples)):
-            cell = Cell(seed, length, depth, i, window)
+            cell = NiahCell(seed, length, depth, i, window)
             yield self.fitted(make(tokenizer, cell), new_tokens, max_tokens)
 
-    def extent(self) -> Extent:
+    def extent(self) -> TaskExtent:
         lengths = self.lengths or LENGTHS
-        return Extent(len(lengths) * len(self.depths) * self.samples, max(lengths))
+        return TaskExtent(len(lengths) * len(self.depths) * self.samples, max(lengths))
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         if item.facts["world"] == "toy":
-            exact = float(begins(answer.text, item.target))
-            return {"correct": exact, "exact": exact, "graded": words_right(answer.text, item.target)}
+            return _score_in_toy(item, answer)
         paper = (self.needle, self.key, self.value) == (NEEDLE, KEY, VALUE)
         parts = self.graded if self.graded is not None else GRADED if paper else {}
         exact = float(holds(answer.text, item.target))
@@ -122,18 +120,18 @@ class Niah(Retrieval):
             return LENGTHS
         copies = 2 if self.layout == "jrt" else 1
         most = TOY_LENGTHS[-1] if max_tokens is None else (max_tokens - self.toy_new_tokens) // copies - QUESTION_ROOM
-        if most >= TOY_LENGTHS[-1]:  # what a model could hold says nothing of how long its training documents were
+        if most >= TOY_LENGTHS[-1]:  # max_tokens may exceed the length of the training documents
             return TOY_LENGTHS
         return tuple(most * part // 4 for part in (1, 2, 3, 4))
 
-    def _toy(self, tokenizer: Tokenizer, cell: Cell) -> Item:
-        stream = cell.stream(toy_world.EVAL_SPLIT, "niah")
-        relation = stream.pick(toy_world.RELATION_NAMES) if self.relation == "any" else self.relation
-        if relation not in toy_world.RELATIONS:
-            known = ", ".join([*toy_world.RELATIONS, "any"])
+    def _toy(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
+        stream = cell.stream(EVAL_SPLIT, "niah")
+        relation = stream.pick(needles.RELATION_NAMES) if self.relation == "any" else self.relation
+        if relation not in needles.RELATIONS:
+            known = ", ".join([*needles.RELATIONS, "any"])
             raise NeedleworkError(f"niah: unknown relation {relation!r}; choose one of {known}")
         try:
-            sample = toy_world.niah(
+            sample = needles.make_niah(
                 stream,
                 context_tokens=cell.length - (self.reserve_tokens or 0),
                 distractors=self.distractors,
@@ -147,7 +145,7 @@ class Niah(Retrieval):
         facts = {**cell.facts(), "depth_reached_percent": sample.depth_percent}
         return toy.toy_item(tokenizer, sample, cell.name, absent=self.absent, facts=facts, window=cell.window)
 
-    def _english(self, tokenizer: Tokenizer, cell: Cell) -> Item:
+    def _english(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
         stream = cell.stream("needles")
         others = stream.mixed(self._others())
         hidden, free = others[: self.distractors], others[self.distractors :]
@@ -165,7 +163,7 @@ class Niah(Retrieval):
         distractors = [self._pieces(other.key, other.value, "distractor") for other in hidden]
         needles = [self._pieces(self.key, self.value, "needle"), *distractors]
         draft = Draft(
-            context=weave(hay, list(zip(slots, needles, strict=True))),
+            context=insert_needles(hay, list(zip(slots, needles, strict=True))),
             question=filled(self.question, self.key, self.value),
             target=filled(self.needle, self.key, self.value),
             lead=BASE_LEAD,
@@ -178,20 +176,23 @@ class Niah(Retrieval):
         cluster = f"niah/haystack={cell.i}" if self.haystack_per == "sample" else cell.name
         return self.drafted_item(tokenizer, draft, cell.name, cluster, cell.window)
 
-    def _paper(self, tokenizer: Tokenizer, cell: Cell) -> Item:
-        """The authors' own prompt: all cells of a sample begin with the same words."""
+    def _paper(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
+        """Return the item with the authors' prompt; all cells of a sample use the same haystack."""
         sentence = filled(self.needle, self.key, self.value)
         needle = paper_prompt.needle_ids(tokenizer, sentence)
         room = self._room(cell, len(needle))
-        source = sentences(self.haystack, Stream("haystack", cell.seed, cell.i), start_anywhere=cell.i > 0)
-        words = essay(tokenizer, source, room)
+        anywhere = cell.i > 0
+        source = iterate_sentences(self.haystack, Stream("haystack", cell.seed, cell.i), anywhere, appended=True)
+        words = take_tokens(tokenizer, source, room, from_start=self.haystack is not None and not anywhere)
         hidden = paper_prompt.hide(tokenizer, words, needle, cell.depth)
         if hidden.needle.strip() != sentence:
             raise NeedleworkError(
                 f"niah: this tokenizer makes {hidden.needle.strip()!r} of the needle; choose words that it keeps"
             )
         start, end = hidden.needle.split(sentence)
-        free = cell.stream("needles").mixed(self._others())
+        # Seed the options by the context, so that cells or seeds with equal prompts have equal options.
+        context = f"{hidden.before}/{hidden.after}"
+        free = Stream("needles", context).mixed(self._others())
         draft = Draft(
             context=[Piece(hidden.before + start), *self._pieces(self.key, self.value, "needle"), Piece(end + hidden.after)],
             question=filled(self.question, self.key, self.value),
@@ -209,7 +210,8 @@ class Niah(Retrieval):
             value=self.value if "{value}" in self.needle else "",
             spare=[other.value for other in free],
         )
-        return self.drafted_item(tokenizer, draft, cell.name, f"niah/haystack={cell.i}", cell.window)
+        cluster = f"niah/haystack={cell.i}"
+        return self.drafted_item(tokenizer, draft, cell.name, cluster, cell.window, order=context)
 
     def _check_paper(self, is_toy: bool) -> None:
         wrong = {
@@ -228,8 +230,8 @@ class Niah(Retrieval):
             return paper_prompt.encode(tokenizer, draft, self.layout)
         return super().encode(tokenizer, draft)
 
-    def _room(self, cell: Cell, size: int) -> int:
-        """Tokens of haystack in a cell, beside needles of this size."""
+    def _room(self, cell: NiahCell, size: int) -> int:
+        """Return the tokens left for the haystack of a cell whose needles have `size` tokens."""
         reserve = RESERVE if self.reserve_tokens is None else self.reserve_tokens
         if cell.length - reserve < size:
             raise NeedleworkError(
@@ -238,18 +240,18 @@ class Niah(Retrieval):
             )
         return cell.length - reserve - size
 
-    def _hay(self, tokenizer: Tokenizer, cell: Cell, hidden: Sequence[Other]) -> tuple[Haystack, int]:
-        """The haystack of a cell, and the tokens that its needles take from it."""
+    def _hay(self, tokenizer: Tokenizer, cell: NiahCell, hidden: Sequence[Other]) -> tuple[Haystack, int]:
+        """Return the haystack of a cell and the number of tokens of its needles."""
         needles = [(self.key, self.value), *((other.key, other.value) for other in hidden)]
         size = sum(len(token_ids(tokenizer, " " + filled(self.needle, *needle))) for needle in needles)
         room = self._room(cell, size)
         shared = self.haystack_per == "sample"
         stream = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
-        source = sentences(self.haystack, stream, start_anywhere=not shared or cell.i > 0)
-        return gather(tokenizer, source, room), size
+        source = iterate_sentences(self.haystack, stream, start_anywhere=not shared or cell.i > 0)
+        return cut_haystack(tokenizer, source, room), size
 
     def _others(self) -> tuple[Other, ...]:
-        """The needles given, or the built-in ones for the built-in sentence."""
+        """Return the other needles of the plan, or the built-in ones if the needle's template is the paper's."""
         if self.others is not None:
             return self.others
         return OTHERS if self.needle == NEEDLE else ()
@@ -263,7 +265,7 @@ class Niah(Retrieval):
         return [part for part in parts if part.text]
 
     def _options(self, hidden: Sequence[Other], free: Sequence[Other]) -> list[tuple[str, str]]:
-        """Whole sentences about the asked key: the beginning is the same in all, so the value decides."""
+        """Return (kind, text) of each option: the needle's sentence with the true value or another one."""
         if "{value}" not in self.needle:
             return []
         values = [("true", self.value), *(("context", other.value) for other in hidden)]
@@ -272,20 +274,15 @@ class Niah(Retrieval):
             raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
         return [(kind, filled(self.needle, self.key, value)) for kind, value in values]
 
-
-@task
-class NiahChoice(Chosen, Niah):
-    """The same items as `niah`: which value does the model think the likelier one?"""
-
-    kind = "niah_choice"
-
-    @property
-    def chance(self) -> float:
-        return self.chance_among(self.distractors)
+    def in_context(self) -> int:
+        return self.distractors
 
 
-class Cell(NamedTuple):
-    """One place of the grid."""
+NiahChoice = choice_companion(Niah)
+
+
+class NiahCell(NamedTuple):
+    """One sample of the grid of lengths and depths."""
 
     seed: int
     length: int
@@ -302,3 +299,59 @@ class Cell(NamedTuple):
 
     def facts(self) -> dict[str, Any]:
         return {"length_tokens": self.length, "depth_percent": self.depth}
+
+
+def _score_in_toy(item: Item, answer: Answer) -> dict[str, float]:
+    exact = float(begins(answer.text, item.target))
+    return {"correct": exact, "exact": exact, "graded": words_right(answer.text, item.target)}
+
+
+@task
+class Linked(Retrieval):
+    """Multi-hop needle in the toy language: generate the value `hops` sentences from the queried name.
+
+    Given "the secret code of loran is the code of mira", one look-up for loran in decode finds a name, not the value. A link can
+    be resolved in prefill, so these needles depend on attention in prefill. Distractors have chains of the same length.
+    """
+
+    kind = "linked"
+    mode: ClassVar[Mode] = "generate"
+    lengths: Sizes = (128, 192)
+    depths: Depths = (0, 25, 50, 75, 100)  # of the needle with the value; its links follow it
+    distractors: int = Field(3, ge=0)
+    hops: int = Field(2, ge=2)  # sentences from the queried name to its value
+    relation: Literal["code", "badge", "hideout", "gift"] = "code"
+
+    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        toy.demand_toy(tokenizer, self.kind)
+        new_tokens = self.ending(tokenizer)[0]
+        for length, depth, i in product(self.lengths, self.depths, range(self.samples)):
+            name = f"linked/hops={self.hops}/length={length}/depth={depth:g}/{i}"
+            stream = Stream(EVAL_SPLIT, "linked", self.hops, seed, length, f"{depth:g}", i)
+            try:
+                sample = needles.make_niah(
+                    stream,
+                    context_tokens=length,
+                    distractors=self.distractors,
+                    depth_percent=depth,
+                    relation=self.relation,
+                    layout=self.layout,
+                    hops=self.hops,
+                )
+            except ValueError as error:
+                raise NeedleworkError(f"{name}: {error}") from None
+            facts = {"length_tokens": length, "depth_percent": depth, "hops": self.hops}
+            item = toy.toy_item(tokenizer, sample, name, absent=self.absent, facts=facts, window=window)
+            yield self.fitted(item, new_tokens, max_tokens)
+
+    def extent(self) -> TaskExtent:
+        return TaskExtent(len(self.lengths) * len(self.depths) * self.samples, max(self.lengths))
+
+    def in_context(self) -> int:
+        return self.distractors
+
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return _score_in_toy(item, answer)
+
+
+LinkedChoice = choice_companion(Linked)

@@ -1,7 +1,7 @@
-"""Prompts of your own: a JSONL file with a prompt, its right answer and perhaps the needle in each line.
+"""Tasks with the user's own prompts: a JSONL file with a prompt, its target and optionally a needle in each line.
 
-A prompt is used as it stands; nothing is generated, so every seed asks the same. The needle's tokens are found by the same
-rule as everywhere (`prompts.py`), so interventions that expose or watch them work.
+Prompts are used unchanged and are the same for every seed. The needle's tokens are located as in all tasks (`prompts.py`), so
+that interventions and observers that refer to them work.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from needlework.errors import NeedleworkError, check_plain, did_you_mean
 from needlework.files import read_text
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Extent, Item, Mode, Task, Tokenizer, task
+from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, task
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import begins, choice, equals, holds, plain
 from needlework.toy.sample import Stream
@@ -25,40 +25,40 @@ from needlework.toy.sample import Stream
 MATCHES = {"contains": holds, "begins": begins, "exact": equals}
 
 
-class Line(BaseModel):
-    """What may stand in a line of the file."""
+class PromptLine(BaseModel):
+    """The keys of a line of the file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
     prompt: str = Field(min_length=1)
     target: str  # the right answer
-    needle: str | None = None  # what of the prompt holds the answer; every occurrence counts
-    options: list[str] | None = None  # continuations to choose from, just as they follow the prompt; the target is one
-    id: str | int | None = None  # none: the line's number
-    cluster: str | int | None = None  # lines that share a text share a cluster; none: each its own
+    needle: str | None = None  # text in the prompt that contains the answer; all occurrences become spans
+    options: list[str] | None = None  # continuations of the prompt, with their white space; one is the target
+    id: str | int | None = None  # None: the line's number
+    cluster: str | int | None = None  # of lines that share a text; None: a cluster of its own
 
 
 class Own(Task):
-    """Base of both tasks: the same lines, to be answered or to be chosen from."""
+    """Base class of both tasks, which generate an answer or choose an option."""
 
     files: ClassVar[tuple[str, ...]] = ("file",)
-    file: str  # of JSON lines
-    chat: bool = False  # each prompt as one user turn of the tokenizer's chat template; else as it stands
+    file: str  # JSONL
+    chat: bool = False  # wrap each prompt as a user turn of the tokenizer's chat template
 
     @cached_property
     def ability(self) -> Ability:  # type: ignore[override]
-        """Retrieval if every line has a needle: what is asked for stands in the prompt then. Else nothing is claimed."""
+        """Retrieval if every line has a needle, so that the prompt contains the answer; otherwise none."""
         return "retrieval" if all(line.needle is not None for line in self.lines.values()) else ""
 
     @cached_property
-    def lines(self) -> dict[int, Line]:
-        """The lines of the file by their numbers. Read once: a file that is changed later changes nothing in a run."""
+    def lines(self) -> dict[int, PromptLine]:
+        """The lines of the file by number, read once so that later changes of the file do not affect a run."""
         return _read(self.file, self.mode)
 
     def check(self) -> None:
         _ = self.lines
 
-    def extent(self) -> Extent:
-        return Extent(len(self.lines), 0)
+    def extent(self) -> TaskExtent:
+        return TaskExtent(len(self.lines), 0)
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
         new_tokens = self.ending(tokenizer)[0]
@@ -66,17 +66,17 @@ class Own(Task):
         for number, line in self.lines.items():
             try:
                 for text in (line.prompt, *(line.options or ())) if speaks_toy else ():
-                    toy.encoded(tokenizer, text.split())  # raises for words that zoo models do not know
+                    toy.encoded(tokenizer, text.split())  # raises for words outside the toy vocabulary
                 item = self._item(tokenizer, _name(number, line), line, window)
                 yield self.fitted(item, new_tokens, max_tokens, "shorten the prompt, or take the line out of the file")
             except NeedleworkError as error:
                 raise NeedleworkError(f"{self.file}:{number}: {error}") from None
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
-        """Zoo models end their answers with a full stop."""
+        """Return max_new_tokens and the stop text, by default the full stop for zoo models."""
         return self.max_new_tokens, self.stop or (toy.STOP if toy.is_toy(tokenizer) else None)
 
-    def _item(self, tokenizer: Tokenizer, name: str, line: Line, window: int | None) -> Item:
+    def _item(self, tokenizer: Tokenizer, name: str, line: PromptLine, window: int | None) -> Item:
         pieces = _pieces(line)
         if self.chat:
             pieces = prompts.in_chat(tokenizer, pieces)
@@ -106,7 +106,7 @@ class Own(Task):
 
 @task
 class OwnPrompts(Own):
-    """Prompts from a file, answered freely. `match` says when an answer is right; case and punctuation never count."""
+    """Prompts from a file: generate the answer and match it with the target, ignoring case and punctuation."""
 
     kind = "prompts"
     mode: ClassVar[Mode] = "generate"
@@ -118,7 +118,7 @@ class OwnPrompts(Own):
 
 @task
 class OwnPromptsChoice(Own):
-    """The same file, scored by the likelihood of each line's options."""
+    """Prompts from a file: the most likely option of each line is the answer."""
 
     kind = "prompts_choice"
     mode: ClassVar[Mode] = "choices"
@@ -132,8 +132,8 @@ class OwnPromptsChoice(Own):
         return sum(1 / count for count in counts) / len(counts)
 
 
-def _pieces(line: Line) -> list[Piece]:
-    """The prompt in pieces, with every occurrence of the needle one of its own."""
+def _pieces(line: PromptLine) -> list[Piece]:
+    """Split the prompt into pieces so that every occurrence of the needle is one piece."""
     if line.needle is None:
         return [Piece(line.prompt)]
     first, *rest = line.prompt.split(line.needle)
@@ -147,17 +147,17 @@ def _same(option: str, target: str) -> bool:
     return option.strip() == target.strip()
 
 
-def _name(number: int, line: Line) -> str:
+def _name(number: int, line: PromptLine) -> str:
     return f"prompts/{number if line.id is None else line.id}"
 
 
-def _read(file: str, mode: Mode) -> dict[int, Line]:
-    """All lines of a file, checked; empty ones are passed over."""
+def _read(file: str, mode: Mode) -> dict[int, PromptLine]:
+    """Read and validate the lines of a file by number; empty lines are skipped."""
     try:
         texts = read_text(file, "give a file of JSON lines", encoding="utf-8-sig").split("\n")
     except NeedleworkError as error:
         raise NeedleworkError(f"file: {error}") from None
-    lines: dict[int, Line] = {}
+    lines: dict[int, PromptLine] = {}
     numbers: dict[str, int] = {}
     for number, text in enumerate(texts, 1):
         if not text.strip():
@@ -175,8 +175,8 @@ def _read(file: str, mode: Mode) -> dict[int, Line]:
     return lines
 
 
-def _line(text: str, mode: Mode) -> Line:
-    """One line of the file, or what is wrong with it."""
+def _line(text: str, mode: Mode) -> PromptLine:
+    """Parse and validate one line; raise NeedleworkError with the reason if it is invalid."""
     try:
         content = json.loads(text)
         check_plain(content)
@@ -187,12 +187,12 @@ def _line(text: str, mode: Mode) -> Line:
     if not isinstance(content, dict):
         raise NeedleworkError('a line is an object such as {"prompt": "...", "target": "..."}')
     try:
-        line = Line.model_validate(content)
+        line = PromptLine.model_validate(content)
     except ValidationError as error:
         fault = error.errors()[0]
         key = ".".join(map(str, fault["loc"]))
         unknown = fault["type"] == "extra_forbidden"
-        why = f"unknown key {key!r}; {did_you_mean(key, Line.model_fields)}" if unknown else f"{key}: {fault['msg']}"
+        why = f"unknown key {key!r}; {did_you_mean(key, PromptLine.model_fields)}" if unknown else f"{key}: {fault['msg']}"
         raise NeedleworkError(why) from None
     if line.needle is not None and not line.needle.strip():
         raise NeedleworkError("the needle is empty; give it some words, or leave it out")
@@ -204,7 +204,7 @@ def _line(text: str, mode: Mode) -> Line:
     return line
 
 
-def _check_options(line: Line, mode: Mode) -> None:
+def _check_options(line: PromptLine, mode: Mode) -> None:
     options = line.options
     if options is None:
         if mode == "choices":

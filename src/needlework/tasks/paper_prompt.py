@@ -1,8 +1,8 @@
-"""The paper's own needle prompt, token for token: where its authors put the needle, and how they ask (`style: paper`).
+"""The paper's needle-in-a-haystack prompt, token for token (`style: paper`).
 
-The essay is tokenized and cut; "\\n" + needle + "\\n" goes in as tokens after the nearest token before the depth that is ".",
-at the beginning if there is none, and at depth 100 at the very end, in the middle of a word if need be. The result is decoded,
-put into the prompt as text, and tokenized as a whole. A chat model's question and instruction stand on one line.
+The essay is tokenized and cut. The tokens of "\\n" + needle + "\\n" are inserted after the last "." token before the depth, at
+the beginning if there is none, and at depth 100 at the very end, even within a word. The result is decoded, put into the prompt
+as text, and tokenized again as a whole. A chat model gets the instruction once, after the last question.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from needlework.tasks.retrieval import CHAT_END, FRAMES, Draft, Layout, arranged
 
 @dataclass(frozen=True)
 class Hidden:
-    """A context with a needle in it, as text in three parts, and the token of the essay that the needle stands before."""
+    """A context with a needle as text in three parts, and the essay token before which the needle was inserted."""
 
     before: str
-    needle: str  # with the line breaks around it
+    needle: str  # with its line breaks
     after: str
     place: int
 
@@ -33,7 +33,11 @@ def needle_ids(tokenizer: Tokenizer, needle: str) -> tuple[int, ...]:
 
 
 def hide(tokenizer: Any, essay: Sequence[int], needle: Sequence[int], depth_percent: float) -> Hidden:
-    """Put the needle's tokens among the essay's, by the authors' rule."""
+    """Insert the needle's tokens into the essay by the authors' rule, and decode the result.
+
+    Raises:
+        NeedleworkError: decoding is not prefix-stable, so that the needle's text cannot be located.
+    """
     place = len(essay)
     if depth_percent != 100:
         stop = full_stop(tokenizer)
@@ -52,7 +56,7 @@ def hide(tokenizer: Any, essay: Sequence[int], needle: Sequence[int], depth_perc
 
 
 def full_stop(tokenizer: Any) -> int:
-    """The token that is "." and nothing else."""
+    """Return the id of the token "."."""
     found = tokenizer.convert_tokens_to_ids(".")
     if found is None or found == getattr(tokenizer, "unk_token_id", None):
         raise NeedleworkError('style: paper puts needles after tokens that are ".", and this tokenizer has none; use style: base')
@@ -60,11 +64,13 @@ def full_stop(tokenizer: Any) -> int:
 
 
 def encode(tokenizer: Tokenizer, draft: Draft, layout: Layout) -> Encoded:
-    """The tokens are those of the text as a whole; one that holds needle and other words belongs to the span."""
+    """Tokenize the prompt as a whole; tokens that contain both needle and other text belong to the needle's span."""
     chat = prompts.has_chat(tokenizer)
-    question = f"{draft.question} {CHAT_END}" if chat else draft.question
-    pieces = arranged(draft.context, question, layout, FRAMES[draft.world])
-    whole = prompts.in_chat(tokenizer, pieces[:-1]) if chat else [*pieces, Piece(draft.lead)]
+    pieces = arranged(draft.context, draft.question, layout, FRAMES[draft.world])
+    if chat:  # replace the last two pieces, the question and the blank line after it
+        whole = prompts.in_chat(tokenizer, [*pieces[:-2], Piece(f"{draft.question} {CHAT_END}", ("question",))])
+    else:
+        whole = [*pieces, Piece(draft.lead)]
     return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "question"), split=False)
 
 

@@ -1,8 +1,8 @@
-"""How well a model predicts text, and how much of that is recall.
+"""Perplexity of text, split into recall tokens and the rest.
 
-Zoology's slice (Arora et al. 2023): a token is a recall token when the same two tokens stood one after the other earlier
-in the text, so that it could have been looked up there. The slice here is of the text alone: Zoology also leaves out
-pairs that are frequent in the training data, which a tool for any model cannot know.
+As in Zoology (Arora et al. 2023), a token is a recall token if the same bigram occurred earlier in the text, so that it could
+have been copied from there. Zoology also excludes bigrams that are frequent in the training data; this is not possible here,
+because the training data of a model are unknown.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
 from needlework.requests import MOST_TOKENS, Answer
 from needlework.tasks import haystack, toy
-from needlework.tasks.base import Ability, Extent, Item, Mode, Task, Tokenizer, task
+from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, task
 from needlework.tasks.prompts import token_ids
-from needlework.toy import world as toy_world
-from needlework.toy.sample import Stream
+from needlework.toy import needles
+from needlework.toy.sample import EVAL_SPLIT, Stream
 
 DEFAULT_TOKENS = 256
-WORDS_PER_NEEDLE = 32  # of a toy document: some haystack, the needle, and its question with the answer
+WORDS_PER_NEEDLE = 32  # words of a toy document for each needle, with its haystack, question and answer
 
 
 def recall_mask(ids: Sequence[int]) -> list[bool]:
-    """For each token but the first: did it follow the same token before, earlier in this text?"""
+    """Return for each token but the first whether its bigram with the previous token occurred earlier in the text."""
     seen: set[tuple[int, int]] = set()
     mask = []
     for pair in pairwise(ids):
@@ -38,15 +38,15 @@ def recall_mask(ids: Sequence[int]) -> list[bool]:
 
 @task
 class Perplexity(Task):
-    """Mean negative log-likelihood in nats per token, of all tokens, of recall tokens and of the rest."""
+    """Mean negative log-likelihood in nats per token: of all tokens, recall tokens, the rest, and answers (toy only)."""
 
     kind = "perplexity"
     mode: ClassVar[Mode] = "perplexity"
     ability: ClassVar[Ability] = "perplexity"
     files: ClassVar[tuple[str, ...]] = ("text",)
     world: Literal["auto", "toy", "english"] = "auto"
-    text: str | None = None  # pattern of text files; none: toy-world documents or built-in English
-    tokens: int | None = Field(None, ge=2, le=MOST_TOKENS)  # of each sample; none: 256, or what the model holds if that is less
+    text: str | None = None  # glob pattern of text files; None: generated toy documents or English
+    tokens: int | None = Field(None, ge=2, le=MOST_TOKENS)  # of each sample; None: 256, or max_tokens if that is less
     samples: int = Field(8, ge=1)
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
@@ -61,8 +61,8 @@ class Perplexity(Task):
             shown = tokenizer.decode(list(ids), skip_special_tokens=True)
             yield Item(id=name, cluster=name, prompt=ids, prompt_text=shown, target="", spans=spans, facts=facts)
 
-    def extent(self) -> Extent:
-        return Extent(self.samples, self.tokens or DEFAULT_TOKENS)
+    def extent(self) -> TaskExtent:
+        return TaskExtent(self.samples, self.tokens or DEFAULT_TOKENS)
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         logs = answer.option_logprobs[0]
@@ -83,19 +83,19 @@ class Perplexity(Task):
         return {**scores, **counts}
 
     def _written(self, tokenizer: Tokenizer, seed: int, size: int) -> Iterator[tuple[tuple[int, ...], dict[str, Span]]]:
-        """Stretches of the user's text from seeded places, or of built-in sentences, each with BOS if there is one."""
+        """Yield token ids of excerpts from the user's text (seeded start) or of generated sentences, with BOS if there is one."""
         front = token_ids(tokenizer, "", special=True)
         end = getattr(tokenizer, "eos_token_id", None)
         front = front[:-1] if front and front[-1] == end and len(front) > 1 else front
         for i in range(self.samples):
-            source = haystack.sentences(self.text, Stream("perplexity", seed, i), start_anywhere=i > 0 or seed > 0)
-            hay = haystack.gather(tokenizer, source, size)
+            source = haystack.iterate_sentences(self.text, Stream("perplexity", seed, i), start_anywhere=i > 0 or seed > 0)
+            hay = haystack.cut_haystack(tokenizer, source, size)
             yield (*front, *token_ids(tokenizer, hay.text))[:size], {}
 
     def _toy(self, tokenizer: Tokenizer, seed: int, size: int) -> Iterator[tuple[tuple[int, ...], dict[str, Span]]]:
-        """Documents in which every needle is asked for: context, then questions with right answers (span "answer")."""
+        """Yield token ids and spans of toy documents: a context, then a question with its answer (span "answer") per needle."""
         for i in range(self.samples):
-            stream = Stream(toy_world.EVAL_SPLIT, "perplexity", seed, i)
+            stream = Stream(EVAL_SPLIT, "perplexity", seed, i)
             words, answers = toy_document(stream, size)
             ids = toy.encoded(tokenizer, words)
             front = len(ids) - len(words)
@@ -104,13 +104,13 @@ class Perplexity(Task):
 
 
 def toy_document(stream: Stream, size: int) -> tuple[list[str], list[tuple[int, int]]]:
-    """About `size` words: a context with needles, then all of them asked; and where the answers stand."""
-    relation = stream.pick(toy_world.RELATION_NAMES)
-    hidden = toy_world.needles(stream, relation, max(1, min(12, size // WORDS_PER_NEEDLE)))
+    """Generate about `size` words: a context, then a question and answer for each needle. Return words and answer ranges."""
+    relation = stream.pick(needles.RELATION_NAMES)
+    hidden = needles.make_needles(stream, relation, max(1, min(12, size // WORDS_PER_NEEDLE)))
     asked = [(needle.question(stream.below(2)), needle) for needle in stream.mixed(hidden)]
     tail = sum(len(question) + len(needle.value) + 3 for question, needle in asked)
     least = sum(len(needle.sentence()) for needle in hidden)
-    place = toy_world.scene(stream, hidden, max(least, size - tail - 3))
+    place = needles.hide_needles(stream, hidden, max(least, size - tail - 3))
     words, answers = ["context", ":", *place.words], []
     for question, needle in asked:
         words += [*question, "answer", ":"]

@@ -1,8 +1,8 @@
-"""Prompts put together from named pieces, so that where a needle stands is known and never searched for.
+"""Prompts from named pieces of text, whose token spans are computed and not searched for.
 
-A part's characters are known while the text is built; the tokenizer's own offsets turn them into tokens. Where one token
-would hold both needle and other text, the text is tokenized in parts there (`style: paper` leaves it whole, and says so). Every
-other span is decoded again and compared.
+The character range of a piece is known from the construction of the text; the tokenizer's offset mapping gives its tokens. If a
+token would contain both needle and other text, the text is split there before it is tokenized. (`style: paper` does not split and
+records such spans.) All other spans are decoded and compared with their text.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
 from needlework.tasks.base import Tokenizer
 
-MARKER = "CONTENTGOESHERE"  # stands for the user's words while the chat template is taken apart
+MARKER = "CONTENTGOESHERE"  # placeholder for the user's text when the chat template is split
 _PLAIN = "ask in plain text (style: base; of kind prompts, chat: false)"
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text and the spans that it belongs to. Neighbouring pieces of one name make one range."""
+    """Text and the names of the spans that it belongs to. Adjacent pieces of one name form one range."""
 
     text: str
     names: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class Encoded:
     ids: tuple[int, ...]
     text: str
     spans: dict[str, Span]
-    wider: tuple[str, ...] = ()  # names of spans whose outermost tokens hold other words, too
+    wider: tuple[str, ...] = ()  # spans whose outermost tokens also contain other text
 
 
 def token_ids(tokenizer: Tokenizer, text: str, special: bool = False) -> tuple[int, ...]:
@@ -41,7 +41,7 @@ def token_ids(tokenizer: Tokenizer, text: str, special: bool = False) -> tuple[i
 
 
 def token_offsets(tokenizer: Tokenizer, text: str, special: bool = False) -> tuple[list[int], list[tuple[int, int]]]:
-    """Token ids with the characters that each comes from."""
+    """Return token ids and the character range (start, end) of each; this needs a fast tokenizer."""
     try:
         encoding = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
         return [int(i) for i in encoding["input_ids"]], [(int(a), int(b)) for a, b in encoding["offset_mapping"]]
@@ -55,11 +55,15 @@ def token_offsets(tokenizer: Tokenizer, text: str, special: bool = False) -> tup
 def encode(
     tokenizer: Tokenizer, pieces: Sequence[Piece], special: bool = True, optional: Sequence[str] = (), split: bool = True
 ) -> Encoded:
-    """Token ids of the joined pieces and the token ranges of every name.
+    """Tokenize the joined pieces and return the token ranges of every span name.
 
-    `special` lets the tokenizer put its own BOS in front; a chat template brings its own. A range that cannot be placed
-    is an error, but names in `optional` are left out instead (the value inside a needle, when one token holds both).
-    Without `split`, tokens are those of the text as a whole, and a range takes in tokens that hold other words, too (`wider`).
+    Args:
+        tokenizer: a fast tokenizer.
+        pieces: the text with its span names.
+        special: add the tokenizer's special tokens (BOS); False for chat templates, which contain their own.
+        optional: spans to omit if they match no token range, such as a value that shares a token with its needle. For other
+            spans this is an error.
+        split: tokenize separately at span edges inside a token. If False, such spans include the shared tokens (`wider`).
     """
     text = "".join(piece.text for piece in pieces)
     wanted = {name: list(_ranges(pieces, name)) for name in dict.fromkeys(n for p in pieces for n in p.names)}
@@ -89,7 +93,7 @@ def encode(
 
 
 def _ranges(pieces: Sequence[Piece], name: str) -> Iterator[tuple[int, int]]:
-    """Character ranges of a name, without white space at their ends."""
+    """Yield the character ranges of a span name, without white space at their ends."""
     text, at, start = "".join(piece.text for piece in pieces), 0, None
     for piece in (*pieces, Piece("")):
         if name in piece.names and start is None:
@@ -104,7 +108,7 @@ def _ranges(pieces: Sequence[Piece], name: str) -> Iterator[tuple[int, int]]:
 
 
 def _drop_end(tokenizer: Tokenizer, ids: list[int], offsets: list[tuple[int, int]]) -> None:
-    """Take off the end-of-text token that some tokenizers append: nothing could follow it."""
+    """Remove the EOS token that some tokenizers append, because an answer must follow."""
     end = getattr(tokenizer, "eos_token_id", None)
     while ids and ids[-1] == end and offsets[-1][0] == offsets[-1][1]:
         ids.pop()
@@ -112,7 +116,7 @@ def _drop_end(tokenizer: Tokenizer, ids: list[int], offsets: list[tuple[int, int
 
 
 class _Map:
-    """From characters to tokens. Tokens without characters (BOS) are left out, so both ends only grow."""
+    """Map from characters to tokens. Tokens without characters (BOS) are omitted, so that starts and ends are sorted."""
 
     def __init__(self, text: str, offsets: Sequence[tuple[int, int]]) -> None:
         self.text, self.offsets = text, offsets
@@ -121,17 +125,17 @@ class _Map:
         self.ends = [offsets[i][1] for i in self.numbers]
 
     def overlapping(self, start: int, end: int) -> list[int]:
-        """Tokens with a character in this range that is no white space."""
+        """Return the tokens that contain a non-space character of this range."""
         near = self.numbers[bisect_right(self.ends, start) : bisect_left(self.starts, end)]
         return [i for i in near if self.text[max(self.offsets[i][0], start) : min(self.offsets[i][1], end)].strip()]
 
     def joined_at(self, edge: int) -> bool:
-        """A token holds words (not only white space) on both sides of this character."""
+        """Return whether a token contains non-space characters on both sides of this position."""
         near = self.numbers[bisect_right(self.ends, edge) : bisect_left(self.starts, edge)]
         return any(self.text[self.offsets[i][0] : edge].strip() and self.text[edge : self.offsets[i][1]].strip() for i in near)
 
     def place(self, start: int, end: int) -> tuple[int, int] | None:
-        """Token range of a range of characters; nothing if its first or last token holds other words too."""
+        """Return the token range of a character range; None if its first or last token also contains other text."""
         inside = self.overlapping(start, end)
         if not inside:
             return None
@@ -142,7 +146,7 @@ class _Map:
 
 
 def _in_parts(tokenizer: Tokenizer, text: str, edges: Sequence[int], special: bool) -> tuple[list[int], list[tuple[int, int]]]:
-    """Tokenize so that no token crosses these characters. The parts must still make the same text."""
+    """Tokenize the text in parts split at these characters; raise NeedleworkError if it then decodes differently."""
     ids: list[int] = []
     offsets: list[tuple[int, int]] = []
     for start, end in zip((0, *edges), (*edges, len(text)), strict=True):
@@ -162,7 +166,7 @@ def _in_parts(tokenizer: Tokenizer, text: str, edges: Sequence[int], special: bo
 
 
 def _verified(tokenizer: Tokenizer, ids: Sequence[int], tokens: tuple[int, int] | None, words: str, name: str) -> tuple[int, int]:
-    """The range, if decoding it gives the words back."""
+    """Return the token range; raise NeedleworkError if it does not decode to `words`."""
     if tokens is None:
         raise NeedleworkError(f"no token range holds the {name} {words!r} alone; choose other words for it")
     inside = ids[tokens[0] : tokens[1]]
@@ -173,7 +177,7 @@ def _verified(tokenizer: Tokenizer, ids: Sequence[int], tokens: tuple[int, int] 
     if shown == words:
         return tokens
     alone = tokenizer.decode(list(token_ids(tokenizer, words)), clean_up_tokenization_spaces=False).strip()
-    if shown != alone:  # a tokenizer that changes all text (lower case, say) is let pass; a wrong range is not
+    if shown != alone:  # accept tokenizers that change all text (e.g. lower-case it), but no wrong range
         raise NeedleworkError(f"the {name} {words!r} decodes to {shown!r}: this tokenizer cannot place it")
     return tokens
 
@@ -183,7 +187,7 @@ def has_chat(tokenizer: Tokenizer) -> bool:
 
 
 def in_chat(tokenizer: Any, pieces: Sequence[Piece]) -> list[Piece]:
-    """The pieces as one user turn of the tokenizer's chat template, up to where the answer begins."""
+    """Wrap the pieces as one user turn of the tokenizer's chat template, with the generation prompt."""
 
     def shown(content: str) -> str:
         turn = [{"role": "user", "content": content}]

@@ -1,7 +1,7 @@
-"""What all retrieval tasks share: their fields, their items in English, and their two ways of being asked.
+"""The base class of retrieval tasks, and the tasks `<kind>_choice` that score options instead of generating.
 
-One generator makes a task's items. Each item holds a prompt to answer *and* options to choose from, so the task that
-generates (`niah`) and its companion that scores the options (`niah_choice`) have equal ids, clusters and prompts.
+Each item has both a prompt to answer and options to choose from, so that the generating task (`niah`) and its choice task
+(`niah_choice`) have the same ids, clusters and prompts.
 """
 
 from __future__ import annotations
@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
 from needlework.errors import NeedleworkError
 from needlework.requests import MOST_TOKENS, Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
+from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import choice
 from needlework.toy.sample import Stream
@@ -31,48 +31,50 @@ CHAT_END = "Output the most relevant sentence in the context, word by word!"
 
 @dataclass(frozen=True)
 class Draft:
-    """A sample in text, before it is tokenized."""
+    """A sample as text, before it is tokenized."""
 
     context: Sequence[Piece]
     question: str
     target: str
-    lead: str  # what a base model continues
-    instruction: str  # what a chat model is told
-    options: Sequence[tuple[str, str]] = ()  # (true | context | absent, text)
+    lead: str  # end of a base model's prompt, which it continues
+    instruction: str  # end of a chat model's user turn
+    options: Sequence[tuple[str, str]] = ()  # (kind, text); kind: true, context (wrong, in the context) or absent
     facts: Mapping[str, Any] = field(default_factory=dict)
     world: str = "english"
-    value: str = ""  # what a twin would replace, wherever a piece named "value" holds it
-    spare: Sequence[str] = ()  # values that it could be replaced with
+    value: str = ""  # replaced in a twin, in the pieces named "value"
+    spare: Sequence[str] = ()  # candidates to replace it
 
 
 class Retrieval(Task):
-    """Fields of every task that hides something in a context and asks for it."""
+    """Base class of tasks that ask for something in the context."""
 
     ability: ClassVar[Ability] = "retrieval"
     toy_new_tokens: ClassVar[int] = 12
-    world: Literal["auto", "toy", "english"] = "auto"  # auto: the toy language if the tokenizer speaks it
-    samples: int = Field(1, ge=1)  # per cell of the task's grid
+    world: Literal["auto", "toy", "english"] = "auto"  # auto: toy if the tokenizer is the zoo's
+    samples: int = Field(1, ge=1)  # per cell of the task's grid, such as length x depth
     style: Literal["auto", "base", "chat"] = "auto"  # of English prompts; auto: chat if there is a chat template
     layout: Layout = "plain"
-    absent: int = Field(3, ge=0, le=3)  # options that do not stand in the context
-    against: Literal["all", "context", "absent"] = "all"  # which options count for "correct" in the choice task
-    twins: bool = False  # English: demand a twin prompt of the same length (toy prompts have one where there can be one)
+    absent: int = Field(3, ge=0, le=3)  # wrong options that do not occur in the context
+    against: Literal["all", "context", "absent"] = "all"  # wrong options that count for "correct" in the choice task
+    twins: bool = False  # English: require a twin of equal length (toy prompts always get one if possible)
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
-        """Answers in the toy language are short and end with a full stop, so nothing is decoded in vain."""
+        """Return max_new_tokens and the stop text; toy answers are short and end with a full stop."""
         if not toy.is_toy(tokenizer):
             return self.max_new_tokens, self.stop
         chosen = "max_new_tokens" in self.model_fields_set
         return self.max_new_tokens if chosen else self.toy_new_tokens, self.stop or toy.STOP
 
-    def chance_among(self, in_context: int) -> float:
-        counts = {"all": in_context + self.absent, "context": in_context, "absent": self.absent}
-        return 1 / (1 + counts[self.against])
+    def in_context(self) -> int:
+        """Return the number of wrong options that occur in the context."""
+        raise TypeError(f"{type(self).__name__} must define in_context()")
 
-    def drafted_item(self, tokenizer: Tokenizer, draft: Draft, name: str, cluster: str, window: int | None) -> Item:
-        """Tokens of a draft, with its options in an order that depends on the item's name alone."""
+    def drafted_item(
+        self, tokenizer: Tokenizer, draft: Draft, name: str, cluster: str, window: int | None, order: str = ""
+    ) -> Item:
+        """Tokenize a draft. Its options are shuffled with the seed `order`, by default the item's name."""
         encoded = self.encode(tokenizer, draft)
-        options = Stream("options", name).mixed(draft.options) if len(draft.options) > 1 else []
+        options = Stream("options", order or name).mixed(draft.options) if len(draft.options) > 1 else []
         twin = self._twin(tokenizer, draft, len(encoded.ids)) if self.twins or draft.world == "toy" else None
         return Item(
             id=name,
@@ -96,10 +98,14 @@ class Retrieval(Task):
         )
 
     def _twin(self, tokenizer: Tokenizer, draft: Draft, length: int) -> tuple[tuple[int, ...], str] | None:
-        """The same prompt with another value of the same number of tokens: memory is swapped token for token."""
+        """Return the tokens of a prompt of `length` tokens with another value, and its target; None if no spare value fits."""
         for other in draft.spare if draft.value else ():
-            twin = swapped(draft, other)
-            with suppress(NeedleworkError):  # a value that this tokenizer cannot place is no twin
+            context = [
+                replace(piece, text=other) if "value" in piece.names and piece.text == draft.value else piece
+                for piece in draft.context
+            ]
+            twin = replace(draft, context=context, target=draft.target.replace(draft.value, other))
+            with suppress(NeedleworkError):  # skip values whose span this tokenizer cannot represent
                 ids = self.encode(tokenizer, twin).ids
                 if len(ids) == length:
                     return ids, twin.target
@@ -120,16 +126,8 @@ class Retrieval(Task):
         return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "distractor", "question"))
 
 
-def swapped(draft: Draft, value: str) -> Draft:
-    """The same draft about another value."""
-    context = [
-        replace(piece, text=value) if "value" in piece.names and piece.text == draft.value else piece for piece in draft.context
-    ]
-    return replace(draft, context=context, target=draft.target.replace(draft.value, value))
-
-
 def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tuple[str, str, str]) -> list[Piece]:
-    """The paper's blocks: context and question; the same twice (JRT); or the question before the context."""
+    """Return the pieces of a layout: context and question; both twice (jrt); or the question first."""
     read = [Piece(frame[0]), *context, Piece(frame[2])]
     asked = [Piece(frame[1]), Piece(question, ("question",)), Piece(frame[2])]
     if layout == "question_first":
@@ -137,33 +135,46 @@ def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tup
     return [*read, *asked] * (2 if layout == "jrt" else 1)
 
 
-def different(stream: Stream, pool: Sequence[str], count: int, what: str, cure: str) -> list[str]:
-    """`count` of the pool, no two alike, in random order."""
+def draw_distinct(stream: Stream, pool: Sequence[str], count: int, what: str, hint: str) -> list[str]:
+    """Draw `count` items of the pool without replacement; raise NeedleworkError if there are too few."""
     if count > len(pool):
-        raise NeedleworkError(f"{count} different {what} are needed, there are {len(pool)}; {cure}")
+        raise NeedleworkError(f"{count} different {what} are needed, there are {len(pool)}; {hint}")
     return stream.distinct(pool, count)
 
 
-if TYPE_CHECKING:
-    _Companion = Retrieval
-else:
-    _Companion = object  # no fields, or Retrieval's defaults would go before those of the task that it is mixed with
+R = TypeVar("R", bound=Retrieval)
 
 
-class Chosen(_Companion):
-    """Makes the companion of a retrieval task: the same items, scored by the likelihood of their options."""
+def choice_companion(base: type[R]) -> type[R]:
+    """Register and return the task `<kind>_choice`, which scores the log-likelihood of the options of the same items.
 
-    mode: ClassVar[Mode] = "choices"
+    Assign it to `<Name>Choice` in the module of the task, so that it can be pickled.
+    """
 
-    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
-        for item in super().items(tokenizer, seed, window, max_tokens):
-            kinds = item.facts.get("option_kinds", [])
-            if len(item.options) < 2 or (self.against != "all" and self.against not in kinds):
-                raise NeedleworkError(
-                    f"{self.kind}: there is nothing to choose from (against: {self.against}); add distractors or absent "
-                    "values, and for own needles put {value} into the needle and give others"
-                )
-            yield item
+    class Companion(base):  # type: ignore[valid-type,misc]
+        kind = f"{base.kind}_choice"
+        mode: ClassVar[Mode] = "choices"
 
-    def score(self, item: Item, answer: Answer) -> dict[str, float]:
-        return choice(item, answer, self.against)
+        def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+            for item in super().items(tokenizer, seed, window, max_tokens):
+                kinds = item.facts.get("option_kinds", [])
+                if len(item.options) < 2 or (self.against != "all" and self.against not in kinds):
+                    raise NeedleworkError(
+                        f"{self.kind}: there is nothing to choose from (against: {self.against}); add distractors or absent "
+                        "values, and for own needles put {value} into the needle and give others"
+                    )
+                yield item
+
+        def score(self, item: Item, answer: Answer) -> dict[str, float]:
+            return choice(item, answer, self.against)
+
+        @property
+        def chance(self) -> float:
+            in_context = self.in_context()
+            counts = {"all": in_context + self.absent, "context": in_context, "absent": self.absent}
+            return float(1 / (1 + counts[self.against]))
+
+    Companion.__name__ = Companion.__qualname__ = f"{base.__name__}Choice"
+    Companion.__module__ = base.__module__
+    Companion.__doc__ = f"The same items as `{base.kind}`: the most likely option is the answer."
+    return task(Companion)

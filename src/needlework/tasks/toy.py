@@ -1,4 +1,4 @@
-"""Samples of the toy world as items. Every word is one token, so spans, options and twins are always possible."""
+"""Conversion of toy-language samples to items. Every word is one token, so that spans are always exact."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
 from needlework.tasks.base import Item, Tokenizer
 from needlework.tasks.prompts import token_ids
-from needlework.toy.sample import Sample, Stream, Words
+from needlework.toy.sample import Stream, ToySample, Words
 from needlework.toy.words import WORD_ID
 
-STOP = "."  # ends every answer of the toy language
+STOP = "."  # ends an answer in the toy language
 
 
 def is_toy(tokenizer: Tokenizer) -> bool:
-    """The tokenizer speaks the toy language: the zoo's words under the zoo's numbers."""
+    """Return whether the tokenizer contains the toy vocabulary with the same ids."""
     vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
     return all(vocabulary.get(word) == number for word, number in WORD_ID.items())
 
 
 def resolve(world: str, tokenizer: Tokenizer) -> str:
-    """Toy or english, for a task's `world` field; toy words need the toy tokenizer."""
+    """Return "toy" or "english" for this tokenizer; raise NeedleworkError if the task's `world` field demands the other."""
     toy = is_toy(tokenizer)
     if world == "toy" and not toy:
         raise NeedleworkError("world: toy needs a zoo model; this tokenizer does not speak the toy language")
@@ -41,7 +41,7 @@ def demand_toy(tokenizer: Tokenizer, kind: str) -> None:
 
 
 def encoded(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[int, ...]:
-    """Ids of a prompt with what the tokenizer puts in front (BOS)."""
+    """Return the token ids of toy words with BOS; raise NeedleworkError for unknown words."""
     ids = token_ids(tokenizer, " ".join(words), special=True)
     expected = tuple(WORD_ID.get(word, -1) for word in words)
     if ids[len(ids) - len(words) :] != expected:
@@ -52,16 +52,16 @@ def encoded(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[int, ...]:
 
 def toy_item(
     tokenizer: Tokenizer,
-    sample: Sample,
+    sample: ToySample,
     name: str,
     *,
     cluster: str = "",
     absent: int = 3,
-    in_context: int | None = None,  # at most so many options that stand in the context
+    in_context: int | None = None,  # most wrong options that occur in the context; None: all
     facts: Mapping[str, Any] = MappingProxyType({}),
     window: int | None = None,
 ) -> Item:
-    """An item from a sample, with forced choice and a twin wherever the sample has a value that could be another."""
+    """Return the item of a sample, with options for a forced choice and a twin where the sample has absent values."""
     prompt = encoded(tokenizer, sample.prompt)
     spans = _spans(sample, len(prompt) - len(sample.prompt))
     kinds, options = _options(sample, absent, in_context, name)
@@ -86,8 +86,8 @@ def toy_item(
     )
 
 
-def _spans(sample: Sample, front: int) -> dict[str, Span]:
-    """Token ranges of a sample's spans, `front` tokens standing before its first word; and where its value stands."""
+def _spans(sample: ToySample, front: int) -> dict[str, Span]:
+    """Return the token ranges of a sample's spans and of its value; `front` is the number of tokens before the first word."""
     words = {name: [(s.start, s.stop) for s in sample.named(name)] for name in (span.name for span in sample.spans)}
     if value := _value_spans(sample):
         words.setdefault("value", value)
@@ -95,7 +95,7 @@ def _spans(sample: Sample, front: int) -> dict[str, Span]:
 
 
 def option_facts(kinds: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """What a reader must know about the options: their texts, which stand in the context, and what guessing gives."""
+    """Return facts about the options: their texts, their kinds, and the accuracy of guessing."""
     if not options:
         return {}
     facts: dict[str, Any] = {"options": list(options), "option_kinds": list(kinds), "chance": 1 / len(options)}
@@ -106,9 +106,9 @@ def option_facts(kinds: Sequence[str], options: Sequence[str]) -> dict[str, Any]
 
 
 def placed_facts(spans: Mapping[str, Span], prompt_tokens: int, window: int | None) -> dict[str, Any]:
-    """How far back the needle is, and whether all of it is in the window of the token that begins the answer.
+    """Return the needle's distance from the end of the prompt, and whether the prompt's last token can attend to all of it.
 
-    With several copies (JRT) the nearest one counts.
+    With several needle spans (copies in JRT, chains, several values), only the last one counts.
     """
     if not spans.get("needle"):
         return {}
@@ -116,15 +116,15 @@ def placed_facts(spans: Mapping[str, Span], prompt_tokens: int, window: int | No
     return {"needle_distance_tokens": distance, "in_window": window is None or distance <= window}
 
 
-def _known_facts(sample: Sample) -> dict[str, Any]:
-    """What the sample says about itself, as facts of its item."""
+def _known_facts(sample: ToySample) -> dict[str, Any]:
+    """Return the sample's fields that become facts of its item."""
     names = ("subject", "relation", "key", "form", "layout", "depth_percent", "context_tokens")
     known = {name: getattr(sample, name) for name in names if getattr(sample, name) is not None}
     return {**known, "world": "toy", **({"needles": 1 + len(sample.distractors)} if sample.named("needle") else {})}
 
 
-def _options(sample: Sample, absent: int, in_context: int | None, name: str) -> tuple[list[str], list[Words]]:
-    """Options in an order that depends on the item's name alone, and which of them stand in the context."""
+def _options(sample: ToySample, absent: int, in_context: int | None, name: str) -> tuple[list[str], list[Words]]:
+    """Return the kinds of the options and the options, shuffled with the item's name as seed unless the sample has choices."""
     if sample.choices:
         assert sample.answer is not None
         return ["true" if i == sample.answer else "other" for i in range(len(sample.choices))], list(sample.choices)
@@ -142,21 +142,21 @@ def _options(sample: Sample, absent: int, in_context: int | None, name: str) -> 
     return [kind for kind, _ in mixed], [words for _, words in mixed]
 
 
-def _value(sample: Sample) -> Words:
-    """The words of the target that another value would replace: all of them, or the end of a quoted sentence."""
+def _value(sample: ToySample) -> Words:
+    """Return the value in the target: all of its words, or the last ones of a quoted sentence."""
     length = len(sample.absent[0]) if sample.absent else len(sample.target)
     return sample.target[len(sample.target) - length :]
 
 
-def _value_spans(sample: Sample) -> list[tuple[int, int]]:
-    """Where the value stands: at the end of every copy of the needle. Nothing if some copy holds no value."""
+def _value_spans(sample: ToySample) -> list[tuple[int, int]]:
+    """Return the word ranges of the value at the end of every needle span; none if a span does not end with it."""
     value = _value(sample)
     places = [(span.stop - len(value), span.stop) for span in sample.named("needle")]
     return places if all(sample.prompt[start:stop] == value for start, stop in places) else []
 
 
-def _twin(sample: Sample) -> tuple[Words, Words] | None:
-    """The prompt and the target with the first absent value instead of the true one, in every copy of the needle."""
+def _twin(sample: ToySample) -> tuple[Words, Words] | None:
+    """Return prompt and target with the first absent value instead of the true one; None if that is not possible."""
     places = _value_spans(sample)
     if not sample.absent or not places:
         return None

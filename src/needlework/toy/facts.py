@@ -1,4 +1,4 @@
-"""The fixed world of facts: the same in every document, so a model knows them from training or not at all."""
+"""Facts of the toy language, fixed for all documents and thus stored in the weights, and the samples that ask for them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from needlework.toy import words as w
-from needlework.toy.sample import Sample, Stream, Words
+from needlework.toy.sample import Stream, ToySample, Words
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A field of knowledge: each key has one value; templates hold {k}, and their value comes at the very end."""
+class FactSubject:
+    """A group of facts: one value for each key, and templates with the key as {k}. The value follows a statement."""
 
     name: str
     keys: Words
@@ -23,17 +23,14 @@ class Subject:
         return tuple(dict.fromkeys(self.values))
 
 
-def _matched(name: str, keys: Words, values: Words) -> Words:
-    """A value for each key, each value used as equally often as the counts allow, by a shuffle fixed for all time."""
+def _subject(name: str, keys: Words, values: Words, statements: str, questions: str) -> FactSubject:
+    """Assign a value to each key by a fixed shuffle; the values are used equally often, give or take one."""
     repeated = (values * (len(keys) // len(values) + 1))[: len(keys)]
-    return tuple(Stream("facts", name).mixed(repeated))
+    matched = tuple(Stream("facts", name).mixed(repeated))
+    return FactSubject(name, keys, matched, tuple(statements.split("|")), tuple(questions.split("|")))
 
 
-def _subject(name: str, keys: Words, values: Words, statements: str, questions: str) -> Subject:
-    return Subject(name, keys, _matched(name, keys, values), tuple(statements.split("|")), tuple(questions.split("|")))
-
-
-SUBJECTS: dict[str, Subject] = {
+SUBJECTS: dict[str, FactSubject] = {
     subject.name: subject
     for subject in (
         _subject(
@@ -83,7 +80,7 @@ SUBJECTS: dict[str, Subject] = {
 SUBJECT_NAMES: Words = tuple(SUBJECTS)
 ALL_FACTS: tuple[tuple[str, str], ...] = tuple((s.name, key) for s in SUBJECTS.values() for key in s.keys)
 
-# Templates are split once: documents are made of hundreds of thousands of these.
+# Templates are split only once, because training generates hundreds of thousands of sentences from them.
 _STATEMENTS = {s.name: [text.split() for text in s.statements] for s in SUBJECTS.values()}
 _QUESTIONS = {s.name: [text.split() for text in s.questions] for s in SUBJECTS.values()}
 _KEYS = {
@@ -94,33 +91,34 @@ _KEYS = {
 _VALUE = {(s.name, key): value for s in SUBJECTS.values() for key, value in zip(s.keys, s.values, strict=True)}
 
 
-def _filled(template: Sequence[str], key: str) -> list[str]:
+def _fill(template: Sequence[str], key: str) -> list[str]:
     return [key if word == "{k}" else word for word in template]
 
 
-def statement(stream: Stream, fact: tuple[str, str] | None = None) -> list[str]:
-    """One true sentence with its full stop."""
+def make_statement(stream: Stream, fact: tuple[str, str] | None = None) -> list[str]:
+    """Return the words of a true statement with its full stop; the default is a random fact."""
     subject, key = fact or stream.pick(ALL_FACTS)
-    return [*_filled(stream.pick(_STATEMENTS[subject]), key), _VALUE[subject, key], "."]
+    return [*_fill(stream.pick(_STATEMENTS[subject]), key), _VALUE[subject, key], "."]
 
 
-def _wrong_values(stream: Stream, subject: str, right: str, count: int) -> list[str]:
-    return stream.distinct([value for value in SUBJECTS[subject].options() if value != right], count)
+def _mix_options(stream: Stream, subject: str, right: str) -> list[str]:
+    """Return the right value and three wrong ones of the same subject, in random order."""
+    return stream.mixed([right, *stream.distinct([value for value in SUBJECTS[subject].options() if value != right], 3)])
 
 
-def cloze(
+def make_cloze(
     stream: Stream, *, fact: tuple[str, str] | None = None, asked: bool | None = None, before: Sequence[str] = ()
-) -> Sample:
-    """A fact to complete: as an unfinished statement, or (asked) as a question. There is no letter to look up."""
+) -> ToySample:
+    """Generate a cloze sample: an unfinished statement or, if `asked`, a question (None: random). The target is the value."""
     subject, key = fact or stream.pick(ALL_FACTS)
     as_question = stream.chance(0.5) if asked is None else asked
     if as_question:
-        body = ["question", ":", *_filled(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
+        body = ["question", ":", *_fill(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
     else:
-        body = _filled(stream.pick(_STATEMENTS[subject]), key)
+        body = _fill(stream.pick(_STATEMENTS[subject]), key)
     value = _VALUE[subject, key]
-    options = stream.mixed([value, *_wrong_values(stream, subject, value, 3)])
-    return Sample(
+    options = _mix_options(stream, subject, value)
+    return ToySample(
         task="cloze",
         prompt=(*before, *body),
         target=(value,),
@@ -132,13 +130,14 @@ def cloze(
     )
 
 
-def lettered(options: Sequence[str]) -> list[str]:
+def list_options(options: Sequence[str]) -> list[str]:
+    """Return each option followed by its letter."""
     return [word for letter, option in zip(w.LETTERS, options, strict=False) for word in (option, letter)]
 
 
-def _letter_sample(task: str, form: str, prompt: Words, right: int, subject: str, key: str | None = None) -> Sample:
-    """A question whose options are the four letters."""
-    return Sample(
+def _letter_sample(task: str, form: str, prompt: Words, right: int, subject: str, key: str | None = None) -> ToySample:
+    """Return a sample whose options are the four letters."""
+    return ToySample(
         task=task,
         prompt=prompt,
         target=(w.LETTERS[right],),
@@ -151,43 +150,47 @@ def _letter_sample(task: str, form: str, prompt: Words, right: int, subject: str
     )
 
 
-def letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before: Sequence[str] = ()) -> Sample:
-    """The same facts with four lettered options: the answer is the letter, which stands in the context only."""
+def make_letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before: Sequence[str] = ()) -> ToySample:
+    """Generate a question with four lettered options. The target is the letter, which is given in the context only."""
     subject, key = fact or stream.pick(ALL_FACTS)
     value = _VALUE[subject, key]
-    options = stream.mixed([value, *_wrong_values(stream, subject, value, 3)])
+    options = _mix_options(stream, subject, value)
     right = options.index(value)
-    body = [*lettered(options), "question", ":", *_filled(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
+    body = [*list_options(options), "question", ":", *_fill(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
     return _letter_sample("letter", "letter", (*before, *body), right, subject, key)
 
 
-def naming(option: str) -> list[str]:
-    """The question for what stands behind a word in a list."""
+def ask_by_name(option: str) -> list[str]:
+    """Return the question for the word that follows `option` in a list."""
     return ["question", ":", "which", "one", "is", option, "?", "answer", ":"]
 
 
-def letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], Words]]:
-    """Training only: two to four lettered options, then a question for each of them, as (words, answer) one after the other.
+def make_letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], Words]]:
+    """Generate two to four lettered options and a question for each, as (words, answer) lines. For training only.
 
-    One list asked four times teaches the look-up four times as fast as four lists asked once.
+    One list with four questions teaches the look-up four times as fast as four lists with one question each.
+
+    Args:
+        stream: random generator.
+        naming_share: probability that a question names the option itself, so that it needs no fact.
     """
     subject = stream.pick(SUBJECT_NAMES)
     options = stream.distinct(SUBJECTS[subject].options(), stream.between(2, 4))
     lines: list[tuple[list[str], Words]] = []
     for i in stream.mixed(range(len(options))):
         if stream.chance(naming_share):
-            question = naming(options[i])
+            question = ask_by_name(options[i])
         else:
             key = stream.pick(_KEYS[subject, options[i]])
-            question = ["question", ":", *_filled(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
-        lines.append(([*(() if lines else lettered(options)), *question], (w.LETTERS[i],)))
+            question = ["question", ":", *_fill(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
+        lines.append(([*(() if lines else list_options(options)), *question], (w.LETTERS[i],)))
     return lines
 
 
-def letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
-    """Letter look-up with no knowledge in it: the question names the option itself."""
+def make_letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> ToySample:
+    """Generate a letter look-up that needs no fact, because the question names the option itself."""
     subject = stream.pick(SUBJECT_NAMES)
     options = stream.distinct(SUBJECTS[subject].options(), 4)
     right = stream.below(4)
-    body = [*lettered(options), *naming(options[right])]
+    body = [*list_options(options), *ask_by_name(options[right])]
     return _letter_sample("letter_lookup", "lookup", (*before, *body), right, subject)

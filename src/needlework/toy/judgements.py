@@ -1,20 +1,21 @@
-"""Yes-or-no judgements: is a sentence well formed, does one follow from another, do two say the same."""
+"""Yes-or-no samples of the toy language, as in GLUE: acceptability, entailment and paraphrase."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from needlework.toy import words as w
-from needlework.toy.sample import Sample, Span, Stream, Words
+from needlework.toy.sample import Stream, ToySample, Words, WordSpan
 
 KINDS = ("acceptability", "entailment", "paraphrase")
 _SAME = {a: b for pair in w.SAME_VERBS for a, b in (pair, pair[::-1])}
 
 
 @dataclass(frozen=True)
-class Clause:
-    """A sentence in parts, so that it can be said otherwise, said shorter, or made false."""
+class SentenceParts:
+    """The constituents of a sentence, so that they can be reordered, omitted or replaced."""
 
     subject: Words
     verb: str
@@ -26,10 +27,10 @@ class Clause:
         return (*self.subject, self.verb, *self.thing, *self.place, *self.time)
 
 
-def clause(stream: Stream) -> Clause:
+def make_clause(stream: Stream) -> SentenceParts:
     manner = (stream.pick(w.MANNERS),) if stream.chance(0.3) else ()
     look = (stream.pick(w.LOOKS),) if stream.chance(0.3) else ()
-    return Clause(
+    return SentenceParts(
         subject=(stream.pick(w.DETERMINERS), *manner, stream.pick(w.PEOPLE)),
         verb=stream.pick(w.VERBS),
         thing=(stream.pick(w.DETERMINERS), *look, stream.pick(w.THINGS)),
@@ -38,26 +39,20 @@ def clause(stream: Stream) -> Clause:
     )
 
 
-def _other(stream: Stream, items: Sequence[str], not_this: str) -> str:
-    return stream.pick([item for item in items if item != not_this])
+def change_one_word(stream: Stream, c: SentenceParts) -> SentenceParts:
+    """Replace the verb or a noun by another word of its class that is no synonym, so that the meaning changes."""
+    part = stream.pick(("subject", "verb", "thing", "place"))
+    if part == "verb":
+        return replace(c, verb=stream.pick([verb for verb in w.VERBS if verb not in (c.verb, _SAME[c.verb])]))
+    *before, last = getattr(c, part)
+    nouns = {"subject": w.PEOPLE, "thing": w.THINGS, "place": w.PLACES}[part]
+    words: dict[str, Any] = {part: (*before, stream.pick([noun for noun in nouns if noun != last]))}
+    return replace(c, **words)
 
 
-def changed(stream: Stream, c: Clause) -> Clause:
-    """The same clause with one content word replaced by another of its kind: no longer the same claim."""
-    part = stream.below(4)
-    if part == 0:
-        return Clause((*c.subject[:-1], _other(stream, w.PEOPLE, c.subject[-1])), c.verb, c.thing, c.place, c.time)
-    if part == 1:
-        verbs = [verb for verb in w.VERBS if verb != _SAME[c.verb]]
-        return Clause(c.subject, _other(stream, verbs, c.verb), c.thing, c.place, c.time)
-    if part == 2:
-        return Clause(c.subject, c.verb, (*c.thing[:-1], _other(stream, w.THINGS, c.thing[-1])), c.place, c.time)
-    return Clause(c.subject, c.verb, c.thing, (*c.place[:-1], _other(stream, w.PLACES, c.place[-1])), c.time)
-
-
-def _verdict(task: str, prompt: Sequence[str], yes: bool, before: Sequence[str], spans: Sequence[Span]) -> Sample:
-    moved = tuple(Span(s.name, s.start + len(before), s.stop + len(before)) for s in spans)
-    return Sample(
+def _yes_no_sample(task: str, prompt: Sequence[str], yes: bool, before: Sequence[str], spans: Sequence[WordSpan]) -> ToySample:
+    moved = tuple(WordSpan(s.name, s.start + len(before), s.stop + len(before)) for s in spans)
+    return ToySample(
         task=task,
         prompt=(*before, *prompt, "answer", ":"),
         target=("yes" if yes else "no",),
@@ -69,9 +64,9 @@ def _verdict(task: str, prompt: Sequence[str], yes: bool, before: Sequence[str],
     )
 
 
-def acceptability(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
-    """Bad sentences have two neighbours in the wrong order: subject and verb, verb and object, or a noun and what precedes it."""
-    c = clause(stream)
+def _make_acceptability(stream: Stream, *, before: Sequence[str] = ()) -> ToySample:
+    """Generate a sentence; "no": subject and verb or verb and object are swapped, or the object's determiner is moved."""
+    c = make_clause(stream)
     yes = stream.chance(0.5)
     text = c.words()
     if not yes:
@@ -84,36 +79,37 @@ def acceptability(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
             ]
         )
     prompt = ["judge", ":", *text, "."]
-    return _verdict("acceptability", prompt, yes, before, [Span("first", 2, 2 + len(text))])
+    return _yes_no_sample("acceptability", prompt, yes, before, [WordSpan("first", 2, 2 + len(text))])
 
 
-def _two(task: str, link: Sequence[str], a: Words, b: Words, yes: bool, before: Sequence[str]) -> Sample:
+def _pair_sample(task: str, link: Sequence[str], a: Words, b: Words, yes: bool, before: Sequence[str]) -> ToySample:
     prompt = ["first", ":", *a, ".", *link, ":", *b, "."]
     second = 2 + len(a) + 1 + len(link) + 1
-    spans = [Span("first", 2, 2 + len(a)), Span("second", second, second + len(b))]
-    return _verdict(task, prompt, yes, before, spans)
+    spans = [WordSpan("first", 2, 2 + len(a)), WordSpan("second", second, second + len(b))]
+    return _yes_no_sample(task, prompt, yes, before, spans)
 
 
-def entailment(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
-    """The second sentence follows when it only leaves parts out; it does not when a word was changed."""
-    c = clause(stream)
+def _make_entailment(stream: Stream, *, before: Sequence[str] = ()) -> ToySample:
+    """Generate two sentences; "yes": the second only omits parts of the first; "no": one word was replaced as well."""
+    c = make_clause(stream)
     yes = stream.chance(0.5)
-    d = c if yes else changed(stream, c)
+    d = c if yes else change_one_word(stream, c)
     place = d.place if d.place != c.place or stream.chance(0.5) else ()
-    return _two("entailment", ["so"], c.words(), (*d.subject, d.verb, *d.thing, *place), yes, before)
+    return _pair_sample("entailment", ["so"], c.words(), (*d.subject, d.verb, *d.thing, *place), yes, before)
 
 
-def paraphrase(stream: Stream, *, before: Sequence[str] = ()) -> Sample:
-    """The second sentence uses the verb's twin and may say time or place first; or one word was changed as well."""
-    c = clause(stream)
+def _make_paraphrase(stream: Stream, *, before: Sequence[str] = ()) -> ToySample:
+    """Generate two sentences; "yes": the second has a synonymous verb and perhaps another order; "no": one word differs, too."""
+    c = make_clause(stream)
     yes = stream.chance(0.5)
-    d = c if yes else changed(stream, c)
+    d = c if yes else change_one_word(stream, c)
     verb = _SAME[d.verb]
     core = (*d.subject, verb, *d.thing)
     text = stream.pick([(*core, *d.place, *d.time), (*d.time, *core, *d.place), (*d.place, *core, *d.time)])
-    return _two("paraphrase", ["same"], c.words(), text, yes, before)
+    return _pair_sample("paraphrase", ["same"], c.words(), text, yes, before)
 
 
-def judgement(stream: Stream, kind: str, *, before: Sequence[str] = ()) -> Sample:
-    makers = {"acceptability": acceptability, "entailment": entailment, "paraphrase": paraphrase}
+def make_judgement(stream: Stream, kind: str, *, before: Sequence[str] = ()) -> ToySample:
+    """Generate a sample of one of KINDS. `before` are the words of few-shot examples."""
+    makers = {"acceptability": _make_acceptability, "entailment": _make_entailment, "paraphrase": _make_paraphrase}
     return makers[kind](stream, before=before)

@@ -1,4 +1,4 @@
-"""Needles in haystacks: values that are true in one document alone, hidden among other sentences."""
+"""Needle-in-a-haystack samples of the toy language: generated needles, distractors and multi-hop links between needles."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from needlework.toy import words as w
-from needlework.toy.facts import statement
-from needlework.toy.sample import Sample, Span, Stream, Words
+from needlework.toy.facts import make_statement
+from needlework.toy.sample import Stream, ToySample, Words, WordSpan
 
 LAYOUTS = ("plain", "jrt", "question_first")
-FACT_SHARE = 0.2  # of haystack sentences that state a fact of the fixed world
-SHORTEST_SENTENCE = 6
-ABSENT_VALUES = 3  # that a forced choice sets against the true one
+FACT_SHARE = 0.2  # fraction of haystack sentences that state a fact of `toy.facts`
+SHORTEST_SENTENCE = 6  # words of the shortest haystack sentence, with its full stop
+ABSENT_VALUES = 3  # wrong options of a forced choice that do not occur in the context
 
 
 @dataclass(frozen=True)
 class Relation:
-    """A kind of needle: sentence and questions hold {n}, the sentence's value of `length` words comes at its end.
+    """A kind of needle: templates of its sentence, link and questions ({n} is the name), and its possible values.
 
-    `link` says that {n} has what {m} has: who is asked for {n} must look twice.
+    A needle's sentence ends with a value of `length` words. A `link` sentence says that {n} has the same value as {m}, so that a
+    question about {n} takes two look-ups.
     """
 
     name: str
@@ -31,7 +32,7 @@ class Relation:
 
     @property
     def most(self) -> int:
-        """How many needles of this kind a document can hold so that enough values stay absent from it."""
+        """The largest number of needles in a document that leaves ABSENT_VALUES values unused."""
         return int(len(self.values) ** self.length) - ABSENT_VALUES
 
 
@@ -82,7 +83,7 @@ RELATION_NAMES: Words = tuple(RELATIONS)
 
 @dataclass(frozen=True, slots=True)
 class Needle:
-    """What holds of a name; with `like`, its sentence says whose value it is instead of the value; `said` adds the value."""
+    """A name and its value. With `like` it is a link: its sentence refers to that name; `said` appends the value to it."""
 
     relation: str
     name: str
@@ -102,8 +103,8 @@ class Needle:
         return ["question", ":", *(self.name if word == "{n}" else word for word in forms[form % len(forms)])]
 
 
-def sentence(stream: Stream) -> list[str]:
-    """A haystack sentence of 6 to 13 words. All parts are drawn apart, so no part tells of another."""
+def make_sentence(stream: Stream) -> list[str]:
+    """Generate a haystack sentence of 6 to 13 words with its full stop. All parts are drawn independently."""
     words = [stream.pick(w.DETERMINERS)]
     if stream.chance(0.3):
         words.append(stream.pick(w.MANNERS))
@@ -119,47 +120,42 @@ def sentence(stream: Stream) -> list[str]:
     return words
 
 
-def haystack(stream: Stream, words: int) -> list[list[str]]:
-    """Sentences of at most `words` words together, short of it by less than the shortest sentence."""
+def make_haystack(stream: Stream, words: int) -> list[list[str]]:
+    """Generate sentences of at most `words` words in total, and of at least `words - SHORTEST_SENTENCE + 1`."""
     sentences: list[list[str]] = []
     left = words
     while left >= SHORTEST_SENTENCE:
-        new = statement(stream) if stream.chance(FACT_SHARE) else sentence(stream)
+        new = make_statement(stream) if stream.chance(FACT_SHARE) else make_sentence(stream)
         if len(new) <= left:
             sentences.append(new)
             left -= len(new)
     return sentences
 
 
-def value_of(stream: Stream, relation: str) -> Words:
-    kind = RELATIONS[relation]
-    return tuple(stream.pick(kind.values) for _ in range(kind.length))
-
-
-def fresh_values(stream: Stream, relation: str, count: int, taken: Sequence[Words] = ()) -> list[Words]:
-    """`count` values, different from each other and from those taken."""
+def draw_values(stream: Stream, relation: str, count: int, taken: Sequence[Words] = ()) -> list[Words]:
+    """Draw `count` values of a relation that differ from each other and from `taken`."""
     seen = set(taken)
     kind = RELATIONS[relation]
     if len(kind.values) ** kind.length - len(seen) < count:
         raise ValueError(f"relation {relation!r} has too few values for {count} more; ask for fewer needles")
     fresh: list[Words] = []
     while len(fresh) < count:
-        value = value_of(stream, relation)
+        value = tuple(stream.pick(kind.values) for _ in range(kind.length))
         if value not in seen:
             seen.add(value)
             fresh.append(value)
     return fresh
 
 
-def needles(stream: Stream, relation: str, count: int, names: Sequence[str] = w.NAMES) -> list[Needle]:
-    """Needles of one relation, about different names, with different values."""
-    values = fresh_values(stream, relation, count)
+def make_needles(stream: Stream, relation: str, count: int, names: Sequence[str] = w.NAMES) -> list[Needle]:
+    """Generate needles of one relation with distinct names and distinct values."""
+    values = draw_values(stream, relation, count)
     return [Needle(relation, name, v) for name, v in zip(stream.distinct(names, count), values, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """A context with needles in it: `starts[i]` is the word where needle i begins."""
+class NeedleContext:
+    """A haystack with needles: needle i begins at word `starts[i]`, at `depths[i]` percent of the context."""
 
     words: Words
     needles: tuple[Needle, ...]
@@ -167,19 +163,25 @@ class Scene:
     depths: tuple[float, ...]
 
 
-def scene(
+def hide_needles(
     stream: Stream,
     hidden: Sequence[Needle],
     context_tokens: int,
     depth_percent: float | None = None,
     *,
     ordered: bool = False,
-) -> Scene:
-    """Hide needles in a haystack so that all together has at most `context_tokens` words.
+) -> NeedleContext:
+    """Generate a haystack and insert needles into it, with at most `context_tokens` words in total.
 
-    The first needle goes to `depth_percent` of the haystack, after the nearest sentence end before that point; the
-    others (and the first, if no depth is given) go after sentence ends drawn at random. `ordered` keeps their order: the
-    first goes where it goes, and those behind it, such as links to it, are drawn from what follows.
+    Args:
+        stream: random generator.
+        hidden: needles to insert; with `ordered`, a link must come after the needle that it refers to.
+        context_tokens: number of words (= tokens) of haystack and needles.
+        depth_percent: depth of the first needle, rounded down to a sentence end; None: random, as for the other needles.
+        ordered: place every link behind the needle that it refers to.
+
+    Raises:
+        ValueError: the needles alone have more than `context_tokens` words.
     """
     sentences = [needle.sentence() for needle in hidden]
     room = context_tokens - sum(map(len, sentences))
@@ -188,7 +190,7 @@ def scene(
             f"{len(hidden)} needles need {context_tokens - room} words, context_tokens is {context_tokens}: "
             "take fewer needles or a longer context"
         )
-    hay = haystack(stream, room)
+    hay = make_haystack(stream, room)
     slots = [stream.below(len(hay) + 1) for _ in hidden]
     if depth_percent is not None:
         wanted = sum(map(len, hay)) * depth_percent / 100
@@ -202,7 +204,7 @@ def scene(
     starts = [0] * len(hidden)
     order = stream.mixed(range(len(hidden)))
     if ordered:
-        slots, order = _after_what_they_name(stream, hidden, slots, len(hay)), list(range(len(hidden)))
+        slots, order = _move_links_back(stream, hidden, slots, len(hay)), list(range(len(hidden)))
     for slot in range(len(hay) + 1):
         for i in order:
             if slots[i] == slot:
@@ -212,11 +214,11 @@ def scene(
             words += hay[slot]
     length = len(words)
     depths = tuple(100 * start / max(1, length - len(text)) for start, text in zip(starts, sentences, strict=True))
-    return Scene(tuple(words), tuple(hidden), tuple(starts), depths)
+    return NeedleContext(tuple(words), tuple(hidden), tuple(starts), depths)
 
 
-def _after_what_they_name(stream: Stream, hidden: Sequence[Needle], slots: list[int], last: int) -> list[int]:
-    """Slots in which every link stands behind the needle it names: such a link can be resolved while it is read."""
+def _move_links_back(stream: Stream, hidden: Sequence[Needle], slots: list[int], last: int) -> list[int]:
+    """Return slots in which every link follows the needle it refers to, so that it can be resolved during prefill."""
     place = {needle.name: slot for needle, slot in zip(hidden, slots, strict=True)}
     for needle in hidden:
         if needle.like and place[needle.name] < place[needle.like]:
@@ -224,8 +226,8 @@ def _after_what_they_name(stream: Stream, hidden: Sequence[Needle], slots: list[
     return [place[needle.name] for needle in hidden]
 
 
-def chain(place: Scene, index: int) -> list[int]:
-    """The needles that an answer about needle `index` rests on: its own, the one it names, and so on."""
+def find_chain(place: NeedleContext, index: int) -> list[int]:
+    """Return the indices of the needles from needle `index` along its links to the one that is no link."""
     by_name = {(needle.relation, needle.name): i for i, needle in enumerate(place.needles)}
     found = [index]
     while like := place.needles[found[-1]].like:
@@ -233,19 +235,25 @@ def chain(place: Scene, index: int) -> list[int]:
     return found
 
 
-def ask(
+def ask_about(
     stream: Stream,
-    place: Scene,
+    place: NeedleContext,
     index: int = 0,
     *,
     layout: str = "plain",
     form: int = 0,
     quote: bool = False,
-) -> Sample:
-    """The question about needle `index` of a scene, in one of three layouts.
+) -> ToySample:
+    """Return the sample that asks for the value of needle `index` of a context.
 
-    plain: context, question, answer. jrt: context and question twice, then answer (both needle copies are spans).
-    question_first: question, context, answer. With `quote` the answer is the needle's whole sentence.
+    Args:
+        stream: random generator for the absent values.
+        place: the context with its needles.
+        index: the needle to ask about; if it is a link, all needles of its chain become spans.
+        layout: "plain": context, question; "jrt": context and question twice (both copies become spans); "question_first":
+            question, context.
+        form: index of the question's wording.
+        quote: the target is the needle's whole sentence instead of its value.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"unknown layout {layout!r}; choose one of {', '.join(LAYOUTS)}")
@@ -257,24 +265,24 @@ def ask(
     text = needle.sentence()[:-1]
     lead = 2 + (len(question) if layout == "question_first" else 0)
     prompt: list[str] = []
-    spans: list[Span] = []
-    rests_on = chain(place, index)
+    spans: list[WordSpan] = []
+    rests_on = find_chain(place, index)
     for words in blocks:
         for i in rests_on:
             start = len(prompt) + lead + place.starts[i]
             stop = start + len(place.needles[i].sentence()) - 1
-            spans.append(Span("needle", start, stop))
-        spans.append(Span("value", stop - len(needle.value), stop))
+            spans.append(WordSpan("needle", start, stop))
+        spans.append(WordSpan("value", stop - len(needle.value), stop))
         prompt += words
     prompt += ["quote" if quote else "answer", ":"]
     stated = [n.value for n in place.needles if n.relation == needle.relation]
-    return Sample(
+    return ToySample(
         task="niah",
         prompt=tuple(prompt),
         target=tuple(text) if quote else needle.value,
         spans=tuple(spans),
         distractors=tuple(dict.fromkeys(v for v in stated if v != needle.value)),
-        absent=tuple(fresh_values(stream, needle.relation, ABSENT_VALUES, stated)),
+        absent=tuple(draw_values(stream, needle.relation, ABSENT_VALUES, stated)),
         relation=needle.relation,
         key=needle.name,
         form=f"{'quote' if quote else 'question'}-{form}",
@@ -284,7 +292,7 @@ def ask(
     )
 
 
-def niah(
+def make_niah(
     stream: Stream,
     *,
     context_tokens: int,
@@ -294,22 +302,22 @@ def niah(
     layout: str = "plain",
     quote: bool = False,
     hops: int = 1,
-) -> Sample:
-    """One needle in a haystack, with `distractors` more needles of the same relation about other names.
+) -> ToySample:
+    """Generate a needle-in-a-haystack sample with `distractors` more needles of the same relation about other names.
 
-    With more than one hop, links follow each needle: its value is asked for by the name at the end of its links.
+    With `hops` > 1, a chain of `hops - 1` links follows every needle, and the question names the last link of the first chain.
     """
-    hidden = needles(stream, relation, 1 + distractors)
+    hidden = make_needles(stream, relation, 1 + distractors)
     if hops == 1:
-        place = scene(stream, hidden, context_tokens, depth_percent)
-        return ask(stream, place, layout=layout, form=stream.below(2), quote=quote)
-    hidden = linked(stream, hidden, hops - 1)
-    place = scene(stream, hidden, context_tokens, depth_percent, ordered=True)
-    return ask(stream, place, len(hidden) - 1 - distractors, layout=layout, form=stream.below(2), quote=quote)
+        place = hide_needles(stream, hidden, context_tokens, depth_percent)
+        return ask_about(stream, place, layout=layout, form=stream.below(2), quote=quote)
+    hidden = add_links(stream, hidden, hops - 1)
+    place = hide_needles(stream, hidden, context_tokens, depth_percent, ordered=True)
+    return ask_about(stream, place, len(hidden) - 1 - distractors, layout=layout, form=stream.below(2), quote=quote)
 
 
-def linked(stream: Stream, hidden: Sequence[Needle], links: int) -> list[Needle]:
-    """Needles, then a link to each of them, then a link to each of those, and so on."""
+def add_links(stream: Stream, hidden: Sequence[Needle], links: int) -> list[Needle]:
+    """Return the needles followed by `links` layers of links: one link to each needle, one to each of those links, and so on."""
     spare = [name for name in w.NAMES if name not in {needle.name for needle in hidden}]
     names = iter(stream.distinct(spare, links * len(hidden)))
     chained, latest = list(hidden), list(hidden)
@@ -319,17 +327,18 @@ def linked(stream: Stream, hidden: Sequence[Needle], links: int) -> list[Needle]
     return chained
 
 
-def variables(stream: Stream, *, chains: int, hops: int, room: int) -> list[Sample]:
-    """Codes handed on from name to name (RULER's variable tracking): who has this code? Each chain is asked in turn.
+def make_variable_chains(stream: Stream, *, chains: int, hops: int, room: int) -> list[ToySample]:
+    """Generate chains of names that share a code (RULER's variable tracking), with one sample that asks for the names of each.
 
-    All together has about `room` words. The answer names a whole chain, the end of it first: it is the hardest to find.
+    Each prompt contains the questions and answers before it; the longest has about `room` words. The target lists a chain from
+    its last link to its first needle, because the last link is the hardest to find.
     """
-    hidden = linked(stream, needles(stream, "code", chains), hops)
+    hidden = add_links(stream, make_needles(stream, "code", chains), hops)
     asked = stream.mixed(range(chains))
     names = [[hidden[c + chains * hop].name for hop in range(hops, -1, -1)] for c in range(chains)]
     questions = [["question", ":", "who", "has", "the", "secret", "code", *needle.value, "?"] for needle in hidden[:chains]]
     spent = 2 + sum(len(questions[c]) + 2 + len(names[c]) + 1 for c in asked)
-    place = scene(stream, hidden, max(room - spent, sum(len(needle.sentence()) for needle in hidden)), ordered=True)
+    place = hide_needles(stream, hidden, max(room - spent, sum(len(needle.sentence()) for needle in hidden)), ordered=True)
     prompt = ["context", ":", *place.words]
     samples = []
     for c in asked:
@@ -337,9 +346,9 @@ def variables(stream: Stream, *, chains: int, hops: int, room: int) -> list[Samp
         spans = []
         for i in range(c, len(hidden), chains):
             start = 2 + place.starts[i]
-            spans.append(Span("needle", start, start + len(hidden[i].sentence()) - 1))
+            spans.append(WordSpan("needle", start, start + len(hidden[i].sentence()) - 1))
         samples.append(
-            Sample(
+            ToySample(
                 task="variables",
                 prompt=tuple(prompt),
                 target=tuple(names[c]),

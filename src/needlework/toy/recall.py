@@ -1,22 +1,22 @@
-"""Recall in the toy language: key-value lists (multi-query associative recall), phone books and copying."""
+"""Recall samples of the toy language: key-value lists (multi-query associative recall), phone books and copying."""
 
 from __future__ import annotations
 
 from needlework.toy import facts
 from needlework.toy import words as w
-from needlework.toy.sample import Sample, Span, Stream, Words
+from needlework.toy.sample import Stream, ToySample, Words, WordSpan
 
 PLAIN_WORDS: Words = (*w.THINGS, *w.PLACES, *w.LOOKS, *w.PEOPLE)
 
 
-def key_values(stream: Stream, pairs: int, queries: int = 1) -> list[Sample]:
-    """One list of pairs, asked for `queries` of its keys one after the other: each prompt holds those before it."""
+def make_key_values(stream: Stream, pairs: int, queries: int = 1) -> list[ToySample]:
+    """Generate a list of key-value pairs and one sample for each query; prompts contain the earlier queries and answers."""
     keys = stream.distinct(w.NAMES, pairs)
     values = stream.distinct(PLAIN_WORDS, pairs)
     prompt = ["pairs", ":"]
     spans = []
     for key, value in zip(keys, values, strict=True):
-        spans.append(Span("needle", len(prompt), len(prompt) + 2))
+        spans.append(WordSpan("needle", len(prompt), len(prompt) + 2))
         prompt += [key, value]
     prompt += [".", "ask", ":"]
     spare = [word for word in PLAIN_WORDS if word not in values]
@@ -24,7 +24,7 @@ def key_values(stream: Stream, pairs: int, queries: int = 1) -> list[Sample]:
     for i in stream.distinct(range(pairs), queries):
         prompt.append(keys[i])
         samples.append(
-            Sample(
+            ToySample(
                 task="recall",
                 prompt=tuple(prompt),
                 target=(values[i],),
@@ -41,11 +41,11 @@ def key_values(stream: Stream, pairs: int, queries: int = 1) -> list[Sample]:
     return samples
 
 
-def any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
-    """Training only: a key-value list of any kinds of word, asked as lists are or as letters are; (words, answer) in turn.
+def make_any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
+    """Generate a key-value list with keys and values of varied word classes, as (words, answer) lines. For training only.
 
-    Names with words alone teach a look-up of names and words: neither an option as key nor a letter as value follows from
-    it, nor another way to ask. Here they meet in every combination, so each is learnt beside others that are known.
+    Lists of names and plain words teach neither answer options as keys, nor letters as values, nor the question format of letter
+    choices. Here all combinations occur.
     """
     options = [facts.SUBJECTS[subject].options() for subject in stream.distinct(facts.SUBJECT_NAMES, 2)]
     keys, values = stream.pick((w.NAMES, options[0])), stream.pick((PLAIN_WORDS, w.LETTERS, options[1]))
@@ -55,15 +55,15 @@ def any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
     words = [word for pair in listed for word in pair]
     words = words if named else ["pairs", ":", *words, ".", "ask", ":"]
     lines: list[tuple[list[str], Words]] = []
-    # With replacement: asked once each, the last ones are found by leaving out the others.
+    # With replacement: if every key were queried once, the last answers would follow by elimination.
     for key, value in (stream.pick(listed) for _ in range(min(pairs, 4))):
-        lines.append(([*words, *(facts.naming(key) if named else [key])], (value,)))
+        lines.append(([*words, *(facts.ask_by_name(key) if named else [key])], (value,)))
         words = ["."] if named else []
     return lines
 
 
-def phone_book(stream: Stream, entries: int, queries: int = 1) -> list[Sample]:
-    """A list of names and numbers of four digits; later prompts hold the earlier questions and answers."""
+def make_phone_book(stream: Stream, entries: int, queries: int = 1) -> list[ToySample]:
+    """Generate a list of names with four-digit numbers and one sample for each query; prompts contain the earlier answers."""
     names = stream.distinct(w.NAMES, entries)
     numbers: list[Words] = []
     while len(numbers) < entries + 3:
@@ -73,13 +73,13 @@ def phone_book(stream: Stream, entries: int, queries: int = 1) -> list[Sample]:
     prompt = ["phone", "book", ":"]
     spans = []
     for name, number in zip(names, numbers, strict=False):
-        spans.append(Span("needle", len(prompt), len(prompt) + 5))
+        spans.append(WordSpan("needle", len(prompt), len(prompt) + 5))
         prompt += [name, *number, "."]
     samples = []
     for i in stream.distinct(range(entries), queries):
         prompt += ["question", ":", "what", "is", "the", "phone", "number", "of", names[i], "?", "answer", ":"]
         samples.append(
-            Sample(
+            ToySample(
                 task="phone_book",
                 prompt=tuple(prompt),
                 target=numbers[i],
@@ -95,13 +95,13 @@ def phone_book(stream: Stream, entries: int, queries: int = 1) -> list[Sample]:
     return samples
 
 
-def copying(stream: Stream, length: int) -> Sample:
-    """Say the same words again."""
+def make_copy(stream: Stream, length: int) -> ToySample:
+    """Generate a sample that asks to repeat `length` random words."""
     text = tuple(stream.pick(PLAIN_WORDS) for _ in range(length))
-    return Sample(
+    return ToySample(
         task="copy",
         prompt=("copy", ":", *text, ".", "again", ":"),
         target=text,
-        spans=(Span("needle", 2, 2 + length),),
+        spans=(WordSpan("needle", 2, 2 + length),),
         context_tokens=length,
     )

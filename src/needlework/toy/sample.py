@@ -1,4 +1,4 @@
-"""What all of the toy world is made with: a Sample (a question and its answer) and a Stream (seeded chance)."""
+"""The sample type of the toy language (ToySample) and the seeded random generator of all data (Stream)."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ TRAIN_SPLIT, EVAL_SPLIT = "train", "eval"
 
 
 class Stream(random.Random):
-    """Chance that depends on a split and a seed alone.
+    """A random generator whose seed is a hash of the text "split/part/part...".
 
-    The seed of the generator is a hash of the text "split/part/part...". Training uses the split "train" and nothing
-    else does, so evaluation data are held out by construction: the two never share a generator state. Only `random()`
-    is used underneath, because Python promises its sequence across versions and promises nothing about `choice`,
-    `sample` or `shuffle`.
+    Only training uses the split "train", so evaluation data are held out by construction. All draws go through `random()`,
+    because Python keeps its sequence stable across versions but not those of `choice`, `sample` and `shuffle`.
     """
 
     def __new__(cls, split: str, *parts: str | int) -> Stream:
@@ -35,7 +33,7 @@ class Stream(random.Random):
         return int(self.random() * limit)
 
     def between(self, low: int, high: int) -> int:
-        """A whole number from low to high, both included."""
+        """Draw an integer from low to high, both included."""
         return low + int(self.random() * (high - low + 1))
 
     def pick(self, items: Sequence[T]) -> T:
@@ -53,7 +51,7 @@ class Stream(random.Random):
         return name
 
     def distinct(self, items: Sequence[T], count: int) -> list[T]:
-        """`count` different items, in random order."""
+        """Draw `count` items without replacement, in random order."""
         if count > len(items):
             raise ValueError(f"cannot take {count} different items from {len(items)}")
         pool = list(items)
@@ -67,8 +65,8 @@ class Stream(random.Random):
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Words start..stop-1 of a prompt, by name. Every word is one token; the tokenizer puts one BOS before the first."""
+class WordSpan:
+    """A named half-open range of words of a prompt. A word is one token; word i is token i + 1, because BOS comes first."""
 
     name: str
     start: int
@@ -76,19 +74,18 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One question about the toy world and everything needed to score its answer.
+class ToySample:
+    """One sample of the toy language: a prompt, its target, and what is needed to score an answer.
 
-    `prompt` ends where the answer begins; `target` is the answer without the word that ends it (`stop`).
-    `choices` holds the options of a multiple-choice question, each a sequence of words that may follow the prompt, the
-    right one at index `answer`. `distractors` are wrong values that stand in the context, `absent` are values of the
-    same kind that do not: forced choice compares the target with either.
+    `target` is the continuation of `prompt` without the word that ends it (`stop`). `choices` are the options of a
+    multiple-choice question, with the right one at index `answer`. `distractors` are wrong values that occur in the context and
+    `absent` are values of the same kind that do not; both serve as wrong options of a forced choice.
     """
 
     task: str
     prompt: Words
     target: Words
-    spans: tuple[Span, ...] = ()
+    spans: tuple[WordSpan, ...] = ()
     choices: tuple[Words, ...] = ()
     answer: int | None = None
     distractors: tuple[Words, ...] = ()
@@ -110,5 +107,5 @@ class Sample:
     def target_text(self) -> str:
         return " ".join(self.target)
 
-    def named(self, name: str) -> tuple[Span, ...]:
+    def named(self, name: str) -> tuple[WordSpan, ...]:
         return tuple(span for span in self.spans if span.name == name)

@@ -1,4 +1,4 @@
-"""The toy language as a Hugging Face fast tokenizer: one word, one token, one BOS in front."""
+"""Hugging Face fast tokenizer of the toy language: one token per word, with BOS in front."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from needlework.toy.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-CONTEXT_LIMIT = 4096  # what the tokenizer declares; models differ in what they can use
+CONTEXT_LIMIT = 4096  # the declared model_max_length; what a model can use depends on its training
 
 
 def build() -> PreTrainedTokenizerFast:
-    """`decode(encode(text), skip_special_tokens=True)` gives the text back for words joined by single spaces."""
+    """Build the tokenizer. Decoding without special tokens returns the encoded text if single spaces separate its words."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -29,7 +29,7 @@ def build() -> PreTrainedTokenizerFast:
         bos_token=BOS,
         eos_token=EOS,
         unk_token=UNK,
-        clean_up_tokenization_spaces=False,  # " ." must stay two words
+        clean_up_tokenization_spaces=False,  # " ." must not become "."
         model_max_length=CONTEXT_LIMIT,
         padding_side="left",
     )

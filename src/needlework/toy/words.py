@@ -1,9 +1,8 @@
-"""The words of the toy language. Every word is one token; nothing here comes from an outside text."""
+"""Vocabulary of the toy language by word class. Every word is one token; no text is taken from elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNK)
@@ -19,14 +18,14 @@ LETTERS = ("A", "B", "C", "D")
 
 
 def _joined(heads: str, tails: str) -> tuple[str, ...]:
-    """Every head with every tail, tails running slowest so that neighbours in the list look different."""
+    """Return every head + tail. Tails vary slowest, so that neighbours in the list look different."""
     return tuple(head + tail for tail, head in product(tails.split(), heads.split()))
 
 
-# Who needles, phone books and lists are about. Facts never use these names.
+# Names in needles, phone books and key-value lists. Facts never use them.
 NAMES = _joined("bel cor dra fen gal hul jor kel lor mar nol pel ros sel tor vel", "an ek is om ine")
 
-# What the fixed facts are about.
+# Keys and values of the facts.
 COUNTRIES = _joined("arb bren cald dun esk fal gor hesk ilm", "ovia aria istan land")
 CITIES = _joined("ash bram cope dell eld fern glen hart ives", "ton ville port burg")
 FOUNDERS = _joined("ader beck crom dorn elm frost grim holt ibs", "well son er by")
@@ -53,16 +52,16 @@ STONES = _split(
 )
 COLOURS = _split("red blue green yellow black white brown grey pink purple orange golden")
 
-# What needles hold besides digits and colours.
+# Values of needles, besides digits and colours.
 HIDEOUTS = _split("attic barrel basket cellar chest chimney cupboard drawer hedge jar loft oven pocket shed trunk well")
 GIFTS = _split("bell book bowl candle coat cup drum fan flute hat kite knife mirror pipe scarf violin")
 
-# Haystack sentences.
+# Parts of haystack sentences.
 PEOPLE = _split(
     "king queen sailor farmer child merchant teacher stranger doctor miller soldier hunter widow painter priest shepherd"
 )
 MANNERS = _split("old young tall quiet happy tired clever poor")
-# Verbs come in pairs that mean the same: paraphrases swap one for the other.
+# Pairs of synonyms: paraphrases replace a verb by the other one of its pair.
 SAME_VERBS = (
     ("sees", "notices"),
     ("finds", "discovers"),
@@ -82,22 +81,8 @@ THINGS = _split(
 LOOKS = _split("small large heavy broken wooden silver clean dusty round narrow")
 PLACES = _split("river market harbor hill church bridge garden road forest tower mill field")
 SIDES = _split("near behind under beside in at")
-TIMES = tuple(
-    _split(phrase)
-    for phrase in (
-        *(
-            "at night",
-            "every day",
-            "last winter",
-            "before dawn",
-            "after supper",
-            "on sunday",
-            "this spring",
-            "once more",
-        ),
-        *("at noon", "in autumn"),
-    )
-)
+_PHRASES = "at night|every day|last winter|before dawn|after supper|on sunday|this spring|once more|at noon|in autumn"
+TIMES = tuple(_split(phrase) for phrase in _PHRASES.split("|"))
 DETERMINERS = ("the", "a", "my")
 FUNCTION = _split(
     "the a my of is in for to with what which where who does has and so same again this one right word secret code "
@@ -106,15 +91,10 @@ FUNCTION = _split(
 )
 
 
-def _all_words() -> Iterator[str]:
-    groups = (
-        *(MARKS, DIGITS, LETTERS, FUNCTION, DETERMINERS, NAMES, COUNTRIES, CITIES, FOUNDERS, ANIMALS, HABITATS),
-        *(TRADES, TOOLS, DISHES, STONES, COLOURS, HIDEOUTS, GIFTS, PEOPLE, MANNERS, VERBS, THINGS, LOOKS, PLACES),
-        *(SIDES, *TIMES),
-    )
-    for group in groups:
-        yield from group
-
-
-VOCABULARY: tuple[str, ...] = (*SPECIAL, *dict.fromkeys(_all_words()))
+_GROUPS = (
+    *(MARKS, DIGITS, LETTERS, FUNCTION, DETERMINERS, NAMES, COUNTRIES, CITIES, FOUNDERS, ANIMALS, HABITATS),
+    *(TRADES, TOOLS, DISHES, STONES, COLOURS, HIDEOUTS, GIFTS, PEOPLE, MANNERS, VERBS, THINGS, LOOKS, PLACES),
+    *(SIDES, *TIMES),
+)
+VOCABULARY: tuple[str, ...] = (*SPECIAL, *dict.fromkeys(chain.from_iterable(_GROUPS)))
 WORD_ID: dict[str, int] = {word: index for index, word in enumerate(VOCABULARY)}

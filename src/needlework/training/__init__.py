@@ -1,1 +1,1 @@
-"""Making the zoo's models: recipes, documents, the training loop, and the card that says what came of it."""
+"""Training of the zoo's models: recipes, training documents, the training loop, studies and model cards."""

@@ -1,4 +1,4 @@
-"""What is written beside a model's weights: figures.json, the model card and the picture of its training."""
+"""Measure and write the model card of a zoo model: figures.json, README.md and the plot of its training."""
 
 from __future__ import annotations
 
@@ -6,28 +6,50 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from needlework.interventions import parse
+from needlework.measure import make_samples, measure
+from needlework.tables import Table
+from needlework.tasks import make_task
 from needlework.terminal import Bar
 from needlework.toy.needles import RELATION_NAMES
-from needlework.training.checkpoints import Progress
-from needlework.training.effects import CONDITIONS, DEFAULT_RELATION, PHASES, Effects, measure, phases
-from needlework.training.evaluate import Figure, figures_of, samples, suite
+from needlework.training.evaluate import CardFigure, figures_of, samples, suite
 from needlework.training.evaluate import figures as measured_figures
-from needlework.training.recipes import Recipe, read
-from needlework.zoo.shelf import RECORD
+from needlework.training.recipes import Recipe, read_recipe
+from needlework.zoo import RECORD
+
+if TYPE_CHECKING:
+    from needlework.training.train import TrainingProgress
 
 Record = dict[str, Any]
+Effects = dict[str, dict[str, CardFigure]]  # intervention -> task -> figure
+CONDITIONS = {
+    "none": "untouched",
+    "ablate_attention()": "no attention heads",
+    "keep_heads(fraction=0.15)": "15 % of the heads, by entropy",
+    "keep_heads(fraction=0.15, by='random')": "15 % of the heads, at random",
+    "ablate_recurrent()": "no recurrent memory",
+}
+PHASES = {
+    "none": "untouched",
+    "ablate_attention(phase='prefill')": "no attention heads while reading",
+    "ablate_attention(phase='decode')": "no attention heads while answering",
+}
+DEFAULT_RELATION = "code"
+ROOM = 40  # most words that question and answer add to the context
 NOT_MEASURED = (
     "No card was measured: nothing is known of what this model can do. `python -m needlework.training.card DIR` measures it."
 )
 
 
-def figures(model: Any, longest: int, n: int, shown: bool, relations: Sequence[str] = RELATION_NAMES) -> dict[str, Figure]:
-    """The card's figures, one after the other, with a bar: long prompts take most of the time."""
+def measure_figures(
+    model: Any, longest: int, n: int, shown: bool, relations: Sequence[str] = RELATION_NAMES
+) -> dict[str, CardFigure]:
+    """Measure the card's figures on `n` samples each, with a progress bar weighted by prompt length."""
     every = suite(longest, relations)
     lengths = {name: len(next(iter(samples(name, make, 1))).prompt) for name, make in every.items()}
-    found: dict[str, Figure] = {}
+    found: dict[str, CardFigure] = {}
     with Bar(len(every), "figures", work=sum(lengths.values()), shown=shown) as bar:
         for name, length in lengths.items():
             bar.show(f"card: {name}")
@@ -36,10 +58,62 @@ def figures(model: Any, longest: int, n: int, shown: bool, relations: Sequence[s
     return found
 
 
-def record(
+def measure_effects(
+    folder: Path,
+    longest: int,
+    per_depth: int = 40,
+    per_subject: int | None = None,
+    seed: int = 0,
+    progress: bool = False,
+    relation: str = DEFAULT_RELATION,
+) -> Effects:
+    """Measure needle retrieval with three distractors and closed-book facts under all CONDITIONS that apply to the model."""
+    niah = {"kind": "niah", "relation": relation, **_needle_options(longest, per_depth)}
+    return _measure(folder, {"niah": niah, "cloze": {"kind": "cloze", "per_subject": per_subject}}, CONDITIONS, seed, progress)
+
+
+def measure_phases(
+    folder: Path, longest: int, relation: str, per_depth: int = 200, seed: int = 0, progress: bool = False
+) -> Effects:
+    """Measure one-hop and two-hop needles with three distractors, with attention ablated in prefill or in decode."""
+    options = {"relation": relation, **_needle_options(longest, per_depth)}
+    tasks = {"one_hop": {"kind": "niah", **options}, "two_hops": {"kind": "linked", **options}}
+    return _measure(folder, tasks, PHASES, seed, progress)
+
+
+def _needle_options(longest: int, per_depth: int) -> dict[str, Any]:
+    return {"lengths": [longest - ROOM], "depths": [0, 25, 50, 75, 100], "samples": per_depth, "distractors": 3}
+
+
+def _measure(folder: Path, tasks: dict[str, Record], conditions: dict[str, str], seed: int, progress: bool) -> Effects:
+    from needlework.subject import load
+
+    subject = load(folder)
+    sides = {"attention": subject.anatomy.attention_layers, "recurrent": subject.anatomy.recurrent_layers}
+    acts = {text: parse(text) for text in conditions}
+    acts = {text: act for text, act in acts.items() if all(sides[part.side] for part in act.parts)}
+    by_task = {name: make_samples(subject, make_task(options), seed) for name, options in tasks.items()}
+    asked = [sample for of_task in by_task.values() for sample in of_task]
+    with Bar(len(acts) * len(asked), "trials", shown=progress) as bar:
+        bar.show("card")
+
+        def advance(share: float) -> None:
+            bar.advance(round(share * bar.total) - bar.count)
+
+        found = measure(subject, asked, list(acts.values()), progress=advance)
+    effects: Effects = {text: {} for text in acts}
+    start = 0
+    for name, of_task in by_task.items():
+        for text, values in zip(acts, found.values("correct")[:, start : start + len(of_task)], strict=True):
+            effects[text][name] = CardFigure(int(values.sum()), len(of_task))
+        start += len(of_task)
+    return effects
+
+
+def make_record(
     recipe: Recipe,
-    progress: Progress,
-    measured: dict[str, Figure],
+    progress: TrainingProgress,
+    measured: dict[str, CardFigure],
     effects: Effects,
     parameters: int,
     versions: dict[str, str],
@@ -66,20 +140,20 @@ def record(
 
 
 def relation_of(recipe: Recipe) -> str:
-    """The kind of needle that effects are measured on: codes, or the first kind of a model that was not trained on them."""
+    """Return the kind of needle that effects are measured on: "code", or the first kind that the last stage trains on."""
     relations = recipe.stages[-1].relations
     return DEFAULT_RELATION if DEFAULT_RELATION in relations else relations[0]
 
 
 def phases_of(folder: Path, recipe: Recipe, samples: int, progress: bool = False) -> Effects:
-    """One hop and two, phase by phase, for a model that was trained on links that say their value; of others nothing."""
+    """Measure one and two hops by phase (`measure_phases`) if the recipe trains on "hops" rows; otherwise return nothing."""
     if not any(stage.rows.get("hops") for stage in recipe.stages):
         return {}
-    return phases(folder, recipe.longest, relation_of(recipe), per_depth=max(1, samples // 5), progress=progress)
+    return measure_phases(folder, recipe.longest, relation_of(recipe), max(1, samples // 5), progress=progress)
 
 
 def trained_by(recipe: Recipe) -> str:
-    """How the weights were moved, in words: what a reader must know before an effect is put down to the architecture."""
+    """Return the optimiser and dropout as text, because they may explain an effect as well as the architecture does."""
     settings = recipe.optimiser
     with_muon = f", linear maps by Muon at {settings.matrix_lr:g}" if settings.matrix_lr else ""
     dropped = [stage.attention_dropout for stage in recipe.stages if stage.attention_dropout]
@@ -87,7 +161,7 @@ def trained_by(recipe: Recipe) -> str:
     return f"AdamW at {settings.lr:g}{with_muon}, weight decay {settings.weight_decay:g}{dropout}"
 
 
-def as_dict(figures: dict[str, Figure]) -> dict[str, dict[str, float]]:
+def as_dict(figures: dict[str, CardFigure]) -> dict[str, dict[str, float]]:
     return {name: figure.as_dict() for name, figure in figures.items()}
 
 
@@ -95,21 +169,19 @@ def as_dicts(effects: Effects) -> dict[str, dict[str, dict[str, float]]]:
     return {text: as_dict(figures) for text, figures in effects.items()}
 
 
-def _figure_rows(figures: dict[str, dict[str, float]]) -> str:
-    return "\n".join(
-        f"| {name} | {100 * f['value']:.1f} % | {100 * f['low']:.1f} to {100 * f['high']:.1f} % | {int(f['n'])} |"
-        for name, f in figures.items()
-    )
+def _figures_table(figures: dict[str, dict[str, float]]) -> str:
+    table = Table(["figure", "value", "interval", "n"])
+    for name, f in figures.items():
+        table.add_row(name, f"{100 * f['value']:.1f} %", f"{100 * f['low']:.1f} to {100 * f['high']:.1f} %", str(int(f["n"])))
+    return table.to_markdown()
 
 
-def _effect_rows(effects: dict[str, dict[str, dict[str, float]]], names: dict[str, str]) -> str:
+def _effects_table(effects: dict[str, dict[str, dict[str, float]]], names: dict[str, str], columns: Sequence[str]) -> str:
     def cell(f: dict[str, float]) -> str:
         return f"{100 * f['value']:.1f} % [{100 * f['low']:.1f}, {100 * f['high']:.1f}] (n = {int(f['n'])})"
 
-    return "\n".join(
-        f"| {names[text]} | `{text}` | {' | '.join(cell(figure) for figure in by_task.values())} |"
-        for text, by_task in effects.items()
-    )
+    rows = [[names[text], f"`{text}`", *map(cell, by_task.values())] for text, by_task in effects.items()]
+    return Table(["", "intervention", *columns], rows).to_markdown()
 
 
 def _phases(content: Record) -> str:
@@ -121,9 +193,7 @@ def _phases(content: Record) -> str:
 Needles of the kind it was trained on, among three others: found in one hop, and through a link that names another needle (two
 hops). The last prompt token counts as answering.
 
-| | intervention | one hop | two hops |
-|---|---|---|---|
-{_effect_rows(content["phases"], PHASES)}
+{_effects_table(content["phases"], PHASES, ["one hop", "two hops"])}
 """
 
 
@@ -136,23 +206,30 @@ Exact match of the greedy answer, with 95 % Wilson intervals. Samples come from 
 draws from. `niah_L_...` has prompts of about L tokens. An answer must be the likeliest of the whole vocabulary; a model that
 knows the form of the answer alone has 25 % of the letters and 50 % of the judgements.
 
-| figure | value | interval | n |
-|---|---|---|---|
-{_figure_rows(content["figures"])}
+{_figures_table(content["figures"])}
 
 ## What silencing parts of it does
 
 Needles found among three distractors in prompts of about {content["longest_document_tokens"]} tokens, and closed-book facts
 completed (top-1 over the whole vocabulary); the intervention acts in prefill and in decode.
 
-| | intervention | needles found | facts |
-|---|---|---|---|
-{_effect_rows(content["effects"], CONDITIONS)}
+{_effects_table(content["effects"], CONDITIONS, ["needles found", "facts"])}
 {_phases(content)}"""
 
 
-def text(content: Record) -> str:
+def card_text(content: Record) -> str:
+    """Return the model card as Markdown."""
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    training = [
+        ["recipe hash", f"`{content['recipe_hash']}` (`recipe.yaml` beside this card)"],
+        ["seed", str(content["seed"])],
+        ["steps", str(content["steps"])],
+        ["threads", str(content["threads"])],
+        ["optimiser", content.get("optimiser", "see `recipe.yaml`")],
+        ["wall time", f"{content['train_minutes']} minutes"],
+        ["longest document", f"{content['longest_document_tokens']} tokens"],
+        ["versions", versions],
+    ]
     return f"""# {content["name"]}
 
 {content["about"]}
@@ -161,24 +238,15 @@ A {content["architecture"]} of {content["parameters"]:,} parameters, trained fro
 (generated text, no outside data). It speaks that language only. Load it with
 `AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, or by its name with `needlework.load`.
 
-| training | |
-|---|---|
-| recipe hash | `{content["recipe_hash"]}` (`recipe.yaml` beside this card) |
-| seed | {content["seed"]} |
-| steps | {content["steps"]} |
-| threads | {content["threads"]} |
-| optimiser | {content.get("optimiser", "see `recipe.yaml`")} |
-| wall time | {content["train_minutes"]} minutes |
-| longest document | {content["longest_document_tokens"]} tokens |
-| versions | {versions} |
+{Table(["training", ""], training).to_markdown()}
 
 {_measured(content)}
 ![training curve](curve.png)
 """
 
 
-def picture(path: Path, recipe: Recipe, progress: Progress) -> None:
-    """Loss and the followed accuracies against the step, as a small PNG."""
+def plot_training(path: Path, recipe: Recipe, progress: TrainingProgress) -> None:
+    """Write a PNG of training loss and held-out accuracies against the step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
@@ -197,27 +265,27 @@ def picture(path: Path, recipe: Recipe, progress: Progress) -> None:
     canvas.savefig(path)
 
 
-def write(out: Path, recipe: Recipe, progress: Progress, content: Record) -> None:
-    """figures.json comes last and whole: its presence says that the directory is complete."""
+def write_card(out: Path, recipe: Recipe, progress: TrainingProgress, content: Record) -> None:
+    """Write recipe, plot, card and figures.json; the latter atomically and last, since it marks a complete directory."""
     (out / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
-    picture(out / "curve.png", recipe, progress)
+    plot_training(out / "curve.png", recipe, progress)
     _write_record(out, content)
 
 
 def _write_record(out: Path, content: Record) -> None:
-    (out / "README.md").write_text(text(content), encoding="utf-8")
+    (out / "README.md").write_text(card_text(content), encoding="utf-8")
     unfinished = out / f"{RECORD}.tmp"
     unfinished.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     unfinished.replace(out / RECORD)
 
 
-def renew(folder: Path, samples: int = 1000) -> None:
-    """`python -m needlework.training.card DIR`: measure a trained model again, and rewrite its card."""
+def renew_card(folder: Path, samples: int = 1000) -> None:
+    """Measure a trained model again and rewrite its card (`python -m needlework.training.card DIR`)."""
     content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    recipe, longest = read(folder / "recipe.yaml"), content["longest_document_tokens"]
+    recipe, longest = read_recipe(folder / "recipe.yaml"), content["longest_document_tokens"]
     content["measured"] = True
     content["figures"] = as_dict(figures_of(folder, longest, samples))
-    content["effects"] = as_dicts(measure(folder, longest, per_depth=max(1, samples // 25), relation=relation_of(recipe)))
+    content["effects"] = as_dicts(measure_effects(folder, longest, max(1, samples // 25), relation=relation_of(recipe)))
     if in_phases := phases_of(folder, recipe, samples):
         content["phases"] = as_dicts(in_phases)
     _write_record(folder, content)
@@ -225,4 +293,4 @@ def renew(folder: Path, samples: int = 1000) -> None:
 
 if __name__ == "__main__":
     for place in sys.argv[1:]:
-        renew(Path(place))
+        renew_card(Path(place))

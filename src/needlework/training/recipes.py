@@ -1,4 +1,4 @@
-"""Recipes: everything that decides what a zoo model becomes. The hash of a recipe names the training it describes."""
+"""Recipes of zoo models: architecture, data, curriculum and optimiser. The hash of a recipe identifies a training."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from needlework.errors import ZooError, did_you_mean
 from needlework.toy.needles import RELATION_NAMES
 from needlework.toy.words import NAMES
-from needlework.training.documents import DATA_VERSION, ITEM_KINDS, ITEM_SHARES, ROW_KINDS
-from needlework.training.rows import Diet
+from needlework.training.documents import DATA_VERSION, ITEM_KINDS, ITEM_SHARES, ROW_KINDS, DocumentMix
 
 Share = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
-SHORTEST_ROW = 48  # the longest single item of a short row must have room
-TRAINING = ("stages", "items", "answer_weight", "batch_tokens", "steps", "optimiser")  # all but the model and its seed
-SHORTEST_LONGEST = 128  # cards ask for a needle among eight others, and read four of them twice
+SHORTEST_ROW = 48  # the longest item of a short row must fit
+TRAINING = ("stages", "items", "answer_weight", "batch_tokens", "steps", "optimiser")  # keys that `trained_like` copies
+SHORTEST_LONGEST = 128  # card prompts hold nine needles, or four of them twice (jrt)
 
 
 class _Strict(BaseModel):
@@ -44,12 +43,15 @@ def _rising(ends: list[float], what: str) -> None:
 
 
 class Stage(_Strict):
-    """One part of the curriculum: up to share `until` of all steps, rows have one of `lengths` and these kinds.
+    """One stage of the curriculum, up to the share `until` of all steps.
 
-    `relations` are the kinds of needle. Retrieval emerges sooner when the first stage has one kind only.
-    `attention_dropout` is the ordinary one: each attention weight of each head is left out with this probability, instead
-    of the one that `config` says. Of rows of the kind "hops", `names` is how many names they are about (a look-up by name
-    emerges far sooner among few), `said` the share of documents whose links say their value.
+    Attributes:
+        lengths: Row lengths in tokens, one of which is drawn for each step.
+        rows: Shares of row kinds.
+        relations: Kinds of needle. Retrieval emerges sooner if the first stage has only one kind.
+        attention_dropout: Dropout of attention weights, instead of the value in `config`.
+        names: Number of names in "hops" rows; look-up by name emerges much sooner with few names.
+        said: Share of "hops" documents whose links state their value.
     """
 
     until: Annotated[float, Field(gt=0, le=1)]
@@ -73,17 +75,18 @@ class Stage(_Strict):
 
 
 class Cycle(_Strict):
-    """One warm-up and fall of the learning rate, up to share `until` of all steps, from `peak` times the optimiser's peak."""
+    """One cycle of warm-up and cosine decay, up to the share `until` of all steps, at `peak` times the peak learning rate."""
 
     until: Annotated[float, Field(gt=0, le=1)]
     peak: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
 class Optimiser(_Strict):
-    """AdamW with linear warm-up and a cosine down to `final_lr_share` of the peak, once or in `cycles`.
+    """AdamW with linear warm-up and cosine decay to `final_lr_share` of the peak, once or in `cycles`.
 
-    A cycle starts with a fresh optimiser: a recipe that is made longer by one leaves its first part as it was, bit for bit.
-    With `matrix_lr`, linear maps inside the model are trained by Muon at that peak, all else by AdamW at `lr`.
+    Each cycle resets the optimiser's state, so that a recipe can be extended by a cycle without changing its first part. With
+    `matrix_lr`, linear layers except the output head are trained by Muon with that peak learning rate, all other parameters by
+    AdamW with `lr`.
     """
 
     lr: Annotated[float, Field(gt=0)]
@@ -103,14 +106,18 @@ class Optimiser(_Strict):
 
 
 class Recipe(_Strict):
-    """A model class of transformers, its configuration, its data and its optimiser.
+    """Complete description of a training.
 
-    `config` is handed to the class's own configuration; vocabulary size and special token ids are filled in.
-    `initial_std` sets how large parameters start, by a part of their name; the class decides about all others. Where all
-    start at 1/sqrt(width), attention and feed-forward layers write ten times as much into the residual stream as embeddings
-    and convolutions do, and tokens are lost in it. `initial_range` does the same for vectors: their entries start evenly
-    spaced between two ends (a state-space layer's `dt_bias`, say, which decides how far back each of its heads can see).
-    Training is done on one thread unless `threads` says otherwise: sums depend on the thread count, weights too.
+    Attributes:
+        architecture: Model class of transformers.
+        config: Arguments of its configuration, without vocabulary size and special token ids, which are filled in.
+        initial_std: Part of a parameter name -> initial standard deviation of matching matrices; others keep the class's
+            initialisation. With 1/sqrt(width) for all, attention and feed-forward layers write ten times as much to the
+            residual stream as embeddings and convolutions, and token information is lost.
+        initial_range: Part of a parameter name -> ends between which the entries of matching vectors are evenly spaced, e.g.
+            `dt_bias` of a state-space layer, which sets how far back each of its heads remembers.
+        answer_weight: Loss weight of answer tokens; other tokens have 1.
+        threads: CPU threads; floating-point sums, and thus weights, depend on their number.
     """
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
@@ -144,7 +151,7 @@ class Recipe(_Strict):
 
     @property
     def longest(self) -> int:
-        """The longest training document, in tokens."""
+        """Number of tokens of the longest training document."""
         return max(length for stage in self.stages for length in stage.lengths)
 
     def stage_at(self, step: int) -> Stage:
@@ -152,7 +159,7 @@ class Recipe(_Strict):
         return next((stage for stage in self.stages if share < stage.until), self.stages[-1])
 
     def cycle_at(self, step: int) -> tuple[int, int, float]:
-        """First step, end and peak of the cycle that a step lies in."""
+        """Return first step, end (exclusive) and relative peak of the cycle that contains a step."""
         start = 0
         for cycle in self.optimiser.cycles:
             end = round(cycle.until * self.steps)
@@ -161,19 +168,19 @@ class Recipe(_Strict):
             start = end
         return start, end, cycle.peak
 
-    def diet(self, stage: Stage) -> Diet:
+    def document_mix(self, stage: Stage) -> DocumentMix:
         own = {key: value for key in ("names", "said") if (value := getattr(stage, key)) is not None}
-        return Diet(stage.rows, self.items, self.answer_weight, tuple(stage.relations), **own)
+        return DocumentMix(stage.rows, self.items, self.answer_weight, tuple(stage.relations), **own)
 
     def changed(self, *, steps: int | None = None, seed: int | None = None) -> Recipe:
-        """The same recipe with other steps or seed: another training, so another hash."""
+        """Return the recipe with other steps or another seed; its hash differs."""
         new = {key: value for key, value in (("steps", steps), ("seed", seed)) if value is not None}
-        return checked({**self.model_dump(), **new}, f"recipe {self.name}")
+        return validate_recipe({**self.model_dump(), **new}, f"recipe {self.name}")
 
     def hash(self) -> str:
-        """12 hex digits over all that decides the weights; the name and the description do not."""
+        """Return 12 hex digits over everything that determines the weights, i.e. all but name and description."""
         content = {**self.model_dump(mode="json", exclude={"name", "about"}), "data_version": DATA_VERSION}
-        for unsaid in ("initial_std", "initial_range"):  # says nothing, so it names nothing
+        for unsaid in ("initial_std", "initial_range"):  # defaults are left out: recipes from before these keys keep their hash
             if not content[unsaid]:
                 del content[unsaid]
         for stage in content["stages"]:
@@ -207,17 +214,18 @@ def _explain(error: ValidationError, source: str) -> ZooError:
 
 
 def _with_training(content: dict[Any, Any], source: str) -> dict[Any, Any]:
-    """`trained_like: NAME` stands for what that built-in recipe says of its training; what a recipe says itself goes first."""
+    """Replace `trained_like: NAME` by the training keys of that built-in recipe; keys of the recipe itself take precedence."""
     if "trained_like" not in content:
         return content
     own = {key: value for key, value in content.items() if key != "trained_like"}
     name = content["trained_like"]
-    if name not in builtin():
-        raise ZooError(f"{source}: trained_like names no built-in recipe: {did_you_mean(str(name), builtin())}")
-    return {**find(name).model_dump(include=set(TRAINING)), **own}
+    if name not in builtin_recipes():
+        raise ZooError(f"{source}: trained_like names no built-in recipe: {did_you_mean(str(name), builtin_recipes())}")
+    return {**find_recipe(name).model_dump(include=set(TRAINING)), **own}
 
 
-def checked(content: Any, source: str) -> Recipe:
+def validate_recipe(content: Any, source: str) -> Recipe:
+    """Return the recipe with this content; raise an error that names `source` and all faults."""
     if not isinstance(content, dict):
         raise ZooError(f"{source}: a recipe is a mapping of keys to values; see an existing one for its shape")
     try:
@@ -227,7 +235,7 @@ def checked(content: Any, source: str) -> Recipe:
 
 
 class _Yaml(yaml.SafeLoader):
-    """Safe YAML in which 1e-6 is a number, as people expect; PyYAML takes it for text unless it is written 1.0e-6."""
+    """Safe YAML loader that reads 1e-6 as a number; PyYAML reads it as text unless it is written 1.0e-6."""
 
 
 _Yaml.add_implicit_resolver(
@@ -235,31 +243,31 @@ _Yaml.add_implicit_resolver(
 )
 
 
-def read(path: Path) -> Recipe:
-    """A recipe from a YAML file of your own."""
+def read_recipe(path: Path) -> Recipe:
+    """Read a recipe from a YAML file."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), _Yaml)
     except OSError as error:
         raise ZooError(f"cannot read recipe {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ZooError(f"{path} is not valid YAML: {error}") from None
-    return checked(content, str(path))
+    return validate_recipe(content, str(path))
 
 
-def builtin() -> tuple[str, ...]:
-    """Names of the recipes that come with the package."""
+def builtin_recipes() -> tuple[str, ...]:
+    """Return the names of the recipes in the package."""
     folder = resources.files("needlework.zoo") / "recipe_files"
     return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
 
 
-def find(name_or_path: str | Path) -> Recipe:
-    """A built-in recipe by name, or your own by the path of its YAML file."""
+def find_recipe(name_or_path: str | Path) -> Recipe:
+    """Return a built-in recipe by name, or read one from the path of a YAML file."""
     text = str(name_or_path)
-    if text in builtin():
+    if text in builtin_recipes():
         entry = resources.files("needlework.zoo") / "recipe_files" / f"{text}.yaml"
-        return checked(yaml.safe_load(entry.read_text(encoding="utf-8")), f"recipe {text}")
+        return validate_recipe(yaml.safe_load(entry.read_text(encoding="utf-8")), f"recipe {text}")
     if isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
-        return read(Path(text))
+        return read_recipe(Path(text))
     raise ZooError(
-        f"unknown recipe {text!r}: {did_you_mean(text, builtin())} (or give the path of a recipe file ending in .yaml)"
+        f"unknown recipe {text!r}: {did_you_mean(text, builtin_recipes())} (or give the path of a recipe file ending in .yaml)"
     )

@@ -1,0 +1,358 @@
+"""Select the trials of one model under one boundary, and estimate accuracies and retained shares from them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from needlework import stats
+from needlework.analysis.conditions import Condition, few_heads_rank, place, same, ways
+from needlework.analysis.findings import Silenced
+from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, Want
+from needlework.interventions import Intervention
+from needlework.stats import Estimate, Interaction
+
+Floats = NDArray[np.float64]
+Key = TypeVar("Key", bound=Hashable)
+SITES = ("memory", "block")
+BOUNDARIES = ("decode", "prefill", "")  # order of preference for verdicts where several were run
+AGAINST = ("context", "all", "absent")  # order of preference: telling values in the context apart needs binding
+NEEDLE = {"generate": "niah", "choices": "niah_choice"}
+LINKED = "linked"  # kind of the multi-hop retrieval task
+KNOWLEDGE = ("cloze_choice", "letter", "letter_lookup", "cloze", "lm-eval")  # kinds of task in order of preference
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Scores of the same samples with and without an intervention; all arrays are [samples]."""
+
+    after: Floats
+    before: Floats
+    clusters: Ints
+    chance: float
+
+    @property
+    def raw(self) -> Estimate:
+        """The retained share, after / before."""
+        return stats.retained(self.after, self.before, self.clusters)
+
+    @property
+    def corrected(self) -> Estimate:
+        """The chance-corrected retained share, (after - chance) / (before - chance)."""
+        return stats.retained(self.after, self.before, self.clusters, self.chance)
+
+
+@dataclass(frozen=True)
+class ModelTrials:
+    """Trials of one model with one boundary (the phase of the last prompt token), and its scored trials, which have none."""
+
+    frame: Frame
+    model: str
+    boundary: str = "decode"
+    judged: bool = True  # the boundary that verdicts prefer; scored trials are drawn only with it
+
+    @property
+    def note(self) -> str:
+        """Remark that names a boundary other than decode."""
+        return "" if self.boundary in ("decode", "") else f"boundary: {self.boundary}"
+
+    def titled(self, title: str) -> str:
+        """Return a title with the boundary added unless it is decode."""
+        return ", ".join(part for part in (title if title != self.model or not self.note else "", self.note) if part)
+
+    @property
+    def name(self) -> str:
+        """The model, with its boundary unless it is decode."""
+        return f"{self.model} · {self.note}" if self.note else self.model
+
+    @property
+    def heads(self) -> int:
+        """Number of heads per layer; if the store does not record it, the largest k of any condition."""
+        known = self.frame.heads(self.model)
+        return known or max((c.k or 0 for c in self.conditions if c.kind == "heads"), default=0)
+
+    def kept_share(self, condition: Condition) -> str:
+        """Format the number of heads kept: `1 of 4 heads (25 %)`."""
+        kept = condition.kept(self.heads) or 0
+        return f"{kept} of {self.heads} heads ({stats.percent(kept / self.heads)})" if self.heads else "no heads"
+
+    @cached_property
+    def conditions(self) -> list[Condition]:
+        return [place(text) for text in self.frame.distinct("text", model=self.model)]
+
+    def conditions_of(self, kind: str, **wanted: Any) -> list[Condition]:
+        """Return the conditions of this kind whose fields have these values."""
+        wanted["kind"] = kind
+        return [c for c in self.conditions if all(getattr(c, field) == value for field, value in wanted.items())]
+
+    def text_by_place(self, pairs: Iterable[tuple[Key, Condition]]) -> dict[Key, str]:
+        """Return one intervention per key (a place on a figure's axis): of equivalent texts, the one with more trials."""
+        chosen: dict[Key, str] = {}
+        for key, condition in pairs:
+            if key not in chosen or len(self.retrieval(condition.text)) > len(self.retrieval(chosen[key])):
+                chosen[key] = condition.text
+        return chosen
+
+    # Selections of trials. Each names the values of every field of Group.
+
+    @cached_property
+    def needle_kinds(self) -> dict[str, str]:
+        """Mode -> kind of the retrieval task: needle in a haystack, or another kind if it is the only one that was run."""
+        kinds = self.frame.distinct("mode", "kind", model=self.model, ability="retrieval")
+        families = {kind.removesuffix("_choice") for _, kind in kinds}
+        return NEEDLE if NEEDLE["generate"] in families or len(families) != 1 else {**NEEDLE, **dict(kinds)}
+
+    def needle_pick(self, text: str, mode: str = "generate", layout: str = "plain", in_window: Want[bool] = True) -> Pick:
+        """Return the selection of one-hop needle trials under an intervention.
+
+        Task names, settings, lengths and depths are pooled. A forced choice is scored against one set of options only, the
+        first of AGAINST that was run.
+        """
+        kind = self.needle_kinds[mode]
+        settings = self.frame.distinct("setting", model=self.model, kind=kind, mode=mode)
+        options = self.frame.distinct("against", model=self.model, kind=kind, mode=mode, text=text, layout=layout)
+        against = next((name for name in AGAINST if name in options), "")
+        pick = self._pick("retrieval", kind, mode, against, text, layout, form="", in_window=in_window)
+        return replace(pick, setting=[setting for setting in settings if one_hop(setting)])
+
+    def _pick(
+        self, ability: str, kind: str, mode: str, against: str, text: str, layout: str, form: str, in_window: Want[bool]
+    ) -> Pick:
+        """Return the selection of one kind of task, pooled over task names, settings and samples."""
+        return Pick(
+            model=self.model,
+            ability=ability,
+            kind=kind,
+            task=ALL,
+            setting=ALL,
+            mode=mode,
+            against=against,
+            text=text,
+            boundary=self.boundary if mode == "generate" else "",
+            layout=layout,
+            form=form,
+            in_window=in_window,
+            **ANY_SAMPLE,
+        )
+
+    def retrieval(self, text: str, mode: str = "generate", layout: str = "plain", in_window: bool = True) -> Ints:
+        """Return the needle trials under an intervention (see `needle_pick`)."""
+        return self.frame.rows(self.needle_pick(text, mode, layout, in_window))
+
+    @cached_property
+    def hops(self) -> dict[int, list[str]]:
+        """Number of hops -> settings of its tasks; one hop includes needle tasks of the same relations.
+
+        Empty if no multi-hop task was run.
+        """
+        asked: dict[int, list[str]] = {1: []}
+        for setting in self.frame.distinct("setting", model=self.model, kind=LINKED, mode="generate"):
+            asked.setdefault(_option(setting, "hops"), []).append(setting)
+        relations = {_option(setting, "relation") for settings in asked.values() for setting in settings}
+        for setting in self.frame.distinct("setting", model=self.model, kind=NEEDLE["generate"], mode="generate"):
+            if _option(setting, "relation") in relations and one_hop(setting):
+                asked[1].append(setting)
+        return asked if len(asked) > 1 else {}
+
+    def in_hops(self, hops: int, text: str) -> Ints:
+        """Return the trials whose answer is this many hops away from the queried name, inside the window."""
+        kind = NEEDLE["generate"] if hops == 1 else LINKED
+        pick = self._pick("retrieval", kind, "generate", "", text, "plain", form="", in_window=True)
+        return self.frame.rows(replace(pick, setting=self.hops.get(hops, [])))
+
+    def needle_tasks(self, texts: Iterable[str], mode: str = "generate") -> list[tuple[str, str]]:
+        """Return (name, setting) of the needle tasks that were run under these interventions."""
+        numbers = [g for text in texts for g in self.frame.matching(self.needle_pick(text, mode))]
+        return list(dict.fromkeys((self.frame.groups[g].task, self.frame.groups[g].setting) for g in numbers))
+
+    def baseline(self, texts: Iterable[str]) -> Estimate:
+        """Return retrieval without intervention on the same tasks that were run under these interventions."""
+        asked = set(self.needle_tasks(texts))
+        numbers = self.frame.matching(self.needle_pick("none"))
+        same_tasks = [g for g in numbers if (self.frame.groups[g].task, self.frame.groups[g].setting) in asked]
+        return self.accuracy(self.frame.of_groups(same_tasks))
+
+    def knowledge_kinds(self, form: str) -> list[tuple[str, str]]:
+        """Return (kind, mode) of the knowledge tasks of this form, the one that verdicts use first.
+
+        Forced-choice tasks come before generating ones, and the toy world's before lm-eval's.
+        """
+        kinds = self.frame.distinct("kind", "mode", model=self.model, ability="knowledge", form=form)
+        order = {kind: i for i, kind in enumerate(KNOWLEDGE)}
+        return sorted(kinds, key=lambda pair: (pair[1] != "choices", order.get(pair[0], len(order)), pair[0]))
+
+    def knowledge(self, text: str, form: str, which: int = 0) -> Ints:
+        """Return the trials of one kind of knowledge task (number `which` of `knowledge_kinds`), pooled over its tasks."""
+        kinds = self.knowledge_kinds(form)
+        if which >= len(kinds):
+            return np.zeros(0, dtype=np.int64)
+        kind, mode = kinds[which]
+        against = "all" if mode == "choices" else ""
+        return self.frame.rows(self._pick("knowledge", kind, mode, against, text, "plain", form, in_window=ALL))
+
+    def forms(self) -> list[str]:
+        """Return the forms of the knowledge tasks that were run."""
+        asked = self.frame.distinct("form", model=self.model, ability="knowledge")
+        return [form for form in ("cloze", "letter", "lookup", "judgement", "") if form in asked]
+
+    # Estimates.
+
+    def accuracy(self, rows: Ints, score: str = "correct") -> Estimate:
+        return stats.accuracy(self.frame.values(score, rows))
+
+    def pairs(self, rows: Ints, base: Ints) -> Pairs:
+        """Pair trials with the base trials of the same sample; trials without a partner or a score are dropped."""
+        by_sample = np.full(int(self.frame.sample.max(initial=0)) + 1, np.nan)
+        by_sample[self.frame.sample[base]] = self.frame.values("correct", base)
+        before, after = by_sample[self.frame.sample[rows]], self.frame.values("correct", rows)
+        both = ~(np.isnan(before) | np.isnan(after))
+        return Pairs(after[both], before[both], self.frame.cluster[rows][both], self.frame.chance(rows[both]))
+
+    def retained(self, text: str) -> Pairs:
+        """Return retrieval under an intervention, paired with the baseline."""
+        return self.pairs(self.retrieval(text), self.retrieval("none"))
+
+    def retained_knowledge(self, text: str, form: str, which: int = 0) -> Pairs:
+        return self.pairs(self.knowledge(text, form, which), self.knowledge("none", form, which))
+
+    def heads_off(self, phase: str = "both") -> Condition | None:
+        """Return the condition that zeroes all heads; of equivalent ones, the one with more trials."""
+        off = [c for c in self.conditions_of("heads", phase=phase) if c.attention_off]
+        return max(off, key=lambda c: len(self.retrieval(c.text)) + len(self.retrieval(c.text, "choices")), default=None)
+
+    def few_heads(self, phase: str = "both") -> Condition | None:
+        """Return the condition that keeps about 15 % of the heads (`few_heads_rank`), by the preferred way to select heads."""
+        order = ways()
+        near = [
+            (order.index(c.way), rank, c.fraction is None, c)
+            for c in self.conditions_of("heads", phase=phase)
+            if c.way in order and (kept := c.kept(self.heads)) and (rank := few_heads_rank(kept, self.heads))
+        ]
+        return min(near, key=lambda found: found[:3], default=(None,))[-1]
+
+    def retained_by_heads(self, way: str, ranking: str = "") -> dict[int, Estimate]:
+        """Return the retained share of retrieval per number of heads kept in both phases, pooled over random seeds.
+
+        Args:
+            way: How heads are selected (`Condition.way`).
+            ranking: Text of the ranking, if `way` is "ranking"; "" for any.
+        """
+        texts: dict[int, dict[int, list[str]]] = {}
+        for c in self.conditions_of("heads", phase="both", way=way):
+            if (kept := c.kept(self.heads)) and ranking in ("", c.by):
+                texts.setdefault(kept, {}).setdefault(c.seed, []).append(c.text)
+        base = self.retrieval("none")
+        points = {}
+        for kept, by_seed in sorted(texts.items()):
+            # of equivalent texts (k=2, fraction=0.125) only the one with more trials is used
+            rows = [max((self.retrieval(text) for text in same), key=len) for same in by_seed.values()]
+            pairs = self.pairs(np.concatenate(rows), base)
+            if len(pairs.after):
+                points[kept] = pairs.raw
+        return points
+
+    def text_of(self, wanted: Intervention) -> str | None:
+        """Return the text under which an equivalent intervention was run; of several, the one with more trials."""
+        texts = [c.text for c in self.conditions if same(c.text, wanted)]
+        return max(texts, key=lambda text: len(self.retrieval(text)), default=None)
+
+    def reading_twice(self) -> Estimate:
+        """Return the gain in baseline retrieval from repeating the prompt (jrt - plain), paired by needle and haystack."""
+        once, twice = (self._by_needle(self.retrieval("none", layout=layout)) for layout in ("plain", "jrt"))
+        both = [key for key in once if key in twice]
+        clusters = [key[1] for key in both]
+        return stats.gain([twice[key] for key in both], [once[key] for key in both], clusters)
+
+    def _by_needle(self, rows: Ints) -> dict[tuple[Any, ...], float]:
+        """Return the score of each needle by a key that does not depend on the prompt's layout."""
+        found = {}
+        for row, right in zip(rows.tolist(), self.frame.values("correct", rows).tolist(), strict=True):
+            group = self.frame.groups[int(self.frame.group[row])]
+            found[group.setting, int(self.frame.cluster[row]), group.context_tokens, group.depth_percent] = right
+        return found
+
+    def silenced(self, layout: str) -> Silenced:
+        """Return retrieval with all heads zeroed, for prompts of this layout."""
+        off = self.heads_off()
+        if off is None:
+            return Silenced()
+        choices = self.retrieval(off.text, "choices", layout)
+        exact = self.accuracy(self.retrieval(off.text, layout=layout))
+        return Silenced(exact, self.accuracy(choices), self.frame.chance(choices))
+
+    def recurrent_off(self) -> Condition | None:
+        """Return the condition that ablates the recurrent side, at the preferred site (memory before block)."""
+        conditions = self.conditions_of("recurrent", phase="both")
+        return min(conditions, key=lambda c: SITES.index(c.site), default=None)
+
+    def sides(self, ability: str) -> stats.Side | None:
+        """Return one ability with no ablation, attention ablated and recurrence ablated, on the samples common to all.
+
+        Args:
+            ability: "retrieval", or anything else for knowledge in its first form.
+        """
+        attention, recurrent = self.heads_off(), self.recurrent_off()
+        if attention is None or recurrent is None:
+            return None
+        form = (self.forms() or [""])[0]
+        texts = ("none", attention.text, recurrent.text)
+        rows = [self.retrieval(t) if ability == "retrieval" else self.knowledge(t, form) for t in texts]
+        common = np.intersect1d(self.frame.sample[rows[1]], self.frame.sample[rows[2]])
+        keep = [r[np.isin(self.frame.sample[r], common)] for r in rows[1:]]
+        keep = [r[np.argsort(self.frame.sample[r], kind="stable")] for r in keep]
+        first, second = self.pairs(keep[0], rows[0]), self.pairs(keep[1], rows[0])
+        if len(first.after) == 0 or len(first.after) != len(second.after):
+            return None
+        return stats.Side(first.before, first.after, second.after, first.clusters, first.chance)
+
+    def interaction(self) -> Interaction | None:
+        """Return the interaction of ablated side and ability; None if not run or if a baseline is at or below chance."""
+        retrieval, knowledge = self.sides("retrieval"), self.sides("knowledge")
+        if retrieval is None or knowledge is None or np.mean(knowledge.base) <= knowledge.chance:
+            return None
+        return stats.interaction(retrieval, knowledge) if np.mean(retrieval.base) > 0 else None
+
+    def swapped(self, half: str, in_window: bool) -> Ints:
+        """Return the needle trials with this half of the cache (kv, recurrent or both) swapped with the twin's."""
+        texts = [c.text for c in self.conditions_of("swap", half=half)]
+        parts = [self.retrieval(text, in_window=in_window) for text in texts]
+        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+
+    def follows_kv(self, in_window: bool) -> Estimate:
+        """Return the share of answers that agree with the KV cache: the twin's if it was swapped, else the prompt's own."""
+        kv, recurrent = self.swapped("kv", in_window), self.swapped("recurrent", in_window)
+        values = [self.frame.values("follows_twin", kv), self.frame.values("correct", recurrent)]
+        return stats.accuracy(np.concatenate(values))
+
+    def limits(self, both: bool = False) -> list[tuple[int, Estimate]]:
+        """Return (tokens, retrieval) under `limit_context` in prefill (in both phases if `both`), sorted, without sinks."""
+        limits = self.conditions_of("limit", sinks=0)
+        texts = self.text_by_place((int(c.prefill), c) for c in limits if c.prefill and c.decode == (c.prefill if both else ""))
+        points = [(tokens, self.accuracy(self.retrieval(text))) for tokens, text in texts.items()]
+        return sorted((point for point in points if point[1].n), key=lambda point: point[0])
+
+
+def _option(setting: str, name: str) -> Any:
+    return (json.loads(setting) if setting else {}).get(name)
+
+
+def one_hop(setting: str) -> bool:
+    """Return whether a task's answer is in a single needle; multi-hop retrieval is counted separately."""
+    return _option(setting, "hops") in (None, 1)
+
+
+def by_boundary(frame: Frame, model: str) -> list[ModelTrials]:
+    """Return a model's trials per boundary with generated answers, the one that verdicts prefer first."""
+    generated = frame.distinct("boundary", model=model, mode="generate")
+    boundaries = [boundary for boundary in BOUNDARIES if boundary in generated] or ["decode"]
+    return [ModelTrials(frame, model, boundary, boundary == boundaries[0]) for boundary in boundaries]
+
+
+def by_model_and_boundary(frame: Frame) -> list[ModelTrials]:
+    return [trials for model in frame.models for trials in by_boundary(frame, model)]

@@ -1,1 +1,0 @@
-"""The doctor: the laws that numbers rest on, tried on one model before anyone believes a number of it."""

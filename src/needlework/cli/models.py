@@ -1,0 +1,265 @@
+"""Commands about one model: what it is made of, whether it can be trusted, its heads; and how models are made."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from textwrap import fill
+from typing import Annotated
+
+import typer
+
+import needlework as nw
+from needlework.cli.options import (
+    FAILED,
+    MODEL_HELP,
+    Device,
+    Dtype,
+    GpusPerWorker,
+    Interventions,
+    Json,
+    Kernels,
+    Model,
+    Out,
+    Plugins,
+    Ray,
+    Threads,
+    Window,
+    Workers,
+    cluster_options,
+    command,
+    load_plugins,
+    loading_options,
+    show,
+)
+from needlework.terminal import plain, say
+
+
+@command("needlework inspect recurrentgemma-2b")
+def inspect(
+    model: Model,
+    as_json: Json = False,
+    window: Window = None,
+) -> None:
+    """Show what a model is made of: layers, heads, windows, memory and cost of each side. Weights are not needed."""
+    from needlework.inspection import anatomy_of, anatomy_table
+
+    anatomy = anatomy_of(model, window or "transformers")
+    show(anatomy_table(anatomy, model), anatomy.to_dict(), as_json)
+
+
+@command("needlework ask tiny-griffin 'the secret code of ...' --intervene none --intervene 'ablate_attention()'")
+def ask(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The prompt, as the model's own text.")],
+    intervene: Interventions = ["none"],  # noqa: B006
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")] = 40,
+    plugin: Plugins = [],  # noqa: B006
+    as_json: Json = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    window: Window = None,
+    kernels: Kernels = None,
+    threads: Threads = None,
+) -> None:
+    """Ask one prompt under several interventions and show the answers side by side, with their receipts.
+
+    Exit codes: 0 all is done; 1 an answer failed; 2 bad input; 130 stopped.
+    """
+    from needlework.inspection import answers_table
+
+    load_plugins(plugin)
+    interventions = [nw.parse(text) for text in intervene]
+    subject = nw.load(model, **loading_options(device, dtype, window, kernels))
+    answers = subject.generate([prompt] * len(interventions), interventions=interventions, max_new_tokens=max_new_tokens)
+    rows = [
+        {"intervention": str(i), "text": a.text, "finish": a.finish, "error": a.error, "receipt": a.receipt.to_dict()}
+        for i, a in zip(interventions, answers, strict=True)
+    ]
+    show(answers_table(interventions, answers), rows, as_json)
+    raise typer.Exit(FAILED if any(answer.error for answer in answers) else 0)
+
+
+@command("needlework doctor ./my-checkpoint --dtype bfloat16")
+def doctor(
+    model: Model,
+    tokens: Annotated[int, typer.Option(min=64, help="The longest prompt: windows that end beyond are not looked at.")] = 4096,
+    as_json: Json = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    window: Window = None,
+    kernels: Kernels = None,
+    threads: Threads = None,
+) -> None:
+    """Try on a model the laws that every number rests on: a table of what holds, what fails and what does not apply.
+
+    Exit codes: 0 no law fails; 1 one does, so that no number of this model is to be believed; 2 bad input; 130 stopped.
+    """
+    from needlework.inspection import checkup_table
+
+    subject = nw.load(model, **loading_options(device, dtype, window, kernels))
+    found = nw.doctor(subject, most_tokens=tokens, progress=True)
+    show(checkup_table(found), found.to_dict(), as_json)
+    raise typer.Exit(0 if found.sound else FAILED)
+
+
+@command("needlework heads tiny-griffin --out heads-of-griffin")
+def heads(
+    model: Annotated[str | None, typer.Argument(help=f"{MODEL_HELP} --methods needs none.", show_default=False)] = None,
+    by: Annotated[
+        list[str], typer.Option(help="A method, or all; may be repeated. Default: those that look once, and greedy.")
+    ] = [],  # noqa: B006
+    task: Annotated[str, typer.Option(help="niah, recall, or a plan whose retrieval tasks are taken.")] = "niah",
+    samples: Annotated[int, typer.Option(help="Samples that heads are ranked on.")] = 60,
+    held_out: Annotated[int, typer.Option(help="Other samples that rankings are judged on, twice as many in all.")] = 120,
+    seed: Annotated[int, typer.Option(min=0, help="Of the samples; the three after it are used, too.")] = 0,
+    keep: Annotated[float, typer.Option(help="Share of retrieval that the smallest set of heads is to keep.")] = 0.99,
+    share: Annotated[float, typer.Option(help="Share of each layer's heads, for static against dynamic choice.")] = 0.15,
+    judge: Annotated[bool, typer.Option("--judge/--no-judge", help="Judge rankings on held-out samples.")] = True,
+    dynamic: Annotated[bool, typer.Option("--dynamic/--no-dynamic", help="Set static against dynamic choice.")] = True,
+    retest: Annotated[bool, typer.Option("--retest/--no-retest", help="Rank on other samples, too, and compare.")] = True,
+    import_: Annotated[
+        list[Path], typer.Option("--import", help="A ranking to judge: ours, Wu's .json or DuoAttention's .tsv.")
+    ] = [],  # noqa: B006
+    export: Annotated[list[str], typer.Option(help="Write rankings for other programs, too: wu or duo.")] = [],  # noqa: B006
+    recurrent: Annotated[
+        bool, typer.Option("--recurrent", help="The recurrent side instead: its groups, convolutions and states.")
+    ] = False,
+    methods: Annotated[bool, typer.Option("--methods", help="List the methods and do nothing else.")] = False,
+    out: Annotated[Path | None, typer.Option(help="New directory for rankings, numbers, pictures and a page.")] = None,
+    as_json: Json = False,
+    ray: Ray = None,
+    workers: Workers = None,
+    gpus_per_worker: GpusPerWorker = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    window: Window = None,
+    kernels: Kernels = None,
+    threads: Threads = None,
+) -> None:
+    """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
+
+    Rankings are judged on samples that they have not seen. docs/heads.md says what each method and number means. With
+    --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut. On
+    several workers: `needlework heads tiny-griffin --ray --workers 2`.
+    """
+    from needlework.experiments.heads import check_methods, heads_of, opened, recurrent_side_of
+    from needlework.heads import tables
+    from needlework.heads.survey import Settings
+
+    if methods:
+        listed = tables.methods()
+        return show(listed, listed.records(), as_json)
+    if model is None:
+        raise nw.NeedleworkError("which model? e.g. `needlework heads tiny-griffin`; `needlework zoo` lists those that are here")
+    if recurrent and (by or import_ or export):
+        raise nw.NeedleworkError("--recurrent ranks groups of the recurrent side: it goes without --by, --import and --export")
+    tables.check_out(out, export)
+    check_methods(by)
+    settings = Settings(samples, held_out, seed, keep, share, judge, dynamic, retest)
+    name, shown = Path(model).name, not as_json
+    cluster = cluster_options(ray, workers, gpus_per_worker, threads)
+    with opened(model, cluster, **loading_options(device, dtype, window, kernels)) as subject:
+        if recurrent:
+            side = recurrent_side_of(subject, task, samples, seed, progress=shown)
+        else:
+            found = heads_of(subject, by, task, settings, files=import_, name=name, progress=shown)
+    if recurrent:
+        if out:
+            tables.save_recurrent(side, out, name)
+        return show(tables.recurrent_table(side), side.to_dict(), as_json)
+    written = tables.save(found, out, export) if out else []
+    if as_json:
+        return typer.echo(json.dumps(found.to_dict(), indent=1))
+    for table_ in tables.tables(found):
+        show(table_)
+    typer.echo(fill(tables.legend(found), 80))
+    if found.smallest:
+        say(f"smallest set: {found.smallest.text()}", stderr=False)
+    return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None
+
+
+@command("needlework prune tiny-jamba --keep 0.25 --out small-jamba")
+def prune(
+    model: Model,
+    keep: Annotated[
+        str,
+        typer.Option(
+            help="Heads that stay: a number, a share (of heads ranked on the spot), a ranking's file, FILE:10, or '2.0 2.5'."
+        ),
+    ],
+    out: Out,
+    others: Annotated[
+        str, typer.Option(help="What stays of the other heads: none, or window=64,sinks=4 (they stream, weights stay).")
+    ] = "none",
+    samples: Annotated[int, typer.Option(min=0, help="Needles for the card, rounded up to all depths; 0: none.")] = 1000,
+    as_json: Json = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    window: Window = None,
+    kernels: Kernels = None,
+    threads: Threads = None,
+) -> None:
+    """Write a checkpoint that is really smaller: heads leave the weights, kv heads and caches go with their groups.
+
+    The new model is tried against the whole one, read back, measured, and described in its README.md.
+    """
+    from needlework.pruning.card import summary
+
+    loading = loading_options(device, dtype, window, kernels)
+    done = nw.prune(model, keep, out, others=others, samples=samples, progress=not as_json, **loading)
+    typer.echo(json.dumps(done.record, indent=1) if as_json else plain(f"{summary(done.record)}\ncard: {out / 'README.md'}"))
+
+
+@command("needlework zoo")
+def zoo(as_json: Json = False) -> None:
+    """List the models that come with needlework, with their measured figures."""
+    from needlework.inspection import zoo_table
+    from needlework.zoo import catalog
+
+    entries = catalog()
+    show(zoo_table(entries), {name: entry.record for name, entry in entries.items()}, as_json)
+
+
+@command("needlework train tiny-griffin --out my-griffin")
+def train(
+    recipe: Annotated[str, typer.Argument(help="A recipe of the zoo, or a YAML file of your own.")],
+    out: Out,
+    steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's own number.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Instead of the recipe's own seed.")] = None,
+    card: Annotated[bool, typer.Option("--card/--no-card", help="Measure figures for the model card at the end.")] = True,
+) -> None:
+    """Train a zoo recipe or your own. A training that was stopped is taken up again by the same command.
+
+    With --no-card, for trials, nothing is measured at the end: the model can be loaded, and its record says that.
+    """
+    from needlework.training.train import CARD_SAMPLES
+    from needlework.training.train import train as run
+
+    record = run(recipe, out, steps=steps, seed=seed, card_samples=CARD_SAMPLES if card else 0)
+    what = "card" if card else "not measured; a card without figures"
+    say(f"{record['name']}: {record['steps']} steps, {what} in {out / 'README.md'}", stderr=False)
+
+
+@command("needlework study concentration --out runs/concentration --jobs 2")
+def study(
+    file: Annotated[str, typer.Argument(help="A study that comes with needlework, or a YAML file of your own.")],
+    out: Out,
+    jobs: Annotated[int, typer.Option(min=1, help="Models trained at a time, one core each.")] = 1,
+    seed: Annotated[
+        list[int], typer.Option(min=0, help="Training seeds instead of the study's own; give it several times.")
+    ] = [],  # noqa: B006
+    train: Annotated[bool, typer.Option(help="Or ask the models that are trained so far, and train no other.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Train a grid of recipes, run one plan on all of them, and say what retrieval in few heads depends on.
+
+    Two come with needlework: `concentration` (optimiser x number of heads) and `seeds` (tiny-griffin and tiny-jamba anew).
+    """
+    from needlework.training.study import study as run
+    from needlework.training.study import study_numbers
+
+    result = run(file, out, jobs=jobs, training_seeds=seed, train=train, progress=not as_json)
+    typer.echo(json.dumps(study_numbers(result.models), indent=1) if as_json else plain(result.text))
+    if not result.run.sound:
+        raise typer.Exit(FAILED)

@@ -1,0 +1,197 @@
+"""What commands share: options with their help, errors as exit codes, tables, plug-ins."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from typer.core import TyperCommand
+
+from needlework.errors import NeedleworkError, short_repr
+from needlework.files import write_error
+from needlework.terminal import say
+
+if TYPE_CHECKING:
+    from needlework.experiments.ray_executor import Cluster
+
+FAILED, BAD_INPUT, STOPPED = 1, 2, 130
+QUIET_STOP = "stop_quietly"  # the handler of `__main__`, until a command begins
+app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+EXAMPLES: list[str] = []  # one for each command, in the order of the commands
+F = TypeVar("F", bound=Callable[..., None])
+MODEL_HELP = "A directory, a .gguf file, a hub id, or a name from `needlework zoo`."
+Model = Annotated[str, typer.Argument(help=MODEL_HELP)]
+PlanFile = Annotated[str, typer.Argument(metavar="PLAN", help="A plan in YAML, or a shipped one's name (`needlework plans`).")]
+PlanModels = Annotated[
+    list[str],
+    typer.Option("--model", help="Instead of the plan's models; may be repeated. NAME=PATH gives it a name for the tables."),
+]
+Fast = Annotated[bool, typer.Option("--fast", help="Take the plan's reduced grid.")]
+Interventions = Annotated[list[str], typer.Option("--intervene", help="An intervention in text form; may be repeated.")]
+Plugins = Annotated[
+    list[Path], typer.Option("--plugin", help="A Python file that registers interventions or tasks; may be repeated.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+_MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
+RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed.")]
+Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
+Out = Annotated[Path, typer.Option(help="Directory to write into.")]
+
+OutUnlessDry = Annotated[Path | None, typer.Option(help="Directory to write into.")]
+
+
+def _set_threads(context: typer.Context, count: int | None) -> int | None:
+    """Limit torch's threads until the command ends."""
+    if count is not None:
+        import torch
+
+        context.call_on_close(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+        torch.set_num_threads(count)
+    return count
+
+
+_loading = functools.partial(typer.Option, rich_help_panel="How models are loaded (of a plan: all of them, whatever it says)")
+Device = Annotated[str | None, _loading(help="cpu (default), cuda, cuda:1, mps.")]
+Dtype = Annotated[str | None, _loading(help="float32 (default), bfloat16, float16, or auto: what the checkpoint names.")]
+Window = Annotated[str | None, _loading(help="RecurrentGemma's window rule: transformers (default) or deepmind.")]
+Kernels = Annotated[str | None, _loading(help="fast (default), or stock: transformers' own scans.")]
+Threads = Annotated[int | None, _loading(min=1, max=4096, callback=_set_threads, help="Processor threads that torch may use.")]
+_cluster = functools.partial(typer.Option, rich_help_panel="A cluster of several workers (docs/scale.md)")
+_ADDRESS = "Ask workers of a Ray cluster: local (default) is made for this run, auto or HOST:PORT is there."
+Ray = Annotated[str | None, _cluster(metavar="[ADDRESS]", help=_ADDRESS)]
+Workers = Annotated[int | None, _cluster(min=1, help="At most so many. Default: as there is room, now or later.")]
+GpusPerWorker = Annotated[int | None, _cluster(min=1, help="More than 1 where a model is larger than a GPU.")]
+
+
+def command(example: str, name: str | None = None) -> Callable[[F], F]:
+    """Register a command; its help ends with an example."""
+    EXAMPLES.append(example)
+
+    def decorate(function: F) -> F:
+        function.__doc__ = f"{function.__doc__}\n\nExample: `{example}`"
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> None:
+            with exit_on_error():
+                function(*args, **kwargs)
+
+        app.command(name, cls=_Command)(run)
+        return function
+
+    return decorate
+
+
+class _Command(TyperCommand):
+    """A command whose option --ray may stand without an address."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--ray" not in args:
+            return super().parse_args(ctx, args)
+        from needlework.experiments.ray_executor import LOCAL, is_address
+
+        after = args.index("--ray") + 1
+        following = "".join(args[after : after + 1])
+        if following and is_address(following):
+            return super().parse_args(ctx, args)
+        try:
+            return super().parse_args(ctx, [*args[:after], LOCAL, *args[after:]])
+        except Exception as error:  # typer has no public name for a wrong use of a command
+            if "unexpected extra argument" not in str(error).lower() or following.startswith("-"):
+                raise
+            raise typer.BadParameter(
+                f"--ray {short_repr(following)} is no address of a Ray cluster, and without it there is an argument too"
+                " many; give"
+                " --ray alone or --ray local (a cluster of this machine), --ray auto, or --ray HOST:PORT of its head node",
+                ctx,
+            ) from None
+
+
+@contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Convert known errors into a message and an exit code. Anything else is a bug and keeps its traceback."""
+    if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == QUIET_STOP:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, a stop is passed on to whoever must tidy up
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        say("stopped")
+        raise typer.Exit(STOPPED) from None
+    except Exception as error:
+        message = _explain(error)
+        if message is None:
+            raise
+        say(f"error: {message}", style="red")
+        raise typer.Exit(BAD_INPUT) from None
+
+
+def _explain(error: Exception) -> str | None:
+    """Describe an error that the user can do something about: bad input, the file system, memory, a plug-in of theirs."""
+    if isinstance(error, NeedleworkError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        why = f" ({error})" if str(error) else ""
+        return f"out of memory{why}; choose a smaller model or plan, or a smaller --memory"
+    from needlework.plugins import describe_error
+
+    if message := describe_error(error):
+        return message
+    fault = error if isinstance(error, OSError) else write_error(error)
+    if fault is None:
+        return None
+    where = f" ({short_repr(str(fault.filename))})" if fault.filename else ""
+    return f"{fault.strerror or fault}{where}; give another path, or make room there"
+
+
+def loading_options(device: str | None, dtype: str | None, window: str | None, kernels: str | None) -> dict[str, Any]:
+    """Return the options that were given, as keyword arguments of `nw.load`."""
+    options = {"device": device, "dtype": dtype, "window": window, "kernels": kernels}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def cluster_options(address: str | None, workers: int | None, gpus: int | None, threads: int | None) -> Cluster | None:
+    """Return the cluster that --ray asks for, if it was given."""
+    if address is None:
+        if workers or gpus:
+            raise NeedleworkError("--workers and --gpus-per-worker part a cluster; give --ray, too")
+        return None
+    from needlework.experiments.ray_executor import Cluster
+
+    return Cluster(address, workers, gpus or 1, threads or 1)
+
+
+def read_bytes(text: str | None) -> int | None:
+    """ "8GiB" -> bytes."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    if not match or float(match[1]) <= 0:
+        raise NeedleworkError(f"--memory {short_repr(text)} is no amount of memory; write e.g. 8GiB or 500MiB")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+
+
+def show(table: Any, data: Any = None, as_json: bool = False) -> None:
+    """Print a table as wide as its words need (in a narrow terminal lines run over, and no name is cut), or its data as JSON."""
+    if as_json:
+        return typer.echo(json.dumps(data, indent=1))
+    console = Console()
+    console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).minimum)
+    return console.print(table)
+
+
+def load_plugins(plugins: list[Path]) -> None:
+    """Run plug-in files, which register interventions and tasks; warn about those that register nothing."""
+    from needlework.plugins import load
+
+    for file in dict.fromkeys(plugins):
+        if not load(file):
+            say(f"{file} registers nothing; its classes need @needlework.register or @needlework.tasks.task", style="yellow")

@@ -1,0 +1,288 @@
+"""Commands about runs: plans, what they would ask, asking it, and what came of it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import needlework as nw
+from needlework.cli.options import (
+    EXAMPLES,
+    FAILED,
+    Device,
+    Dtype,
+    Fast,
+    GpusPerWorker,
+    Interventions,
+    Json,
+    Kernels,
+    Memory,
+    Model,
+    Out,
+    OutUnlessDry,
+    PlanFile,
+    PlanModels,
+    Plugins,
+    Ray,
+    RetryFailed,
+    Threads,
+    Window,
+    Workers,
+    app,
+    cluster_options,
+    command,
+    exit_on_error,
+    load_plugins,
+    loading_options,
+    read_bytes,
+    show,
+)
+from needlework.terminal import plain, say
+
+
+@command("needlework plans")
+def plans(as_json: Json = False) -> None:
+    """List the plans that come with needlework: what each is about, and the models that it names."""
+    from needlework.experiments.shipped import catalog
+    from needlework.inspection import plans_table
+
+    listed = catalog()
+    rows = [{"name": name, "about": p.about, "models": list(p.models), "file": str(p.path)} for name, p in listed.items()]
+    show(plans_table(listed), rows, as_json)
+
+
+@command("needlework plan 02 --model tiny-griffin")
+def plan(
+    file: PlanFile,
+    model: PlanModels = [],  # noqa: B006
+    fast: Fast = False,
+    plugin: Plugins = [],  # noqa: B006
+    as_json: Json = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    window: Window = None,
+    kernels: Kernels = None,
+    threads: Threads = None,
+) -> None:
+    """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
+    from dataclasses import asdict
+
+    from needlework.experiments.shipped import get
+
+    load_plugins(plugin)
+    checked = get(file, fast=fast, models=model, **loading_options(device, dtype, window, kernels))
+    from needlework.experiments.estimate import describe  # torch comes with it: after the plan is known to be good
+
+    description = describe(checked)
+    typer.echo(json.dumps(asdict(description), indent=1) if as_json else plain(description.text()))
+
+
+# [walk 1] docs/architecture.md
+@command("needlework run 02 --model mine=./my-checkpoint --out runs/sweep")
+def run(
+    file: PlanFile,
+    model: PlanModels = [],  # noqa: B006
+    fast: Fast = False,
+    out: OutUnlessDry = None,
+    memory: Memory = None,
+    retry_failed: RetryFailed = False,
+    doctor: Annotated[str, typer.Option(help="Examine each model first, for the record: quick, full or off.")] = "quick",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show placement, hours and memory; load and run nothing.")] = False,
+    plugin: Plugins = [],  # noqa: B006
+    as_json: Json = False,
+    ray: Ray = None,
+    workers: Workers = None,
+    gpus_per_worker: GpusPerWorker = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    window: Window = None,
+    kernels: Kernels = None,
+    threads: Threads = None,
+) -> None:
+    """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
+
+    Exit codes: 0 all is done; 1 trials of the plan failed, or a condition hid nothing in any of its trials; 2 bad input, or
+    a full disk; 130 stopped.
+    """
+    load_plugins(plugin)
+    loading = loading_options(device, dtype, window, kernels)
+    cluster = cluster_options(ray, workers, gpus_per_worker, threads)
+    if dry_run:
+        from needlework.experiments.estimate import place
+        from needlework.experiments.shipped import get
+
+        placed = place(get(file, fast=fast, models=model, **loading), cluster)
+        typer.echo(json.dumps(placed.to_dict(), indent=1) if as_json else plain(placed.text()))
+        raise typer.Exit
+    if out is None:
+        raise nw.NeedleworkError("give --out DIR, the directory to write into")
+    result = nw.run(
+        file,
+        out,
+        models=model,
+        fast=fast,
+        memory_bytes=read_bytes(memory),
+        retry_failed=retry_failed,
+        doctor=doctor,  # type: ignore[arg-type]  # run refuses other words
+        progress=not as_json,
+        cluster=cluster,
+        **loading,
+    )
+    if as_json:
+        sound = {name: found.sound for name, found in result.checkups().items()}
+        typer.echo(json.dumps({"directory": str(out), "sound": result.sound, "fingerprint": result.fingerprint, "doctor": sound}))
+    else:
+        say(f"fingerprint {result.fingerprint} (of everything that a report reads); `needlework compare` looks at two runs")
+    raise typer.Exit(0 if result.sound else FAILED)
+
+
+@command("needlework compare runs/sweep runs/again")
+def compare(
+    first: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of the same plan.")],
+    tolerance: Annotated[float, typer.Option(min=0, help="Log-probabilities may be so far apart, in nats.")] = 1e-4,
+    as_json: Json = False,
+) -> None:
+    """Say whether two runs are the same: the rows that differ are counted and named.
+
+    Exit codes: 0 the same; 1 not the same; 2 bad input.
+    """
+    from needlework.results import compare as hold_against
+
+    found = hold_against(first, second, tolerance)
+    typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else plain(found.text()))
+    raise typer.Exit(0 if found.same else FAILED)
+
+
+@command("needlework rescore runs/sweep")
+def rescore(
+    directory: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    plugin: Plugins = [],  # noqa: B006
+    as_json: Json = False,
+) -> None:
+    """Compute all scores again from stored answers. Needs no model: what changed is how answers are scored."""
+    from dataclasses import asdict
+
+    from needlework.results.rescoring import rescore_directory
+
+    load_plugins(plugin)
+    done = rescore_directory(directory)
+    if done.kept:
+        say(f"{done.kept} rows could not be scored and keep what they have, for instance {done.why}")
+    typer.echo(json.dumps(asdict(done)) if as_json else f"{done.changed} of {done.rows} rows have new scores")
+
+
+@command("needlework export runs/sweep --to csv")
+def export(
+    directory: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    to: Annotated[str, typer.Option(help="csv, parquet, json or lm-eval.")],
+    out: Annotated[Path | None, typer.Option(help="File or directory to write; by default beside the run.")] = None,
+) -> None:
+    """Write a run's trials in another format. docs/store.md describes every column."""
+    from needlework.results.export import export as write
+
+    for path in write(directory, to, out):
+        say(f"wrote {path}", stderr=False)
+
+
+@command("needlework report runs/sweep")
+def report(
+    directories: Annotated[list[Path], typer.Argument(help="One or more run directories; several are put side by side.")],
+    out: Annotated[Path | None, typer.Option(help="Directory for report.html; by default the first run's.")] = None,
+    plugin: Plugins = [],  # noqa: B006
+) -> None:
+    """Build one self-contained report.html, and PNG and SVG of every figure."""
+    load_plugins(plugin)
+    say(f"report: {nw.report(directories, out)}", stderr=False)
+
+
+@command("needlework demo")
+def demo(
+    out: Out = Path("runs/demo"),
+    device: Device = None,
+    dtype: Dtype = None,
+    window: Window = None,
+    kernels: Kernels = None,
+    threads: Threads = None,
+) -> None:
+    """Run all experiments on the zoo in a reduced grid, print the main numbers and build the report."""
+    from needlework.reports import summary
+
+    start = time.perf_counter()
+    result = nw.run("demo", out, **loading_options(device, dtype, window, kernels))
+    report = result.report()
+    Console().print(summary([out]))
+    say(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", stderr=False)
+    raise typer.Exit(0 if result.sound else FAILED)
+
+
+@command("needlework eval tiny-griffin --tasks mini-mmlu --intervene none --intervene 'keep_heads(k=2)' --out runs/mmlu", "eval")
+def evaluate(
+    model: Model,
+    out: Out,
+    tasks: Annotated[str, typer.Option(help="lm-eval tasks or groups, separated by commas.")] = "",
+    intervene: Interventions = [],  # noqa: B006
+    data: Annotated[Path | None, typer.Option(help="Directory with the tasks' data, where there is no hub.")] = None,
+    paper: Annotated[bool, typer.Option(help="The paper's preset: MMLU and GLUE at its numbers of heads.")] = False,
+    limit: Annotated[float | None, typer.Option(help="Questions per task, for a trial run.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question, instead of the task's own.")] = None,
+    chat: Annotated[bool | None, typer.Option(help="Ask in the chat template. By default with --paper, if there is one.")] = None,
+    memory: Memory = None,
+    retry_failed: RetryFailed = False,
+    plugin: Plugins = [],  # noqa: B006
+    ray: Ray = None,
+    workers: Workers = None,
+    gpus_per_worker: GpusPerWorker = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    window: Window = None,
+    kernels: Kernels = None,
+    threads: Threads = None,
+) -> None:
+    """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop.
+
+    Exit codes: 0 all is done; 1 questions failed, or a condition hid nothing in any of them; 2 bad input, or a full disk;
+    130 stopped.
+    """
+    from needlework.lmeval.evaluate import evaluate as run
+    from needlework.lmeval.evaluate import table
+
+    load_plugins(plugin)
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
+    summary = run(
+        model,
+        names,
+        intervene,
+        out,
+        data=data,
+        paper=paper,
+        limit=limit,
+        shots=shots,
+        chat=chat,
+        memory_bytes=read_bytes(memory),
+        retry_failed=retry_failed,
+        cluster=cluster_options(ray, workers, gpus_per_worker, threads),
+        **loading_options(device, dtype, window, kernels),
+    )
+    show(table(summary))
+    raise typer.Exit(FAILED if summary.failed or summary.idle else 0)
+
+
+EXAMPLES.append("needlework lm-eval --model needlework --model_args pretrained=DIR --tasks mini-mmlu")
+
+
+@app.command("lm-eval", context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+def lm_eval(context: typer.Context) -> None:
+    """Hand over to lm-eval's own command line, with the model type `needlework` registered."""
+    with exit_on_error():
+        from needlework.lmeval import require_lm_eval
+
+        require_lm_eval()
+        from needlework.lmeval.model import main as run
+
+        run(context.args)

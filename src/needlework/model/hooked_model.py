@@ -1,0 +1,385 @@
+"""A loaded model that runs forwards with interventions: sessions, caches, compiled edits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from needlework.anatomy import Anatomy
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
+from needlework.interventions.attention import rankings
+from needlework.interventions.base import Intervention
+from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
+from needlework.model.attention import NAME, Forward, Observer, current
+from needlework.model.chunks import CHUNK_TOKENS, cuts
+from needlework.model.edits import LayerEdits, compile_layer
+from needlework.model.families import Family
+from needlework.model.files import config_hash, weights_hash
+from needlework.model.memory import Memory, preallocated_cache
+from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, device_of, holder, hooked
+from needlework.model.patches import fast_kernels
+from needlework.model.probe import Findings, attention_switched, run_model
+from needlework.model.session import exclusive_use, slow_kernel_hints
+from needlework.model.streaming import ENTRY
+from needlework.receipts import Tally
+
+Kernels = Literal["fast", "stock"]
+_CHECKED_TOKENS = 12
+
+
+@dataclass
+class Rows:
+    """The acts of a batch in one phase, compiled into edits per layer with one entry per row."""
+
+    slots: Tensor  # [rows] index of the trial that each row belongs to
+    attention: dict[int, LayerEdits] = field(default_factory=dict)
+    mixers: dict[int, MixerEdits] = field(default_factory=dict)
+    clears: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # position -> layer -> rows
+
+    @property
+    def one_piece(self) -> bool:
+        """Whether some row's acts need all queries of a prompt in one forward."""
+        return any(edits.needs_all_queries for edits in self.attention.values())
+
+    def select(self, rows: Tensor) -> Rows:
+        """Return the edits of the given rows, in this order."""
+        places = {int(row): i for i, row in enumerate(rows)}
+        return Rows(
+            self.slots[rows],
+            {layer: edits.select(rows) for layer, edits in self.attention.items()},
+            {layer: edits.select(rows) for layer, edits in self.mixers.items()},
+            {
+                position: {layer: [places[r] for r in cleared if r in places] for layer, cleared in layers.items()}
+                for position, layers in self.clears.items()
+            },
+        )
+
+
+class HookedModel:
+    """A transformers model with its anatomy and the hooks to intervene on it. It handles rows and token ids, not trials."""
+
+    def __init__(self, model: Any, family: Family, findings: Findings, kernels: Kernels) -> None:
+        self.model, self.family, self.kernels = model, family, kernels
+        self.anatomy: Anatomy = findings.anatomy
+        self.attention: dict[nn.Module, int] = findings.attention
+        self.mixers: tuple[Mixer, ...] = findings.mixers
+        self.shareable = findings.shareable
+        self.streams = findings.streams
+        self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
+        # A context variable, so that an observer sees only the forwards of its own thread (or asynchronous task).
+        self._observer: ContextVar[Observer | None] = ContextVar("needlework_observer", default=None)
+        self.device = next(model.parameters()).device
+        self.source: Path | None = None  # the directory or file that the model was loaded from
+        self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
+        self._devices = {layer: device_of(module) for module, layer in self.attention.items()}
+        self._open = False
+        self._trusted = False  # needlework's attention agreed with the model's own (`check_own_maths`)
+        self.chunk = CHUNK_TOKENS  # maximum tokens per prefill forward, if the model can continue a prefill
+
+    @property
+    def observer(self) -> Observer | None:
+        """The observer of the calling thread."""
+        return self._observer.get()
+
+    @observer.setter
+    def observer(self, observer: Observer | None) -> None:
+        self._observer.set(observer)
+
+    @cached_property
+    def weights(self) -> str:
+        """Hash of the weights: of the files that they were loaded from (the hash that stores record), else of the tensors."""
+        return weights_hash(self.source) if self.source else _tensors_hash(self.model)
+
+    def check_rankings(self, intervention: Intervention) -> None:
+        """Raise an error if a head ranking of this intervention was measured on another model."""
+        for ranking in rankings(intervention):
+            if ranking.model.weights:
+                ranking.check(self.anatomy, self.weights)
+
+    @property
+    def continues(self) -> bool:
+        """Whether several tokens per forward can follow a prefill; if not, they are fed one by one."""
+        return self.family.continues_prefill(self.kernels == "fast")
+
+    @contextmanager
+    def session(self, gradients: bool = False) -> Iterator[None]:
+        """Install needlework's attention function and kernels; restore the model on exit, also after an exception.
+
+        Only one session is open at a time: other threads wait, and a nested session is an error.
+
+        Args:
+            gradients: record gradients (used by `model/gates.py`) instead of running in inference mode.
+        """
+        with exclusive_use(), ExitStack() as stack:
+            self._open = True
+            stack.callback(self._leave)
+            if self.attention:
+                stack.enter_context(attention_switched(self.model, NAME))
+            if self.kernels == "fast":
+                stack.enter_context(fast_kernels(self.model))
+            if self.device.type != "cuda":
+                stack.enter_context(slow_kernel_hints())
+            stack.enter_context(torch.enable_grad() if gradients else torch.inference_mode())
+            training = [module for module in self.model.modules() if module.training]
+            self.model.eval()
+            stack.callback(_train, training)
+            yield
+
+    @contextmanager
+    def chunks_of(self, tokens: int) -> Iterator[None]:
+        """Limit prefill chunks to this many tokens while the context is open; 0 keeps the current limit."""
+        usual, self.chunk = self.chunk, min(self.chunk, tokens or self.chunk)
+        try:
+            yield
+        finally:
+            self.chunk = usual
+
+    def _hooked(self, rows: Rows, memory: Memory) -> AbstractContextManager[None]:
+        """Register hooks on the modules that this batch edits only: torch calls hooked modules more slowly."""
+        dropped = {layer for layer, edits in rows.attention.items() if edits.dropped is not None}
+        if not dropped and not rows.mixers:
+            return nullcontext()
+        mixers = [mixer for mixer in self.mixers if mixer.layer in rows.mixers]
+        blocks = {module: layer for module, layer in self.attention.items() if layer in dropped}
+        return hooked(mixers, blocks, memory, self._empty)
+
+    def _leave(self) -> None:
+        self._open = False
+
+    def _empty(self, mixer: Mixer, rows: int) -> Memory:
+        """Return an empty memory for a single mixer."""
+        return Memory(self.family.make_cache(self.model.config), _on_modules([mixer]), rows)
+
+    def new_memory(self, rows: int) -> Memory:
+        """Return an empty memory for a batch of this many rows."""
+        cache = self.family.make_cache(self.model.config)
+        return Memory(self.streams.install(cache) if self.streams else cache, _on_modules(self.mixers), rows)
+
+    def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
+        """Compile the acts of a batch into edits per layer.
+
+        Args:
+            rows: acts of each row.
+            samples: sample index of each row; seeds random head choices.
+            slots: [rows] trial of each row, for the tally.
+        """
+        compiled = Rows(slots)
+        touched = {act.layer for row in rows for act in row}
+        by_layer = {layer: [[act for act in row if act.layer == layer] for row in rows] for layer in touched}
+        for layer, part in self.anatomy.attention_parts():
+            if layer in touched:
+                means = {name: table[layer, phase] for name, table in self.means.items() if (layer, phase) in table}
+                edits = compile_layer(by_layer[layer], samples, part.query_heads, means, self._devices[layer])
+                if not edits.idle:
+                    compiled.attention[layer] = edits
+        for mixer in self.mixers:
+            if mixer.layer in touched:
+                mixer_edits = compile_mixer(by_layer[mixer.layer], mixer.groups, device_of(mixer.module))
+                if not mixer_edits.idle:
+                    compiled.mixers[mixer.layer] = mixer_edits
+        for i, row in enumerate(rows):
+            for act in row:
+                if isinstance(act, ClearState):
+                    compiled.clears.setdefault(act.position, {}).setdefault(act.layer, []).append(i)
+        return compiled
+
+    def feed(
+        self,
+        ids: Tensor,
+        memory: Memory,
+        phase: Phase,
+        rows: Rows,
+        tally: Tally,
+        positions: Tensor | None = None,
+        keep: Literal["last", "all"] | Tensor = "last",
+        last_only: int | None = None,
+        recorded_scores: dict[int, list[Any]] | None = None,
+    ) -> Tensor:
+        """Run the model on the next tokens, in as many forwards as needed, and update the memory in place.
+
+        Args:
+            ids: [rows, n] token ids.
+            positions: [rows, n] absolute positions; by default they continue at the memory's length.
+            keep: tokens whose logits are returned: the last, all, or one per row, given by its index in `ids` [rows].
+            last_only: layer of which only the last query's output is used later, so that others need not be computed.
+            recorded_scores: if given, head scores of layers with a KeepBest act are appended to it, by layer.
+
+        Returns:
+            Logits [rows, 1 or n, vocabulary] in float32.
+        """
+        n = ids.shape[1]
+        start = memory.length
+        if positions is None:
+            positions = torch.arange(start, start + n, device=self.device).expand(ids.shape[0], -1)
+        logits: list[Tensor] = []
+        with preallocated_cache(memory.cache, start + n) if n > self.chunk else nullcontext():
+            for part in self._parts(start, n, rows, phase):
+                self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
+                last = part.stop == n
+                here = (keep - part.start).clamp(0, part.stop - part.start - 1) if isinstance(keep, Tensor) else keep
+                out = self._forward(
+                    ids[:, part], positions[:, part], memory, phase, rows, tally, here, last_only, recorded_scores
+                )
+                if isinstance(keep, Tensor):
+                    found = (keep >= part.start)[:, None, None]
+                    logits = [torch.where(found, out, logits[0]) if logits else out]
+                elif keep == "all" or last:
+                    logits.append(out)
+        return torch.cat(logits, 1) if len(logits) > 1 else logits[0]
+
+    def _parts(self, start: int, n: int, rows: Rows, phase: Phase) -> list[slice]:
+        """Return the slices of the n tokens that are fed in one forward each.
+
+        Slices end before positions where a state is cleared. Models that can continue a prefill get long prompts in chunks;
+        other models get all tokens after the first slice one by one.
+        """
+        if start and n > 1 and not self.continues:
+            return [slice(i, i + 1) for i in range(n)]
+        long = phase == "prefill" and self.continues and not rows.one_piece
+        ends = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(cuts(n, self.chunk) if long else ())})
+        parts = [slice(a, b) for a, b in pairwise(ends)]
+        if len(parts) > 1 and not self.continues:
+            return [parts[0], *(slice(i, i + 1) for i in range(parts[0].stop, n))]
+        return parts
+
+    def _apply_clears(self, memory: Memory, rows: Rows, tally: Tally, phase: Phase, at: Tensor) -> None:
+        """Clear the recurrent state of rows that have a ClearState act at their next position, `at` [rows]."""
+        if not rows.clears:
+            return
+        for i, position in enumerate(at.tolist()):
+            for layer, cleared in rows.clears.get(position, {}).items():
+                if i in cleared:
+                    mask = torch.zeros(memory.rows, dtype=torch.bool, device=self.device)
+                    mask[i] = True
+                    cache_layers = [mixer.cache_layer for mixer in self.mixers if mixer.layer == layer]
+                    memory.clear(cache_layers, mask)
+                    tally.add(layer, phase, "states_cleared", rows.slots[i : i + 1], 1)
+
+    def _forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        memory: Memory,
+        phase: Phase,
+        rows: Rows,
+        tally: Tally,
+        keep: Literal["last", "all"] | Tensor,
+        last_only: int | None,
+        recorded_scores: dict[int, list[Any]] | None,
+    ) -> Tensor:
+        """Run one forward; arguments as in `feed`. Returns logits [rows, 1 or n, vocabulary] in float32."""
+        if not self._open:
+            raise RuntimeError("feed a body inside `with body.session():`")
+        shared = memory.shared
+        forward = Forward(
+            phase,
+            positions,
+            rows.slots,
+            tally,
+            self.attention,
+            rows.attention,
+            rows.mixers,
+            self.observer,
+            shared,
+            self._windows,
+            self.kernels == "fast",
+            self.family.dense_masks,
+            last_only,
+            recorded_scores,
+        )
+        if forward.own_maths:
+            self.check_own_maths()
+        with memory.mounted(), current(forward), self._hooked(rows, memory):
+            wanted = keep[:, None] if isinstance(keep, Tensor) else int(keep == "last")
+            out = run_model(self.model, ids, positions, memory, logits_to_keep=wanted)
+        memory.length += ids.shape[1]
+        logits: Tensor = out.logits
+        if isinstance(keep, Tensor):
+            if logits.shape[1] > 1:  # the model has no `logits_to_keep` and returns all logits
+                logits = logits[torch.arange(len(keep), device=keep.device), keep][:, None]
+        elif keep == "last":
+            logits = logits[:, -1:]
+        return logits.float()
+
+    def check_own_maths(self) -> None:
+        """Check that needlework's attention reproduces the model's own logits on a short prompt.
+
+        Runs once per model, before needlework's attention first replaces stock SDPA.
+
+        Raises:
+            NeedleworkError: If the logits differ by more than rounding (see `agree`).
+        """
+        if self._trusted:
+            return
+        self._trusted = True  # `feed` below calls this method again
+        observer, self.observer = self.observer, None
+        try:
+            slots = torch.zeros(1, dtype=torch.int64, device=self.device)
+            ids = (torch.arange(_CHECKED_TOKENS, device=self.device) * 7 % self.anatomy.vocabulary)[None]
+            parts = list(self.anatomy.attention_parts())
+            no_limit: list[Act] = [LimitKeys(layer, 1 << 30, 0) for layer, _ in parts]
+            of_heads: list[Act] = [LimitKeys(layer, 1 << 30, 0, frozenset(range(part.query_heads))) for layer, part in parts]
+            answers = []
+            for acts in ([], no_limit, of_heads):  # stock SDPA; the compiled kernel, where supported; tensor operations
+                rows = self.compile([acts], [0], "prefill", slots)
+                answers.append(self.feed(ids, self.new_memory(1), "prefill", rows, Tally(1), keep="all"))
+        finally:
+            self.observer = observer
+        if not all(self.agree(answers[0], other) for other in answers[1:]):
+            self._trusted = False
+            apart = float((answers[0] - torch.stack(answers[1:])).abs().max() / answers[0].abs().max().clamp_min(1e-6))
+            raise NeedleworkError(
+                f"needlework's attention differs from {self.anatomy.architecture}'s own by {apart:.1e} of its largest logit on a"
+                " short prompt: this model's attention does something that needlework does not know. Nothing was run"
+            )
+
+    def agree(self, logits: Tensor, others: Tensor) -> bool:
+        """Return whether logits [rows, tokens, vocabulary] of two implementations are equal up to rounding."""
+        each = (logits - others).abs().amax(-1) / logits.abs().max().clamp_min(1e-6)  # [rows, tokens] relative difference
+        if self.model.dtype == torch.float32:
+            return bool(each.max() <= 1e-3)
+        return bool(each.median() <= 0.1)  # in half precision, rounding may route a token to another expert
+
+    def check_length(self, tokens: int) -> None:
+        """Raise an error if the model's maximum number of positions is below `tokens`."""
+        most = self.anatomy.max_tokens
+        if most is not None and tokens > most:
+            raise NeedleworkError(
+                f"{tokens} tokens are more than the {most} that {self.anatomy.architecture} allows;"
+                " shorten the prompt or the answer"
+            )
+
+
+def _on_modules(mixers: Sequence[Mixer]) -> dict[str, tuple[int, nn.Module, str]]:
+    """Return the states that mixers keep on modules instead of in the cache: path -> (cache layer, module, attribute)."""
+    return {
+        f"{mixer.layer}.{name}": (mixer.cache_layer, *holder(mixer.module, name))
+        for mixer in mixers
+        for name in mixer.state_names
+    }
+
+
+def _train(modules: Sequence[nn.Module]) -> None:
+    """Set the training flag of these modules, but not of their submodules."""
+    for module in modules:
+        module.training = True
+
+
+def _tensors_hash(model: Any) -> str:
+    """Return a hash of a model that was not loaded from files: its tensors, configuration and streaming heads."""
+    total = hashlib.sha256(repr(getattr(model.config, ENTRY, None)).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return f"{OF_TENSORS}{total.hexdigest()[:32]}{AND_CONFIG}{config_hash(model.config.to_dict())}"

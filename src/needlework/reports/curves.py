@@ -1,0 +1,260 @@
+"""Panels of curves: abilities by share of heads kept, and retrieval by number of context tokens visible to attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+
+from needlework import stats
+from needlework.analysis.conditions import FEW_HEADS, RANKING, Condition, ways
+from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
+from needlework.analysis.model_trials import ModelTrials, by_model_and_boundary
+from needlework.interventions.scores import RANDOM
+from needlework.reports.browser import Browser
+from needlework.reports.maps_and_dots import retrieval_cell
+from needlework.reports.panels import FORM_COLORS, Grid, Lines, Point, Series
+from needlework.stats import Estimate
+
+Rows = Callable[[str], Ints]
+Measure = Callable[[Ints], Estimate]
+
+
+def _by_share(trials: ModelTrials, conditions: Sequence[Condition]) -> dict[float, list[list[str]]]:
+    """Group interventions by the share of heads kept: share -> seeds of random heads (pooled) -> equivalent texts.
+
+    The unmodified model is the last point of every curve.
+    """
+    shares: dict[float, dict[int, list[str]]] = {1.0: {0: ["none"]}}
+    for condition in conditions:
+        kept = condition.kept(trials.heads)
+        if kept is not None and kept < trials.heads:
+            seed = condition.seed if kept else 0
+            shares.setdefault(kept / trials.heads, {}).setdefault(seed, []).append(condition.text)
+    return {share: list(shares[share].values()) for share in sorted(shares)}
+
+
+def _conditions(trials: ModelTrials, way: str, phase: str) -> list[Condition]:
+    """Return the conditions that select heads in this way, and those that keep no heads, which belong to every curve."""
+    of_phase = trials.conditions_of("heads", phase=phase)
+    kept = [c for c in of_phase if c.way == way and not c.attention_off]
+    if way == RANKING:  # rankings are not pooled: only the first one is drawn
+        kept = [c for c in kept if c.by == kept[0].by]
+    return kept + [c for c in of_phase if c.attention_off]
+
+
+def _series(
+    trials: ModelTrials,
+    browser: Browser,
+    what: str,
+    label: str,
+    color: int,
+    way: str,
+    phase: str,
+    rows: Rows,
+    measure: Measure,
+    dashed: bool = False,
+) -> Series:
+    """Return a curve by share of heads kept; empty with fewer than two points, or if random heads have only end points.
+
+    Args:
+        what: Name of the quantity, for the trial browser.
+        rows: Function from an intervention's text to its trials.
+        measure: Function from trials to an estimate.
+    """
+    points, measured = [], False
+    for share, draws in _by_share(trials, _conditions(trials, way, phase)).items():
+        # of equivalent texts (k=2, fraction=0.125) only the one with more trials is used
+        drawn = np.concatenate([max((rows(text) for text in spellings), key=len) for spellings in draws])
+        estimate = measure(drawn)
+        if estimate.n and estimate.value == estimate.value:
+            kept = f"{share * trials.heads:.0f} of {trials.heads} heads" if trials.heads else "untouched"
+            points.append(Point(share, estimate, browser.add(f"{trials.name} · {what} · {label} · {kept}", drawn)))
+            measured |= way != RANDOM or 0 < share < 1  # the end points are shared by all ways to select heads
+    return Series(label, color, points if len(points) > 1 and measured else [], dashed)
+
+
+def _best_way(trials: ModelTrials) -> str:
+    """Return the way to select heads that claims prefer among those that were run."""
+    run = {c.way for c in trials.conditions_of("heads", phase="both")}
+    return next((way for way in ways() if way in run), ways()[0])
+
+
+def _retrieval(trials: ModelTrials, browser: Browser) -> Lines:
+    way = _best_way(trials)
+    curves = [
+        (f"by {way}, every position", 1, way, "both", False),
+        (f"by {way}, decode only", 2, way, "decode", True),
+        (f"by {way}, prefill only", 3, way, "prefill", True),
+        ("random heads, every position", 0, RANDOM, "both", False),
+    ]
+    series = [
+        _series(trials, browser, "retrieval", label, color, by, phase, trials.retrieval, trials.accuracy, dashed)
+        for label, color, by, phase, dashed in curves
+    ]
+    return _lines(trials, "Retrieval", "needles found, exact", series)
+
+
+def _knowledge(trials: ModelTrials, browser: Browser) -> Lines:
+    way = _best_way(trials)
+    series = []
+    for form, color in FORM_COLORS.items():
+        rows = partial(trials.knowledge, form=form)
+        series.append(_series(trials, browser, form, form, color, way, "both", rows, trials.accuracy))
+        label, dashed = f"{form}, random heads", form == "letter"
+        series.append(_series(trials, browser, form, label, 0, RANDOM, "both", rows, trials.accuracy, dashed))
+    asked = np.concatenate([trials.knowledge("none", form) for form in FORM_COLORS])
+    chance = trials.frame.chance(asked) if len(asked) else 0.0
+    return _lines(trials, "Knowledge", "questions right", series, (chance, "chance") if chance else None)
+
+
+def _left(trials: ModelTrials, browser: Browser) -> Lines:
+    """Return retained shares of retrieval (raw) and knowledge (chance-corrected) in one panel."""
+    way = _best_way(trials)
+    needles = trials.retrieval("none")
+
+    def retained(rows: Ints) -> Estimate:
+        return trials.pairs(rows, needles).raw
+
+    series = [_series(trials, browser, "retained", "retrieval", 1, way, "both", trials.retrieval, retained)]
+    for form, color in FORM_COLORS.items():
+        base = trials.knowledge("none", form)
+        if len(base) and trials.accuracy(base).low <= trials.frame.chance(base):
+            continue  # the baseline is not above chance, so a retained share would be a ratio of noise
+
+        def corrected(rows: Ints, base: Ints = base) -> Estimate:
+            return trials.pairs(rows, base).corrected
+
+        rows = partial(trials.knowledge, form=form)
+        series.append(_series(trials, browser, "retained", form, color, way, "both", rows, corrected))
+    return _lines(trials, "What is left of the baseline", "retained share, chance-corrected", series, (0.95, "95 %"))
+
+
+def _perplexities(trials: ModelTrials, browser: Browser) -> list[Lines]:
+    """Return one panel per task: perplexities of different texts or lengths are not comparable."""
+    frame = trials.frame
+    tasks = frame.distinct("kind", "task", "setting", model=trials.model, mode="perplexity")
+    unlike = differences(setting for _, _, setting in tasks)
+    panels = []
+    for kind, task, setting in tasks:
+        pick = Pick(
+            model=trials.model,
+            ability=ALL,
+            kind=kind,
+            task=task,
+            setting=setting,
+            mode="perplexity",
+            against="",
+            text=ALL,
+            boundary="",
+            layout=ALL,
+            form=ALL,
+            in_window=ALL,
+            **ANY_SAMPLE,
+        )
+        words = [task] * (len({name for _, name, _ in tasks}) > 1) + [unlike[setting]] * bool(unlike[setting])
+        panels.append(_perplexity(trials, browser, pick, ", ".join(["Perplexity", *words])))
+    return panels
+
+
+def _perplexity(trials: ModelTrials, browser: Browser, pick: Pick, title: str) -> Lines:
+    way, frame = _best_way(trials), trials.frame
+
+    def rows(text: str) -> Ints:
+        return frame.rows(replace(pick, text=text))
+
+    def measure(rows: Ints, score: str) -> Estimate:
+        # `nll` is a mean per token: weight it by the number of tokens it averages
+        all_tokens, recall = frame.values("tokens", rows), frame.values("tokens_recall", rows)
+        tokens = {"nll": all_tokens, "nll_recall": recall, "nll_rest": all_tokens - recall}[score]
+        nll = frame.values(score, rows) * tokens
+        known = ~(np.isnan(nll) | np.isnan(tokens))
+        return stats.perplexity(nll[known], tokens[known], frame.cluster[rows][known])
+
+    curves = [
+        ("all tokens", 1, way, "nll"),
+        ("recall tokens", 6, way, "nll_recall"),
+        ("other tokens", 4, way, "nll_rest"),
+        ("all tokens, random heads", 0, RANDOM, "nll"),
+    ]
+    series = [
+        _series(trials, browser, "perplexity", label, color, by, "both", rows, partial(measure, score=score))
+        for label, color, by, score in curves
+    ]
+    return _lines(trials, title, "perplexity (log scale)", series, percent=False)
+
+
+def _lines(
+    trials: ModelTrials,
+    title: str,
+    y_label: str,
+    series: Sequence[Series],
+    level: tuple[float, str] | None = None,
+    percent: bool = True,
+) -> Lines:
+    shown, mark = [curve for curve in series if curve.points], (FEW_HEADS, stats.percent(FEW_HEADS))
+    return Lines(trials.model, trials.titled(title), "heads kept", y_label, shown, percent=percent, level=level, mark=mark)
+
+
+def heads(frame: Frame, browser: Browser) -> list[Lines]:
+    """Return the panels of the figure "heads kept": retrieval, retained shares, knowledge and perplexity per model."""
+    panels = []
+    for trials in by_model_and_boundary(frame):
+        if trials.conditions_of("heads"):
+            panels.append(_retrieval(trials, browser))
+            if trials.judged:  # scored trials have no boundary: draw them once
+                panels += [_left(trials, browser), _knowledge(trials, browser), *_perplexities(trials, browser)]
+    return [panel for panel in panels if panel.series]
+
+
+def context(frame: Frame, browser: Browser) -> list[Lines | Grid]:
+    """Return the panels of the figure "context": retrieval under `limit_context`, by phase and crossed."""
+    panels: list[Lines | Grid] = []
+    for trials in by_model_and_boundary(frame):
+        for sinks in sorted({c.sinks for c in trials.conditions_of("limit")}):  # not pooled over sinks
+            limits = trials.conditions_of("limit", sinks=sinks)
+            with_sinks = f", with the first {sinks} tokens in sight" if sinks else ""
+            panels += _single_limits(trials, browser, limits, with_sinks)
+            panels += _crossed_limits(trials, browser, limits, with_sinks)
+    return panels
+
+
+def _single_limits(trials: ModelTrials, browser: Browser, limits: Sequence[Condition], with_sinks: str) -> list[Lines]:
+    kinds = [("while reading", 1, "prefill"), ("while answering", 2, "decode"), ("in both", 3, "both")]
+    series = [Series(label, color, _limit_points(trials, browser, limits, phase, label)) for label, color, phase in kinds]
+    shown = [curve for curve in series if curve.points]
+    title, x_label = trials.titled(f"One limit at a time{with_sinks}"), "tokens in sight of attention (log scale)"
+    lines = Lines(trials.model, title, x_label, "needles found, exact", shown, share_x=False, level=(0.95, "95 %"))
+    return [lines] if shown else []
+
+
+def _limit_points(trials: ModelTrials, browser: Browser, limits: Sequence[Condition], phase: str, label: str) -> list[Point]:
+    def phase_of(c: Condition) -> str:
+        return "both" if c.prefill == c.decode else "prefill" if not c.decode else "decode" if not c.prefill else ""
+
+    points = []
+    for tokens, text in trials.text_by_place((int(c.prefill or c.decode), c) for c in limits if phase_of(c) == phase).items():
+        rows = trials.retrieval(text)
+        if len(rows):
+            key = browser.add(f"{trials.name} · {tokens} tokens in sight {label}", rows)
+            points.append(Point(float(tokens), trials.accuracy(rows), key))
+    return sorted(points, key=lambda point: point.x)
+
+
+def _crossed_limits(trials: ModelTrials, browser: Browser, limits: Sequence[Condition], with_sinks: str) -> list[Grid]:
+    """Return a heat map of limits in prefill by limits in decode, if both were varied."""
+    texts = trials.text_by_place(((c.prefill, c.decode), c) for c in limits if len(trials.retrieval(c.text)))
+    if not any(prefill and decode and prefill != decode for prefill, decode in texts):
+        return []
+    texts["", ""] = "none"
+    prefills, decodes = (sorted({pair[i] for pair in texts}, key=lambda n: int(n or 10**9)) for i in (0, 1))
+    words = "{} tokens while reading, {} while answering"
+    cells = [
+        [retrieval_cell(trials, browser, texts.get((p, d)), words.format(p or "all", d or "all")) for p in prefills]
+        for d in decodes
+    ]
+    title = trials.titled(f"Both limits crossed{with_sinks}")
+    rows_, cols = [n or "all" for n in decodes], [n or "all" for n in prefills]
+    return [Grid(trials.model, title, "while answering", "tokens in sight while reading", rows_, cols, cells)]

@@ -1,0 +1,254 @@
+"""The store: one SQLite file per run with one row per trial; committed rows survive a crash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from needlework.errors import NeedleworkError, short_repr
+from needlework.results.disk import check_length, copied, damaged, is_full, made, reading, sqlite_code, writable, writing
+from needlework.results.rows import (
+    ANSWER_FINISH,
+    JSON_COLUMNS,
+    LM_EVAL,
+    META,
+    SCHEMA_VERSION,
+    Observation,
+    Recording,
+    Row,
+    RowKey,
+    columns,
+)
+
+FILE_NAME = "run.sqlite"
+_CHECKED_BYTES = 32 * 2**20
+_RESULTS = ("trials", "observations")
+_SYNC_SECONDS = 0.5  # between forced syncs to the disk; the operating system has rows at once
+
+
+def _first_fault(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(short_repr(part) if isinstance(part, str) else str(part) for part in first["loc"])
+    return f"{where}: {first['msg']}" if where else str(first["msg"])
+
+
+class Store:
+    """The SQLite store of one run. Every write is one transaction, so that it survives a crash of the process."""
+
+    def __init__(self, directory: Path | str, create: bool = False) -> None:
+        self.directory = Path(directory)
+        path = self.directory / FILE_NAME
+        if not create and not os.path.exists(path):
+            raise NeedleworkError(f"{short_repr(str(directory))} holds no run; `needlework run PLAN --out {directory}` makes one")
+        for file in (path, path.with_name(f"{FILE_NAME}-wal"), path.with_name(f"{FILE_NAME}-shm")):
+            if os.path.exists(file) and not os.path.isfile(file):  # opening a pipe would block forever
+                raise NeedleworkError(f"{short_repr(str(file))} is no regular file; choose another directory")
+        self._synced = 0.0
+        self._fresh = not os.path.exists(path)
+        self._copy = None if create or writable(path) else copied(path)
+        try:
+            made(self.directory)
+            if not self._fresh:
+                check_length(path)
+            self.db = sqlite3.connect(self._copy.name + f"/{FILE_NAME}" if self._copy else path, timeout=30, isolation_level=None)
+            self._use_write_ahead_log()
+            self._check()
+            self._prepare()
+        except (OSError, sqlite3.DatabaseError) as error:
+            if is_full(error) or sqlite_code(error) == sqlite3.SQLITE_IOERR:
+                with writing(self.directory):
+                    raise
+            if sqlite_code(error) == sqlite3.SQLITE_CORRUPT:
+                raise damaged(path, str(error)) from None
+            raise NeedleworkError(f"{path} is no needlework store ({error}); choose another directory") from None
+
+    def _use_write_ahead_log(self) -> None:
+        """Switch to WAL, waiting for another process that opens the store: SQLite refuses this switch without waiting."""
+        for waited in range(300):
+            try:
+                self.db.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.OperationalError as error:
+                if sqlite_code(error) != sqlite3.SQLITE_BUSY or waited == 299:
+                    raise
+                time.sleep(0.1)
+
+    def _check(self) -> None:
+        """Raise if the store is damaged. Stores above 32 MiB are not checked here, but when they are read."""
+        file = self.directory / FILE_NAME
+        if self._fresh or file.stat().st_size > _CHECKED_BYTES:
+            return
+        (found,) = self.db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise damaged(file, found)
+        tables = {name for (name,) in self.db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        for key in META if "meta" in tables else ():
+            self.meta(key)
+        known = {row[1] for row in self.db.execute("PRAGMA table_info(trials)")}
+        for name, kind in JSON_COLUMNS.items():
+            if name not in known:
+                continue
+            with reading(file):
+                for (text,) in self.db.execute(f"SELECT DISTINCT {name} FROM trials"):
+                    if not isinstance(json.loads(text), kind):
+                        raise damaged(file, f"a value of {name} is no {kind.__name__}")
+
+    def _prepare(self) -> None:
+        self.db.execute("CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        version = self.meta("schema_version")
+        if version not in (None, SCHEMA_VERSION):
+            raise NeedleworkError(
+                f"{self.directory} was written with store version {version}, this is version {SCHEMA_VERSION};"
+                " choose another directory"
+            )
+        self.db.execute(f"CREATE TABLE IF NOT EXISTS trials ({columns(Row)}, PRIMARY KEY (experiment, model, task, id))")
+        if "tokens" not in {name for _, name, *_ in self.db.execute("PRAGMA table_info(trials)")}:  # a store of before 0.3
+            with suppress(sqlite3.OperationalError):  # another process has added it
+                self.db.execute("ALTER TABLE trials ADD COLUMN tokens TEXT NOT NULL DEFAULT '[]'")
+        self.db.execute("CREATE INDEX IF NOT EXISTS by_condition ON trials (experiment, model, task, intervention)")
+        self.db.execute("CREATE INDEX IF NOT EXISTS by_id ON trials (id)")
+        self.db.execute(
+            f"CREATE TABLE IF NOT EXISTS observations ({columns(Observation)},"
+            " PRIMARY KEY (experiment, model, task, layer, head))"
+        )
+        self.db.execute("CREATE TABLE IF NOT EXISTS versions (id TEXT PRIMARY KEY, content TEXT NOT NULL)")
+        if version is None:
+            self.set_meta("schema_version", SCHEMA_VERSION)
+
+    def meta(self, key: str) -> Any:
+        """Return an entry of the table `meta`, None if missing; raise if it does not match its type in META."""
+        file = self.directory / FILE_NAME
+        with reading(file):
+            row = self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+            value = None if row is None else json.loads(row[0])
+        if row is not None and key in META:
+            try:  # names may contain lone surrogates, which pydantic's JSON refuses
+                META[key].validate_json(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"), strict=True)
+            except ValidationError as error:
+                raise damaged(file, f"its entry {short_repr(key)}: {_first_fault(error)}") from None
+        return value
+
+    def progress(self) -> tuple[int, int] | None:
+        """Return (done, planned) numbers of trials; None if the store has no planned counts."""
+        planned = self.meta("planned")
+        if planned is None:
+            return None
+        groups = "SELECT experiment, model, task, count(*) FROM trials WHERE asked GROUP BY experiment, model, task"
+        done = {tuple(group): count for *group, count in self.db.execute(groups)}
+        shares = [(min(done.get((*group,), 0), count), count) for *group, count in planned]
+        return sum(have for have, _ in shares), sum(count for _, count in shares)
+
+    def set_meta(self, key: str, value: Any) -> None:
+        self._write("INSERT OR REPLACE INTO meta VALUES (?, ?)", [(key, json.dumps(value))])
+
+    def note_versions(self, versions: Mapping[str, str]) -> str:
+        """Store software versions and settings and return their id for rows; equal content has an equal id."""
+        text = json.dumps(versions, sort_keys=True)
+        name = hashlib.sha256(text.encode()).hexdigest()[:8]
+        self._write("INSERT OR IGNORE INTO versions VALUES (?, ?)", [(name, text)])
+        return name
+
+    def versions(self) -> dict[str, dict[str, str]]:
+        with reading(self.directory / FILE_NAME):
+            return {name: json.loads(text) for name, text in self.db.execute("SELECT id, content FROM versions")}
+
+    def add(self, trials: Sequence[Row]) -> None:
+        self._insert("trials", trials)
+
+    def observe(self, observations: Sequence[Observation]) -> None:
+        self._insert("observations", observations)
+
+    def _insert(self, table: str, rows: Sequence[Any]) -> None:
+        if not rows:
+            return
+        names = [f.name for f in fields(rows[0])]
+        marks, changes = ", ".join("?" for _ in names), ", ".join(f"{name} = excluded.{name}" for name in names)
+        values = [[json.dumps(getattr(row, k)) if k in JSON_COLUMNS else getattr(row, k) for k in names] for row in rows]
+        # Committed rows survive a killed process. They survive a power failure only after a sync, which is done at intervals.
+        due = time.monotonic() - self._synced > _SYNC_SECONDS
+        self.db.execute(f"PRAGMA synchronous={'FULL' if due else 'NORMAL'}")
+        self._write(f"INSERT INTO {table} ({', '.join(names)}) VALUES ({marks}) ON CONFLICT DO UPDATE SET {changes}", values)
+        if due:
+            self._synced = time.monotonic()
+
+    def _write(self, statement: str, values: Sequence[Sequence[Any]]) -> None:
+        """Execute a statement for all values in one transaction."""
+        with writing(self.directory), self.db:
+            self.db.execute("BEGIN")
+            self.db.executemany(statement, values)
+
+    def done(self) -> dict[RowKey, str]:
+        """Return the key of every stored trial with its scoring hash."""
+        return {row[:4]: row[4] for row in self.db.execute("SELECT experiment, model, task, id, scoring FROM trials")}
+
+    def mark_asked(self, wanted: AbstractSet[RowKey], where: str, values: Sequence[Any]) -> int:
+        """Set the column `asked` of the rows that `where` selects: 1 for wanted rows, else 0; return the number of 0s."""
+        rows = self.db.execute(f"SELECT experiment, model, task, id, asked FROM trials WHERE {where}", values).fetchall()
+        changed = [(1 - asked, *row) for *row, asked in rows if (tuple(row) in wanted) != bool(asked)]
+        self._write("UPDATE trials SET asked = ? WHERE experiment = ? AND model = ? AND task = ? AND id = ?", changed)
+        return sum(tuple(row) not in wanted for *row, _ in rows)
+
+    def observed(self) -> set[Recording]:
+        """Return the keys of all stored recordings."""
+        return set(self.db.execute("SELECT DISTINCT experiment, model, task FROM observations"))
+
+    def note_recording(self, recording: Recording, content: str) -> None:
+        """Store the content hash of a recording after all of its observations are written."""
+        self.set_meta("recorded", [*([*r, c] for r, c in self._recorded().items() if r != recording), [*recording, content]])
+
+    def _recorded(self) -> dict[Recording, str]:
+        return {(experiment, model, task): content for experiment, model, task, content in self.meta("recorded") or []}
+
+    def keep_recordings(self, wanted: Mapping[Recording, str]) -> None:
+        """Delete recordings whose samples differ from the wanted ones: statistics cannot be split by sample."""
+        known = self._recorded()
+        stale = [r for r in self.observed() if r not in wanted or known.get(r) != wanted[r]]
+        self._write("DELETE FROM observations WHERE experiment = ? AND model = ? AND task = ?", stale)
+
+    def forget_failed(self, lm_eval: bool = False) -> None:
+        """Let the next run repeat failed trials (of plans or of lm-eval): rescored if the answer is stored, else run again."""
+        failed = f"finish = 'failed' AND kind {'=' if lm_eval else '!='} '{LM_EVAL}'"
+        has_answer = f"json_extract(facts, '$.{ANSWER_FINISH}') IS NOT NULL"
+        self._write(f"DELETE FROM trials WHERE {failed} AND NOT {has_answer}", [()])
+        self._write(f"UPDATE trials SET scoring = '' WHERE {failed} AND {has_answer}", [()])
+
+    def rows(self, where: str = "1", values: Sequence[Any] = ()) -> Iterator[Row]:
+        names = [f.name for f in fields(Row)]
+        with reading(self.directory / FILE_NAME):
+            yield from self._rows(names, where, values)
+
+    def _rows(self, names: Sequence[str], where: str, values: Sequence[Any]) -> Iterator[Row]:
+        for row in self.db.execute(f"SELECT {', '.join(names)} FROM trials WHERE {where}", values):
+            yield Row(**{k: json.loads(v) if k in JSON_COLUMNS else v for k, v in zip(names, row, strict=True)})
+
+    def observations(self) -> list[Observation]:
+        names = [f.name for f in fields(Observation)]
+        rows = self.db.execute(f"SELECT {', '.join(names)} FROM observations ORDER BY experiment, model, task, layer, head")
+        return [Observation(**dict(zip(names, row, strict=True))) for row in rows]
+
+    def score_names(self) -> list[str]:
+        return [name for (name,) in self.db.execute("SELECT DISTINCT j.key FROM trials, json_each(scores) j ORDER BY 1")]
+
+    def close(self) -> None:
+        empty = False
+        with suppress(sqlite3.Error):  # on a full disk, rows stay in the WAL; errors were reported before
+            empty = self._fresh and not any(self.db.execute(f"SELECT 1 FROM {t} LIMIT 1").fetchone() for t in _RESULTS)
+            self.db.execute("PRAGMA synchronous=FULL")
+            self.db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        self.db.close()
+        if empty:  # created by this process and without results: nothing to resume
+            for name in (FILE_NAME, f"{FILE_NAME}-wal", f"{FILE_NAME}-shm"):
+                (self.directory / name).unlink(missing_ok=True)
+        if self._copy is not None:
+            self._copy.cleanup()

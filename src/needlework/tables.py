@@ -1,0 +1,108 @@
+"""Tables of text with named columns, for terminals, HTML pages, Markdown and JSON.
+
+Cells come from models and files, so they are untrusted; every format shows them as plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from needlework.terminal import plain
+
+Cell = str | Text  # the style of a Text is shown in the terminal only
+
+
+@dataclass
+class Table:
+    """A table whose words are never truncated: lines that are wider than a terminal overflow.
+
+    Attributes:
+        left: Columns that are aligned to the left, all others to the right; None aligns all to the left.
+        show_header: Whether a terminal shows the column names.
+        aligned_with: Tables with the same columns; in a terminal their columns have the same widths as this table's.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]] = ()
+    caption: str = ""
+    left: Collection[str] | None = None
+    show_header: bool = True
+    aligned_with: Sequence[Table] = field(default=(), repr=False)
+
+    def add_row(self, *cells: Cell) -> None:
+        self.rows = [*self.rows, cells]
+
+    def texts(self) -> list[list[str]]:
+        """Return the rows as plain text."""
+        return [[str(cell) for cell in row] for row in self.rows]
+
+    def records(self) -> list[dict[str, str]]:
+        """Return the rows as dicts for JSON."""
+        return [dict(zip(self.columns, row, strict=True)) for row in self.texts()]
+
+    def to_markdown(self) -> str:
+        marks = "|".join("---" if self._is_left(name) else "---:" for name in self.columns)
+        return "\n".join([_markdown_row(self.columns), f"|{marks}|", *map(_markdown_row, self.texts())])
+
+    def to_text(self, width: int = 10_000) -> str:
+        """Return the table as a terminal of this width shows it, without colours; wider if a word does not fit."""
+        console = Console(
+            width=max(width, sum(self._widths()[0]) + self._gaps), no_color=True, highlight=False, force_terminal=False
+        )
+        with console.capture() as captured:
+            console.print(self)
+        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+
+    def _is_left(self, name: str) -> bool:
+        return self.left is None or name in self.left
+
+    def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
+        least, most = self._widths()
+        return Measurement(sum(least) + self._gaps, sum(most) + self._gaps)
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        widths, most = self._widths()
+        for _ in range(options.max_width - self._gaps - sum(widths)):  # give free space to the column that lacks most
+            neediest = max(range(len(widths)), key=lambda i: most[i] - widths[i])
+            widths[neediest] += most[neediest] > widths[neediest]
+        table = RichTable(
+            title=Text(plain(self.caption)) if self.caption else None,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            show_header=self.show_header,
+            show_edge=False,
+            pad_edge=False,
+            padding=(0, 1, 0, 0),
+        )
+        for name, width in zip(self.columns, widths, strict=True):
+            table.add_column(Text(plain(name)), justify="left" if self._is_left(name) else "right", width=width)
+        for row in self.rows:
+            table.add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row))
+        yield table
+
+    @property
+    def _gaps(self) -> int:
+        return 2 * (len(self.columns) - 1)
+
+    def _widths(self) -> tuple[list[int], list[int]]:
+        """Return the width of every column's longest word, and of its longest line."""
+        rows = [row for table in (self, *self.aligned_with) for row in (table.columns, *table.texts())]
+        least, most = [], []
+        for column in zip(*rows, strict=True):
+            texts = [plain(text) for text in column]
+            least.append(max(len(word) for text in texts for word in re.split("[ \\n]+", text)))  # no-break spaces do not split
+            most.append(max(len(line) for text in texts for line in text.splitlines() or [""]))
+        return least, most
+
+
+def _markdown_row(cells: Sequence[str]) -> str:
+    texts = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+    return "|" + "".join(f" {text} |" if text else " |" for text in texts)
