@@ -122,3 +122,25 @@ begin.main()
         assert child.returncode in (130, 0), (wait, err)  # 0: it was done before
     light = "import sys; before = set(sys.modules); import needlework.__main__; print('typing' in set(sys.modules) - before)"
     assert subprocess.run([sys.executable, "-c", light], capture_output=True, text=True, env=env, check=True).stdout == "False\n"
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a Unix timer")
+def test_a_stop_inside_an_import_waits_for_its_end(tmp_path: Path) -> None:
+    """A library that catches everything around its imports gets no exception; the stop arrives directly afterwards."""
+    (tmp_path / "slow_extension.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(0.2)\nDONE = True\n"
+    )
+    (tmp_path / "careless.py").write_text("try:\n    import slow_extension\nexcept BaseException:\n    slow_extension = None\n")
+    code = """
+import signal, sys, time
+from needlework.cli.options import interrupt_after_imports
+signal.signal(signal.SIGINT, interrupt_after_imports)
+try:
+    import careless
+    time.sleep(20)
+except KeyboardInterrupt:
+    print("stopped", sys.modules["slow_extension"].DONE)
+"""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(nw.__file__).parents[1]), str(tmp_path)])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=60)
+    assert done.stdout == "stopped True\n", done.stderr

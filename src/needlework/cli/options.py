@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -114,11 +117,31 @@ class _Command(TyperCommand):
             ) from None
 
 
+def interrupt_after_imports(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, but not inside an import statement: try again shortly until the import is done.
+
+    Libraries catch exceptions around their imports, and an extension module whose import was interrupted cannot be imported
+    again, so that a stop there would become an ImportError. While torch or transformers is imported, no work has begun, so
+    the process ends at once.
+    """
+    for name in ("torch", "transformers"):
+        if getattr(getattr(sys.modules.get(name), "__spec__", None), "_initializing", False):
+            os._exit(STOPPED)
+    at = frame
+    while at is not None:
+        if at.f_code.co_name == "_find_and_load" and hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, interrupt_after_imports)
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            return
+        at = at.f_back
+    raise KeyboardInterrupt
+
+
 @contextmanager
 def exit_on_error() -> Iterator[None]:
     """Convert known errors into a message and an exit code. Anything else is a bug and keeps its traceback."""
     if getattr(signal.getsignal(signal.SIGINT), "__name__", "") == QUIET_STOP:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, a stop is passed on to whoever must tidy up
+        signal.signal(signal.SIGINT, interrupt_after_imports)  # from here on, a stop is passed on to whoever must tidy up
     try:
         yield
     except typer.Exit:
