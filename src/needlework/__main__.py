@@ -17,7 +17,9 @@ def main() -> None:
     try:
         run()
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done: a stop now would only spoil the exit code
+        for name in ("SIGINT", "SIGALRM"):  # all is done: a stop now would only spoil the exit code
+            if number := getattr(signal, name, None):
+                signal.signal(number, signal.SIG_IGN)
 
 
 if __name__ == "__main__":
