@@ -1,0 +1,159 @@
+"""The state of the page: its prompt and its intervention as JSON, and both as needlework's own values.
+
+An intervention travels as a list of parts, `{"name": "keep_heads", "k": 2, "by": "entropy", "phase": "decode"}`: fields that have
+their default are left out, heads are [layer, head] pairs, and a ranking is `{"ranking": [[layer, head], ...]}`. `parts_of` and
+`intervention_of` convert; static/intervention.js does the same in the browser. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from needlework.errors import NeedleworkError, short_repr
+from needlework.interventions.base import Intervention, Part, When, combine, registered
+from needlework.interventions.ranking import Ranking, Recorded, as_heads
+from needlework.interventions.text import parse
+
+# The parts that the page's controls stand for, with the fields that it may set.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "keep_heads": ("phase", "layers", "k", "by", "seed"),
+    "ablate_heads": ("phase", "layers", "heads"),
+    "ablate_attention": ("phase", "layers", "site"),
+    "ablate_recurrent": ("phase", "layers", "site"),
+    "ablate_recurrent_groups": ("phase", "layers", "groups"),
+    "expose_tokens": ("phase", "layers", "mode", "renormalize"),
+    "limit_context": ("phase", "layers", "tokens", "sinks"),
+    "swap_memory": ("half",),
+}
+MOST_PARTS = 32
+MOST_CHARACTERS = 200_000  # of a prompt; the server refuses larger bodies before it reads them
+MOST_NEW_TOKENS = 64
+
+
+class PromptState(BaseModel):
+    """The prompt of the page; static/provider.js describes its fields."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    before: str = Field("", max_length=MOST_CHARACTERS)
+    needle: str = Field("", max_length=MOST_CHARACTERS)
+    after: str = Field("", max_length=MOST_CHARACTERS)
+    question: str = Field("", max_length=MOST_CHARACTERS)
+    twin: str = Field("", max_length=MOST_CHARACTERS)
+    options: tuple[str, ...] = Field((), max_length=16, strict=False)
+    target: str = Field("", max_length=MOST_CHARACTERS)
+    special: bool = True
+    label: str = Field("", max_length=200)
+
+    def pieces(self) -> list[tuple[str, bool]]:
+        """Return the texts that make up the prompt and whether each is the needle; a space where two would touch."""
+        pieces: list[tuple[str, bool]] = []
+        for name in ("before", "needle", "after", "question"):
+            text = getattr(self, name)
+            if text and pieces and not (pieces[-1][0][-1].isspace() or text[0].isspace()):
+                pieces.append((" ", False))
+            if text:
+                pieces.append((text, name == "needle"))
+        return pieces
+
+    @property
+    def text(self) -> str:
+        return "".join(text for text, _ in self.pieces())
+
+    def of_twin(self) -> PromptState:
+        """Return the prompt whose needle is the twin's."""
+        return self.model_copy(update={"needle": self.twin})
+
+
+class RequestState(BaseModel):
+    """What the page asks: a prompt under an intervention."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    prompt: PromptState
+    parts: tuple[dict[str, Any], ...] = Field((), max_length=MOST_PARTS, strict=False)
+    max_new_tokens: int = Field(12, ge=1, le=MOST_NEW_TOKENS)
+
+    @property
+    def intervention(self) -> Intervention:
+        return intervention_of(self.parts)
+
+
+def read_request(content: Any) -> RequestState:
+    """Return the request of a JSON value; raise NeedleworkError if it is none."""
+    try:
+        return RequestState.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the request"
+        raise NeedleworkError(f"{where}: {first['msg']} (got {short_repr(first['input'])})") from None
+
+
+def intervention_of(parts: Sequence[Mapping[str, Any]]) -> Intervention:
+    """Return the intervention of a list of parts.
+
+    Raises:
+        NeedleworkError: A part is not one of the page's, or its fields are invalid.
+    """
+    return combine([_part(part) for part in parts])
+
+
+def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the canonical text of a list of parts; `parts_of` reads it."""
+    return str(intervention_of(parts))
+
+
+def parts_of(given: Intervention | str) -> list[dict[str, Any]]:
+    """Return the parts of an intervention, or of its text, as JSON values.
+
+    Raises:
+        NeedleworkError: The text is invalid, or the page has no control for it.
+    """
+    intervention = parse(given) if isinstance(given, str) else given
+    return [_jsonable(part) for part in intervention.parts]
+
+
+@cache
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of a list of parts."""
+    text = resources.files("needlework.play").joinpath("static", "intervention.schema.json").read_text(encoding="utf-8")
+    content: dict[str, Any] = json.loads(text)
+    return content
+
+
+def _part(given: Mapping[str, Any]) -> Part:
+    if not isinstance(given, Mapping) or not isinstance(given.get("name"), str):
+        raise NeedleworkError(f"{short_repr(given)} is no part of an intervention; it needs a name and fields")
+    fields = dict(given)
+    name = fields.pop("name")
+    if name not in FIELDS:
+        raise NeedleworkError(f"the page has no part {short_repr(name)}; it has {', '.join(FIELDS)}")
+    if unknown := [key for key in fields if key not in FIELDS[name]]:
+        raise NeedleworkError(f"{name} has no field {short_repr(unknown[0])} on the page; it has {', '.join(FIELDS[name])}")
+    if "phase" in fields and fields["phase"] not in get_args(When):
+        raise NeedleworkError(f"{name}: phase is prefill, decode or both, not {short_repr(fields['phase'])}")
+    if isinstance(by := fields.get("by"), Mapping):
+        fields["by"] = Ranking(order=tuple(as_heads(by.get("ranking"))))
+    return registered()[name](**fields)
+
+
+def _jsonable(part: Part) -> dict[str, Any]:
+    if part.name not in FIELDS:
+        raise NeedleworkError(f"the page has no control for {part.name}; it has {', '.join(FIELDS)}")
+    given: dict[str, Any] = {"name": part.name}
+    for key, info in type(part).model_fields.items():
+        value = getattr(part, key)
+        if value == info.default:
+            continue
+        if key not in FIELDS[part.name] or isinstance(value, Recorded):
+            raise NeedleworkError(f"the page has no control for {key} of {part}")
+        given[key] = {"ranking": [list(head) for head in value.order]} if isinstance(value, Ranking) else _plain(value)
+    return given
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
