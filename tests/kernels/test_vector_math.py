@@ -8,13 +8,13 @@ import numba
 import numpy as np
 import pytest
 
-from needlework.kernels import vector_math
+from needlework.kernels import jit
 
 Array = np.ndarray[Any, Any]
 
 
 def apply(name: str, values: Array) -> Array:
-    function = getattr(vector_math, name)
+    function = getattr(jit, name)
 
     @numba.njit(fastmath={"contract"}, error_model="numpy")  # type: ignore[untyped-decorator]
     def loop(x: Array, out: Array) -> None:

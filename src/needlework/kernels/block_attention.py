@@ -8,20 +8,33 @@ channels at a time. A block is as many queries of one batch row as make four que
 import math
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
 import torch
 from torch import Tensor
 
-from needlework.kernels.jit import DENSE, MASK, arrays, check_shape, compile_kernel, helper, needs_gradient, run_blocks
-from needlework.kernels.vector_math import LOG2E, ONE, ZERO, exp2
+from needlework.kernels.jit import (
+    DENSE,
+    LOG2E,
+    MASK,
+    ONE,
+    ZERO,
+    arrays,
+    check_shape,
+    compile_kernel,
+    exp2,
+    helper,
+    needs_gradient,
+    reassociated,
+    run_blocks,
+    tuple_of,
+)
 
 _CUBES = "float32[:,:,:,::1]"
 _MASKS = "boolean[:,:,::1]"
 _INDEX = "int64[::1]"
+_LINES = tuple_of(DENSE, DENSE, _INDEX, DENSE, DENSE)  # TransposedKeyValues, with rows and heads as one dimension
 _TILE = 4  # queries, and channels, that are multiplied at once
 
-_reassociated = numba.njit(fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")  # allows vectorised sums
 _ONE, _TWO, _THREE = np.uint64(1), np.uint64(2), np.uint64(3)
 
 
@@ -84,23 +97,23 @@ def attend(
     out = torch.empty(rows, queries, heads, value_dim)
     off, negative_entropy = torch.empty(rows, queries, heads, dtype=torch.bool), torch.empty(rows, queries, heads)
     width = max(1, _TILE // (heads // kv_heads))  # queries per block
-    tensors = (
-        query.contiguous(),
-        *(x if x.dim() == 1 else x.flatten(0, 1) for x in lines),
+    merged = arrays(*(x if x.dim() == 1 else x.flatten(0, 1) for x in lines))
+    edits = arrays(
         nothing[None] if visible is None else visible.contiguous(),
         nothing if left_out is None else left_out.contiguous(),
         torch.full((rows,), heads) if keep is None else keep,
         torch.zeros(rows, heads, dtype=torch.bool) if zeroed_heads is None else zeroed_heads.contiguous(),
-        *(out, off, negative_entropy),
     )
-    run_blocks(_kernel, rows * -(-queries // width), *arrays(*tensors))
+    results = arrays(out, off, negative_entropy)
+    blocks = rows * -(-queries // width)
+    run_blocks(_kernel, blocks, *arrays(query.contiguous()), tuple(merged), tuple(edits), tuple(results))
     return out, off, negative_entropy
 
 
 # --- Kernel. Offsets are unsigned: numba supports negative indices, and the check for them prevents vectorisation.
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _add_products(a: Any, at: Any, b: Any, first: Any, pitch: Any, c: Any, to: Any, n: Any) -> None:
     """Compute c[to[i] + j] += sum over 4 channels d of a[at[i] + d] * b[first + d * pitch + j], for 4 queries i, n tokens j."""
     a0, a1, a2, a3 = at[0], at[1], at[2], at[3]
@@ -118,7 +131,7 @@ def _add_products(a: Any, at: Any, b: Any, first: Any, pitch: Any, c: Any, to: A
         c[c3 + j] = c[c3 + j] + s0 * v0 + s1 * v1 + s2 * v2 + s3 * v3
 
 
-@_reassociated  # type: ignore[untyped-decorator]
+@reassociated
 def _add_sums(a: Any, at: Any, b: Any, first: Any, pitch: Any, c: Any, to: Any, n: Any) -> None:
     """Compute c[to[i] + d] += sum over n tokens j of a[at[i] + j] * b[first + d * pitch + j], for 4 queries i, 4 channels d."""
     a0, a1, a2, a3 = at[0], at[1], at[2], at[3]
@@ -140,7 +153,7 @@ def _add_sums(a: Any, at: Any, b: Any, first: Any, pitch: Any, c: Any, to: Any, 
     _add_four(c, to[3], s0, s1, s2, s3)
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _add_four(c: Any, at: Any, v0: Any, v1: Any, v2: Any, v3: Any) -> None:
     c[at] += v0
     c[at + _ONE] += v1
@@ -148,7 +161,7 @@ def _add_four(c: Any, at: Any, v0: Any, v1: Any, v2: Any, v3: Any) -> None:
     c[at + _THREE] += v3
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _max(s: Any, at: Any, n: Any) -> Any:
     top = np.float32(-np.inf)
     for j in range(n):
@@ -156,7 +169,7 @@ def _max(s: Any, at: Any, n: Any) -> Any:
     return top
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _exponentials(s: Any, at: Any, n: Any, top: Any, weighted: Any) -> None:
     """Replace s by exp(x) and write x * exp(x) to `weighted`, where x = s - top.
 
@@ -169,15 +182,7 @@ def _exponentials(s: Any, at: Any, n: Any, top: Any, weighted: Any) -> None:
         weighted[j] = e * x
 
 
-@helper  # type: ignore[untyped-decorator]
-def _mask(s: Any, at: Any, n: Any, seen: Any, weighted: Any) -> None:
-    """Set `s` and `weighted` to exactly 0 where a key is masked."""
-    for j in range(n):
-        if not seen[j]:
-            s[at + j] = weighted[j] = ZERO
-
-
-@_reassociated  # type: ignore[untyped-decorator]
+@reassociated
 def _sum(s: Any, at: Any, n: Any) -> Any:
     total = ZERO
     for j in range(n):
@@ -185,7 +190,7 @@ def _sum(s: Any, at: Any, n: Any) -> Any:
     return total
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _masked_max(s: Any, at: Any, n: Any, seen: Any) -> Any:
     top = np.float32(-np.inf)
     for j in range(n):
@@ -194,7 +199,7 @@ def _masked_max(s: Any, at: Any, n: Any, seen: Any) -> Any:
     return top
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _choose_heads(negative_entropy: Any, k: int, zeroed_heads: Any, off: Any) -> None:
     """Mark all but the k heads of lowest entropy in `off`; ties go to the lower head, and NaN ranks above every number."""
     for h in range(negative_entropy.size):
@@ -207,7 +212,7 @@ def _choose_heads(negative_entropy: Any, k: int, zeroed_heads: Any, off: Any) ->
         off[h] = before >= k or zeroed_heads[h]
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _visible_range(seen: Any) -> Any:
     """Return the first key that a query sees, the index after the last one, and their number."""
     first, last, count = seen.size, 0, 0
@@ -219,7 +224,7 @@ def _visible_range(seen: Any) -> Any:
     return (first, last, count) if count else (0, 0, 0)
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _exponentiate(scores: Any, at: int, low: int, high: int, own: Any, seen: Any, weighted: Any) -> Any:
     """Replace the scores of keys low..high by exponentials, 0 where masked. Return their sum and the negative entropy."""
     first, last, count = own
@@ -231,42 +236,29 @@ def _exponentiate(scores: Any, at: int, low: int, high: int, own: Any, seen: Any
     top = _max(scores, begin, n) if whole else _masked_max(scores, begin, n, seen[first:last])
     _exponentials(scores, begin, n, top, weighted)
     if not whole:
-        _mask(scores, begin, n, seen[first:last], weighted)
+        for j in range(last - first):
+            if not seen[first + j]:
+                scores[at + first + j] = weighted[j] = ZERO
     total = _sum(scores, begin, n)
     # The sum of p * log p is the negative entropy. Both terms are <= 0, so there is no cancellation.
     return total, np.float32(np.float64(_sum(weighted, np.uint64(0), n)) / np.float64(total) - math.log(np.float64(total)))
 
 
-@helper  # type: ignore[untyped-decorator]
-def _offset(at: Any, step: int) -> Any:
+@helper
+def _shift(at: Any, step: int) -> Any:
     more = np.uint64(step)
     return at[0] + more, at[1] + more, at[2] + more, at[3] + more
 
 
-@helper  # type: ignore[untyped-decorator]
-def _multiply_segment(a: Any, at: Any, segment: Any, group: int, tokens: Any, c: Any, to: Any, mixing: bool) -> None:
-    """Multiply four queries with one segment, four channels at a time: scores from keys, or outputs from values (`mixing`).
-
-    `segment`: [groups, channels, keys]. `tokens`: its first key, the index after the last, and its offset among all keys.
-    """
-    begin, end, place = tokens
-    if end <= begin:
-        return
-    channels, pitch = segment.shape[1], segment.shape[2]
-    lines, n = segment.reshape(segment.size), np.uint64(end - begin)
-    for channel in range(0, channels, _TILE):
-        first = np.uint64((group * channels + channel) * pitch + begin)
-        if mixing:
-            _add_sums(a, _offset(at, place + begin), lines, first, np.uint64(pitch), c, _offset(to, channel), n)
-        else:
-            _add_products(a, _offset(at, channel), lines, first, np.uint64(pitch), c, _offset(to, place + begin), n)
-
-
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _multiply_queries(
     a: Any, c: Any, places: Any, count: int, spare: int, segments: Any, groups: Any, ranges: Any, mixing: bool
 ) -> None:
-    """Multiply `count` queries of one kv head with both segments; unused places of the last four write to a spare target."""
+    """Multiply `count` queries of one kv head with both segments: scores from keys, or outputs from values (`mixing`).
+
+    Four queries and four channels are multiplied at a time; unused places of the last four write to a spare target. A segment
+    is [groups, channels, keys]; its range: its first key, the index after the last, and its offset among all keys.
+    """
     for i in range(0, count, _TILE):
         at = (
             np.uint64(places[0, i]),
@@ -280,11 +272,19 @@ def _multiply_queries(
             np.uint64(places[1, i + 2] if i + 2 < count else spare),
             np.uint64(places[1, i + 3] if i + 3 < count else spare),
         )
-        _multiply_segment(a, at, segments[0], groups[0], ranges[0], c, to, mixing)
-        _multiply_segment(a, at, segments[1], groups[1], ranges[1], c, to, mixing)
+        for part in range(2):
+            begin, end, offset = ranges[part]
+            channels, pitch = segments[part].shape[1], segments[part].shape[2]
+            lines, n = segments[part].reshape(segments[part].size), np.uint64(end - begin)
+            for channel in range(0, channels if end > begin else 0, _TILE):
+                first = np.uint64((groups[part] * channels + channel) * pitch + begin)
+                if mixing:
+                    _add_sums(a, _shift(at, offset + begin), lines, first, np.uint64(pitch), c, _shift(to, channel), n)
+                else:
+                    _add_products(a, _shift(at, channel), lines, first, np.uint64(pitch), c, _shift(to, offset + begin), n)
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _weigh_heads(
     block: Any, span: Any, scores: Any, seen: Any, own: Any, left_out: Any, total: Any, negative_entropy: Any
 ) -> None:
@@ -306,25 +306,12 @@ def _weigh_heads(
             total[h], negative_entropy[h] = _exponentiate(scores, at, low, high, own, seen, weighted)
 
 
-@compile_kernel(_CUBES, *[DENSE] * 2, _INDEX, *[DENSE] * 2, _MASKS, MASK, _INDEX, MASK, _CUBES, _MASKS, DENSE)
-def _kernel(
-    first: int,
-    stop: int,
-    query: Any,
-    far_keys: Any,
-    far_values: Any,
-    prompt: Any,
-    near_keys: Any,
-    near_values: Any,
-    visible: Any,
-    left_out: Any,
-    keep: Any,
-    zeroed_heads: Any,
-    out: Any,
-    off: Any,
-    negative_entropy: Any,
-) -> None:
+@compile_kernel(_CUBES, _LINES, tuple_of(_MASKS, MASK, _INDEX, MASK), tuple_of(_CUBES, _MASKS, DENSE))
+def _kernel(first: int, stop: int, query: Any, lines: Any, edits: Any, results: Any) -> None:
     """Compute blocks first..stop-1 of `attend`; rows and kv heads are one dimension of keys and values."""
+    far_keys, far_values, prompt, near_keys, near_values = lines
+    visible, left_out, keep, zeroed_heads = edits
+    out, off, negative_entropy = results
     rows, heads, queries, dim = query.shape
     kv_heads, far, keys = near_keys.shape[0] // rows, far_keys.shape[2], far_keys.shape[2] + near_keys.shape[2]
     group, channels = heads // kv_heads, out.shape[3]

@@ -9,9 +9,21 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from needlework.kernels import jit
-from needlework.kernels.jit import DENSE, MATRIX, TOKENS, compile_kernel, helper
-from needlework.kernels.tiles import LANES, count_blocks
-from needlework.kernels.vector_math import ONE, ZERO, sigmoid
+from needlework.kernels.jit import (
+    DENSE,
+    LANES,
+    MATRIX,
+    ONE,
+    TOKENS,
+    ZERO,
+    compile_kernel,
+    count_blocks,
+    helper,
+    sigmoid,
+    tuple_of,
+)
+
+_INPUTS = tuple_of(TOKENS, DENSE, MATRIX, MATRIX)  # x, context, weight, bias
 
 
 def causal_conv(
@@ -62,8 +74,8 @@ def _adjacent_channels(tensor: Tensor) -> Tensor:
 def _run_forward(silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Run the kernel; context: [batch, taps - 1, channels], weight: [taps, channels], bias: [1, channels]."""
     out = jit.empty_like(x)
-    blocks = count_blocks(x.shape[0], x.shape[2])
-    jit.run_blocks(_forward, blocks, jit.flatten_tokens(x), *jit.arrays(context, weight, bias), silu, out.numpy())
+    inputs = (jit.flatten_tokens(x), *jit.arrays(context, weight, bias))
+    jit.run_blocks(_forward, count_blocks(x.shape[0], x.shape[2]), inputs, silu, out.numpy())
     return out
 
 
@@ -80,21 +92,14 @@ class _CpuConv(torch.autograd.Function):
         x, context, weight, bias = ctx.saved_tensors
         grad_x, grad_context = jit.empty_like(x), torch.empty_like(context)
         grad_weight, grad_bias = x.new_empty(x.shape[0], *weight.shape), x.new_empty(x.shape[0], *bias.shape)  # per batch row
-        jit.run_blocks(
-            _backward,
-            count_blocks(x.shape[0], x.shape[2]),
-            *(
-                jit.flatten_tokens(x),
-                *jit.arrays(context, weight, bias),
-                ctx.silu,
-                jit.flatten_tokens(_adjacent_channels(grad_out)),
-            ),
-            *jit.arrays(grad_x, grad_context, grad_weight, grad_bias),
-        )
+        inputs = (jit.flatten_tokens(x), *jit.arrays(context, weight, bias))
+        grads = tuple(jit.arrays(grad_x, grad_context, grad_weight, grad_bias))
+        coming = jit.flatten_tokens(_adjacent_channels(grad_out))
+        jit.run_blocks(_backward, count_blocks(x.shape[0], x.shape[2]), inputs, ctx.silu, coming, grads)
         return None, grad_x, grad_context, grad_weight.sum(0), grad_bias.sum(0)
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _join_blocks(at: int, stop: int, width: int) -> Any:
     """Return the row of block `at`, the range of channels of this and the row's following blocks, and the next block.
 
@@ -107,13 +112,13 @@ def _join_blocks(at: int, stop: int, width: int) -> Any:
     return row, low, min(width, low + (end - at) * LANES), end
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _add_product(left: Any, right: Any, total: Any) -> None:
     for c in range(total.size):
         total[c] += left[c] * right[c]
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _token(x: Any, context: Any, row: int, t: int, low: int, high: int) -> Any:
     """Return the channels of token t; tokens before the first are in the context, [batch, taps - 1, channels]."""
     if t < 0:
@@ -123,33 +128,29 @@ def _token(x: Any, context: Any, row: int, t: int, low: int, high: int) -> Any:
     return values[start + low : start + high]
 
 
-@helper  # type: ignore[untyped-decorator]
-def _convolve(x: Any, context: Any, weight: Any, bias: Any, row: int, t: int, low: int, high: int, out: Any) -> None:
+@helper
+def _convolve(inputs: Any, row: int, t: int, low: int, high: int, out: Any) -> None:
+    x, context, weight, bias = inputs
     taps = weight.shape[0]
     out[:] = bias[0, low:high]
     for tap in range(taps):
         _add_product(weight[tap, low:high], _token(x, context, row, t - taps + 1 + tap, low, high), out)
 
 
-@helper  # type: ignore[untyped-decorator]
-def _silu(values: Any) -> None:
-    for c in range(values.size):
-        values[c] *= sigmoid(values[c])
-
-
-@compile_kernel(TOKENS, DENSE, MATRIX, MATRIX, "boolean", DENSE)
-def _forward(first: int, stop: int, x: Any, context: Any, weight: Any, bias: Any, silu: bool, out: Any) -> None:
+@compile_kernel(_INPUTS, "boolean", DENSE)
+def _forward(first: int, stop: int, inputs: Any, silu: bool, out: Any) -> None:
     at = first
     while at < stop:
         row, low, high, at = _join_blocks(at, stop, out.shape[2])
         for t in range(out.shape[1]):
             here = out[row, t, low:high]
-            _convolve(x, context, weight, bias, row, t, low, high, here)
+            _convolve(inputs, row, t, low, high, here)
             if silu:
-                _silu(here)
+                for c in range(here.size):
+                    here[c] *= sigmoid(here[c])
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _silu_grad(before: Any, grad: Any) -> None:
     """Replace `before` by its gradient, given `grad` of silu(before)."""
     for c in range(grad.size):
@@ -157,21 +158,10 @@ def _silu_grad(before: Any, grad: Any) -> None:
         before[c] = grad[c] * s * (ONE + before[c] * (ONE - s))
 
 
-@compile_kernel(TOKENS, DENSE, MATRIX, MATRIX, "boolean", TOKENS, DENSE, DENSE, DENSE, DENSE)
-def _backward(
-    first: int,
-    stop: int,
-    x: Any,
-    context: Any,
-    weight: Any,
-    bias: Any,
-    silu: bool,
-    grad_out: Any,
-    grad_x: Any,
-    grad_context: Any,
-    grad_weight: Any,
-    grad_bias: Any,
-) -> None:
+@compile_kernel(_INPUTS, "boolean", TOKENS, tuple_of(DENSE, DENSE, DENSE, DENSE))
+def _backward(first: int, stop: int, inputs: Any, silu: bool, grad_out: Any, grads: Any) -> None:
+    x, context, weight, _ = inputs
+    grad_x, grad_context, grad_weight, grad_bias = grads
     taps = weight.shape[0]
     at = first
     while at < stop:
@@ -181,7 +171,7 @@ def _backward(
         for t in range(grad_x.shape[1]):
             coming = _token(grad_out, context, row, t, low, high)
             if silu:
-                _convolve(x, context, weight, bias, row, t, low, high, grad)
+                _convolve(inputs, row, t, low, high, grad)
                 _silu_grad(grad, coming)
             else:
                 grad[:] = coming

@@ -1,4 +1,4 @@
-"""Build and run compiled CPU kernels: compilation, threads, arguments, memory for results.
+"""What compiled CPU kernels share: compilation, threads, arguments, memory for results, vector arithmetic, tiles.
 
 A kernel is a function `kernel(first, stop, *arguments)` that computes the blocks `first..stop-1`. Blocks are independent
 of each other, so results do not depend on the number of threads. Kernels release the GIL and run in a thread pool of this
@@ -12,13 +12,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
+from numba.core import types
+from numba.extending import intrinsic
 from torch import Tensor
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 Kernel = Callable[..., None]
 Array = np.ndarray[Any, Any]
 
@@ -31,8 +35,17 @@ TOKENS = "Tuple((float32[::1], UniTuple(int64, 3)))"  # what `flatten_tokens` re
 
 # --- Compilation and threads ------------------------------------------------------------------------------------------
 
-# error_model: a division that may raise ZeroDivisionError prevents vectorisation.
-helper = numba.njit(fastmath={"contract"}, error_model="numpy")
+
+def compile_helper(**options: Any) -> Callable[[Function], Function]:
+    """Return a decorator for functions that kernels call."""
+    # error_model: a division that may raise ZeroDivisionError prevents vectorisation.
+    decorator: Callable[[Function], Function] = numba.njit(error_model="numpy", **options)
+    return decorator
+
+
+helper = compile_helper(fastmath={"contract"})
+inlined = compile_helper(fastmath={"contract"}, inline="always")
+reassociated = compile_helper(fastmath={"contract", "reassoc", "nsz"})  # allows vectorised sums
 
 
 def compile_kernel(*argument_types: str) -> Callable[[Kernel], Kernel]:
@@ -40,19 +53,16 @@ def compile_kernel(*argument_types: str) -> Callable[[Kernel], Kernel]:
 
     def decorate(function: Kernel) -> Kernel:
         signature = f"void({', '.join(('int64', 'int64', *argument_types))})"
-
-        @cache
-        def build() -> Kernel:
-            jit = numba.njit(signature, cache=True, nogil=True, fastmath={"contract"}, error_model="numpy")
-            kernel: Kernel = jit(function)
-            return kernel
-
-        def call(*args: Any) -> None:
-            build()(*args)
-
-        return call
+        options = {"cache": True, "nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
+        build = cache(lambda: numba.njit(signature, **options)(function))
+        return lambda *args: build()(*args)
 
     return decorate
+
+
+def tuple_of(*argument_types: str) -> str:
+    """Return the type of a tuple of arguments."""
+    return f"Tuple(({', '.join(argument_types)}))"
 
 
 @cache
@@ -119,6 +129,11 @@ def flatten_tokens(tensor: Tensor) -> tuple[Array, tuple[int, ...]]:
     return tensor.detach().as_strided((size,), (1,)).numpy(), strides
 
 
+def count_blocks(rows: int, channels: int) -> int:
+    """Return the number of blocks of LANES channels in this many batch rows."""
+    return rows * -(-channels // LANES)
+
+
 # --- Memory for results -----------------------------------------------------------------------------------------------
 
 # The first write to a large new tensor costs more in page faults than a whole scan (30 ms against 6 ms for 42 MB). The
@@ -151,3 +166,108 @@ def empty_like(tensor: Tensor) -> Tensor:
         while sum(held.nbytes for held in _buffers) > MAX_POOLED:
             del _buffers[0]
         return torch.from_numpy(buffer).view(tensor.shape)
+
+
+# --- Vector arithmetic ------------------------------------------------------------------------------------------------
+
+# exp, sigmoid and softplus in fp32 as plain arithmetic, which the compiler can vectorise, unlike calls of libm. They are
+# accurate to about 1e-7 and propagate NaN.
+ZERO, ONE, TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
+LOG2E, LN2 = np.float32(1.4426950408889634), np.float32(0.6931471805599453)
+_LOWEST, _HIGHEST = np.float32(-126.0), np.float32(127.0)
+_SHIFTER = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer and leaves that integer in the low bits
+# Minimax polynomial of 2**f on [-0.5, 0.5], relative error 2e-9 before rounding.
+_C1, _C2, _C3 = np.float32(6.9314720286e-1), np.float32(2.4022647914e-1), np.float32(5.5503324711e-2)
+_C4, _C5, _C6 = np.float32(9.6184373578e-3), np.float32(1.3398874422e-3), np.float32(1.5353361890e-4)
+# log(1 + e) = 2 * artanh(s) with s = e / (2 + e): the odd series 2 * (s + s**3 / 3 + s**5 / 5 + ...).
+_L3, _L5, _L7 = np.float32(1 / 3), np.float32(1 / 5), np.float32(1 / 7)
+_L9, _L11, _L13 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _scale_by_power_of_two(typing_context: Any, value: Any, shifted: Any) -> Any:
+    """Return value * 2**k by adding k to the exponent bits; the low bits of the float `shifted` hold the integer k."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        word = ir.IntType(32)
+        exponent = builder.shl(builder.bitcast(args[1], word), ir.Constant(word, 23))
+        return builder.bitcast(builder.add(builder.bitcast(args[0], word), exponent), ir.FloatType())
+
+    return types.float32(types.float32, types.float32), generate
+
+
+@inlined
+def exp2(z: Any) -> Any:
+    """Return 2**z, saturating at 2**-126 and 2**127."""
+    z = _LOWEST if z < _LOWEST else z
+    z = _HIGHEST if z > _HIGHEST else z
+    shifted = z + _SHIFTER
+    f = z - (shifted - _SHIFTER)
+    p = (((((_C6 * f + _C5) * f + _C4) * f + _C3) * f + _C2) * f + _C1) * f + ONE
+    return _scale_by_power_of_two(p, shifted)
+
+
+@inlined
+def one_minus_exp2(z: Any) -> Any:
+    """Return 1 - 2**z for z <= 0, without cancellation near 0."""
+    near = -z * (((((_C6 * z + _C5) * z + _C4) * z + _C3) * z + _C2) * z + _C1)
+    return near if z > np.float32(-0.5) else ONE - exp2(z)
+
+
+@inlined
+def sigmoid(v: Any) -> Any:
+    return ONE / (ONE + exp2(-v * LOG2E))
+
+
+@inlined
+def softplus(v: Any) -> Any:
+    """Return log(1 + exp(v))."""
+    e = exp2(-abs(v) * LOG2E)
+    s = e / (TWO + e)
+    q = s * s
+    series = ONE + q * (_L3 + q * (_L5 + q * (_L7 + q * (_L9 + q * (_L11 + q * _L13)))))
+    return (v if v > ZERO else ZERO) + TWO * s * series
+
+
+# --- Tiles ------------------------------------------------------------------------------------------------------------
+
+# A block is LANES channels of one batch row; the lanes are the vector dimension. Time is walked in tiles of TILE tokens that
+# are copied into scratch arrays of fixed size.
+LANES, TILE = 64, 32
+
+
+@helper
+def load_tile(tensor: Any, row: int, start: int, low: int, lanes: int, tokens: int, tile: Any) -> None:
+    """Set tile[t, j] to the value of TOKENS `tensor` in this batch row, for token `start + t` and channel `low + j`.
+
+    Indices are unsigned: numba supports negative ones, and the check for them prevents vectorisation.
+    """
+    source, strides = tensor
+    at = np.uint64(row * strides[0] + start * strides[1] + low * strides[2])
+    token, channel = np.uint64(strides[1]), np.uint64(strides[2])
+    if channel == np.uint64(1):
+        for t in range(np.uint64(tokens)):
+            for j in range(np.uint64(lanes)):
+                tile[t, j] = source[at + t * token + j]
+    else:  # time is the inner dimension in memory
+        for j in range(np.uint64(lanes)):
+            for t in range(np.uint64(tokens)):
+                tile[t, j] = source[at + t * token + j * channel]
+
+
+@helper
+def store_tile(tile: Any, target: Any, at: int, pitch: int, lanes: int, tokens: int) -> None:
+    """Set target[at + t * pitch + j] = tile[t, j]."""
+    for t in range(tokens):
+        base = np.uint64(at + t * pitch)
+        for j in range(np.uint64(lanes)):
+            target[base + j] = tile[t, j]
+
+
+@helper
+def load_lanes(vector: Any, low: int, lanes: int, out: Any) -> None:
+    """Copy the block's part of a per-channel vector to `out`; zeros if the vector is empty or lanes have no channel."""
+    out[:] = ZERO
+    if vector.size > 0:
+        for j in range(lanes):
+            out[j] = vector[low + j]

@@ -11,20 +11,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from needlework.kernels import devices, jit
-from needlework.kernels.jit import MASK, MATRIX, TOKENS, VECTOR, compile_kernel, helper
-from needlework.kernels.tiles import LANES, TILE, count_blocks, load_lanes, load_tile, store_tile
-from needlework.kernels.vector_math import LOG2E, ONE, TWO, ZERO, exp2, one_minus_exp2, sigmoid
+from needlework.kernels.jit import (
+    LANES,
+    LOG2E,
+    ONE,
+    TILE,
+    TOKENS,
+    TWO,
+    VECTOR,
+    ZERO,
+    compile_kernel,
+    exp2,
+    helper,
+    load_lanes,
+    load_tile,
+    one_minus_exp2,
+    sigmoid,
+    store_tile,
+    tuple_of,
+)
 
+_INPUTS = tuple_of(TOKENS, TOKENS, TOKENS, VECTOR, jit.MASK, jit.MATRIX)  # x, gate_in, gate_keep, rate, reset, state
+_GRADIENTS = tuple_of(VECTOR, VECTOR, VECTOR, jit.MATRIX, jit.MATRIX)  # of all inputs but reset
 _MIN_ROOT = 1e-3  # the derivative of sqrt is 1 / max(2 * root, _MIN_ROOT), at most 1000, as in Griffin's training
 
 
 def gated_rglru(
-    x: Tensor,
-    gate_in: Tensor,
-    gate_keep: Tensor,
-    rate: Tensor,
-    state: Tensor | None = None,
-    reset: Tensor | None = None,
+    x: Tensor, gate_in: Tensor, gate_keep: Tensor, rate: Tensor, state: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compute h_t = a_t * h_{t-1} + sqrt(1 - a_t**2) * sigmoid(gate_in_t) * x_t with a_t = exp(-rate * sigmoid(gate_keep_t)).
 
@@ -49,8 +62,8 @@ def gated_rglru(
     if x.device.type != "cpu":
         out, final = devices.rglru_scan(*rglru_gates(x, gate_in, gate_keep, rate, reset), state, reset)
         return out.to(x.dtype), final
-    timed = (x.float(), gate_in.float(), gate_keep.float())
-    inputs = (*timed, rate.float().contiguous(), jit.reset_mask(reset), state.contiguous())
+    dense = (rate.float().contiguous(), jit.reset_mask(reset), state.contiguous())
+    inputs = (x.float(), gate_in.float(), gate_keep.float(), *dense)
     run = _CpuRglru.apply if jit.needs_gradient(*inputs) else _run_forward
     out, final = run(*inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype), final
@@ -89,13 +102,14 @@ class _BoundedRoot(torch.autograd.Function):
 # --- CPU --------------------------------------------------------------------------------------------------------------
 
 
-def _run_forward(
-    x: Tensor, gate_in: Tensor, gate_keep: Tensor, rate: Tensor, reset: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    out = jit.empty_like(x)
-    timed = [jit.flatten_tokens(tensor) for tensor in (x, gate_in, gate_keep)]
-    blocks = count_blocks(x.shape[0], x.shape[2])
-    jit.run_blocks(_forward, blocks, *timed, *jit.arrays(rate, reset, state, out.view(-1)), x.shape[1])
+def _arguments(x: Tensor, gate_in: Tensor, gate_keep: Tensor, *dense: Tensor) -> tuple[Any, ...]:
+    """Return inputs as the kernels' first argument, `_INPUTS`."""
+    return (*(jit.flatten_tokens(tensor) for tensor in (x, gate_in, gate_keep)), *jit.arrays(*dense))
+
+
+def _run_forward(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+    x, state, out = inputs[0], inputs[-1], jit.empty_like(inputs[0])
+    jit.run_blocks(_forward, jit.count_blocks(x.shape[0], x.shape[2]), _arguments(*inputs), out.view(-1).numpy(), x.shape[1])
     return out, (out[:, -1] if x.shape[1] else state).clone()
 
 
@@ -110,71 +124,41 @@ class _CpuRglru(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
-        *timed, rate, reset, state, out = ctx.saved_tensors
+        *inputs, state, out = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out
         grad_final = torch.zeros_like(state) if grad_final is None else grad_final.contiguous()
         grad_x, grad_in, grad_keep = jit.empty_like(out), jit.empty_like(out), jit.empty_like(out)
         grad_rate, grad_state = torch.empty_like(state), torch.empty_like(state)  # grad_rate is per batch row
         jit.run_blocks(
             _backward,
-            count_blocks(out.shape[0], out.shape[2]),
-            *(jit.flatten_tokens(tensor) for tensor in timed),
-            *(
-                *jit.arrays(rate, reset, state),
-                jit.flatten_tokens(out),
-                jit.flatten_tokens(grad_out),
-                *jit.arrays(grad_final),
-                out.shape[1],
-            ),
-            *jit.arrays(*(grad.view(-1) for grad in (grad_x, grad_in, grad_keep)), grad_rate, grad_state),
+            jit.count_blocks(out.shape[0], out.shape[2]),
+            _arguments(*inputs, state),
+            (jit.flatten_tokens(out), jit.flatten_tokens(grad_out), grad_final.numpy()),
+            tuple(jit.arrays(*(grad.view(-1) for grad in (grad_x, grad_in, grad_keep)), grad_rate, grad_state)),
+            out.shape[1],
         )
         return grad_x, grad_in, grad_keep, grad_rate.sum(0), None, grad_state
 
 
-@helper  # type: ignore[untyped-decorator]
-def _compute_decays(gates: Any, rate: Any, tokens: int, decay: Any, scale: Any) -> None:
-    """Compute decay = exp(-rate * sigmoid(gate)) and scale = sqrt(1 - decay**2)."""
+@helper
+def _compute_decays(gates: Any, rate: Any, reset: Any, tokens: int, decay: Any, scale: Any) -> None:
+    """Compute decay = exp(-rate * sigmoid(gate)) and scale = sqrt(1 - decay**2); 0 and 1 where `reset` (mask, row, start)."""
     for t in range(tokens):
         for j in range(LANES):
             z = -rate[j] * LOG2E * sigmoid(gates[t, j])
             decay[t, j] = exp2(z)
             scale[t, j] = np.sqrt(one_minus_exp2(TWO * z))
-
-
-@helper  # type: ignore[untyped-decorator]
-def _apply_resets(reset: Any, row: int, start: int, tokens: int, decay: Any, scale: Any) -> None:
-    """Set decay = 0 and scale = 1 at resets."""
-    if reset.shape[1] > 0:
+    mask, row, start = reset
+    if mask.shape[1] > 0:
         for t in range(tokens):
-            if reset[row, start + t]:
+            if mask[row, start + t]:
                 decay[t, :] = ZERO
                 scale[t, :] = ONE
 
 
-@helper  # type: ignore[untyped-decorator]
-def _scan_tile(x: Any, gates: Any, decay: Any, scale: Any, tokens: int, h: Any) -> None:
-    """Run the recurrence over a tile from state `h`; the states replace `scale`."""
-    for t in range(tokens):
-        for j in range(LANES):
-            scale[t, j] *= x[t, j] * sigmoid(gates[t, j])
-        for j in range(LANES):
-            h[j] = decay[t, j] * h[j] + scale[t, j]
-            scale[t, j] = h[j]
-
-
-@compile_kernel(TOKENS, TOKENS, TOKENS, VECTOR, MASK, MATRIX, VECTOR, "int64")
-def _forward(
-    first: int,
-    stop: int,
-    x: Any,
-    gate_in: Any,
-    gate_keep: Any,
-    rate: Any,
-    reset: Any,
-    state: Any,
-    out: Any,
-    length: int,
-) -> None:
+@compile_kernel(_INPUTS, VECTOR, "int64")
+def _forward(first: int, stop: int, arguments: Any, out: Any, length: int) -> None:
+    x, gate_in, gate_keep, rate, reset, state = arguments
     width = rate.size
     blocks = (width + LANES - 1) // LANES
     rates, h = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
@@ -188,15 +172,25 @@ def _forward(
         for start in range(0, length, TILE):
             tokens = min(TILE, length - start)
             load_tile(gate_keep, row, start, low, lanes, tokens, gates)
-            _compute_decays(gates, rates, tokens, decay, scale)
-            _apply_resets(reset, row, start, tokens, decay, scale)
+            _compute_decays(gates, rates, (reset, row, start), tokens, decay, scale)
             load_tile(x, row, start, low, lanes, tokens, inputs)
             load_tile(gate_in, row, start, low, lanes, tokens, gates)
             _scan_tile(inputs, gates, decay, scale, tokens, h)
             store_tile(scale, out, (row * length + start) * width + low, width, lanes, tokens)
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
+def _scan_tile(x: Any, gates: Any, decay: Any, scale: Any, tokens: int, h: Any) -> None:
+    """Run the recurrence over a tile from state `h`; the states replace `scale`."""
+    for t in range(tokens):
+        for j in range(LANES):
+            scale[t, j] *= x[t, j] * sigmoid(gates[t, j])
+        for j in range(LANES):
+            h[j] = decay[t, j] * h[j] + scale[t, j]
+            scale[t, j] = h[j]
+
+
+@helper
 def _carry_gradient(decay: Any, tokens: int, carried: Any, g: Any) -> None:
     """Add the gradient from later tokens to that of each token's state, `g`."""
     for t in range(tokens - 1, -1, -1):
@@ -205,7 +199,7 @@ def _carry_gradient(decay: Any, tokens: int, carried: Any, g: Any) -> None:
             carried[j] = decay[t, j] * g[t, j]
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _input_grads(x: Any, gates: Any, scale: Any, g: Any, tokens: int, grad_x: Any) -> None:
     """Write the gradient of x to `grad_x`; replace `gates` by the input gate's gradient, and `x` by that of the scale."""
     for t in range(tokens):  # several short loops: with many arrays in one loop, alias checks cost more than they gain
@@ -220,7 +214,7 @@ def _input_grads(x: Any, gates: Any, scale: Any, g: Any, tokens: int, grad_x: An
             grad_x[t, j] *= scale[t, j]
 
 
-@helper  # type: ignore[untyped-decorator]
+@helper
 def _keep_grads(gates: Any, rate: Any, decay: Any, scale: Any, g_scale: Any, g_decay: Any, tokens: int, g_rate: Any) -> None:
     """Replace `gates` by the recurrence gate's gradient, and add the rate's to `g_rate`; `g_decay` is the decay's gradient."""
     for t in range(tokens):
@@ -234,36 +228,11 @@ def _keep_grads(gates: Any, rate: Any, decay: Any, scale: Any, g_scale: Any, g_d
             gates[t, j] = back * rate[j] * (ONE - opened)
 
 
-@helper  # type: ignore[untyped-decorator]
-def _multiply(factor: Any, tokens: int, values: Any) -> None:
-    for t in range(tokens):
-        for j in range(LANES):
-            values[t, j] *= factor[t, j]
-
-
-@compile_kernel(
-    *(TOKENS, TOKENS, TOKENS, VECTOR, MASK, MATRIX, TOKENS, TOKENS, MATRIX, "int64"),
-    *(VECTOR, VECTOR, VECTOR, MATRIX, MATRIX),
-)
-def _backward(
-    first: int,
-    stop: int,
-    x: Any,
-    gate_in: Any,
-    gate_keep: Any,
-    rate: Any,
-    reset: Any,
-    state: Any,
-    states: Any,
-    grad_out: Any,
-    grad_final: Any,
-    length: int,
-    grad_x: Any,
-    grad_in: Any,
-    grad_keep: Any,
-    grad_rate: Any,
-    grad_state: Any,
-) -> None:
+@compile_kernel(_INPUTS, tuple_of(TOKENS, TOKENS, jit.MATRIX), _GRADIENTS, "int64")
+def _backward(first: int, stop: int, arguments: Any, results: Any, gradients: Any, length: int) -> None:
+    x, gate_in, gate_keep, rate, reset, state = arguments
+    states, grad_out, grad_final = results
+    grad_x, grad_in, grad_keep, grad_rate, grad_state = gradients
     width = rate.size
     blocks = (width + LANES - 1) // LANES
     rates, carried, g_rate = np.zeros(LANES, np.float32), np.zeros(LANES, np.float32), np.zeros(LANES, np.float32)
@@ -283,8 +252,7 @@ def _backward(
             dense = (row * length + start) * width + low
             load_tile(grad_out, row, start, low, lanes, tokens, g)
             load_tile(gate_keep, row, start, low, lanes, tokens, gates)
-            _compute_decays(gates, rates, tokens, decay, scale)
-            _apply_resets(reset, row, start, tokens, decay, scale)
+            _compute_decays(gates, rates, (reset, row, start), tokens, decay, scale)
             _carry_gradient(decay, tokens, carried, g)
             load_tile(x, row, start, low, lanes, tokens, inputs)
             load_tile(gate_in, row, start, low, lanes, tokens, gates)
@@ -296,7 +264,7 @@ def _backward(
             else:
                 load_tile(states, row, 0, low, lanes, tokens - 1, before[1:])
                 load_lanes(state[row], low, lanes, before[0])
-            _multiply(before, tokens, g)
+            g[:tokens] *= before[:tokens]
             load_tile(gate_keep, row, start, low, lanes, tokens, gates)
             _keep_grads(gates, rates, decay, scale, inputs, g, tokens, g_rate)
             store_tile(gates, grad_keep, dense, width, lanes, tokens)
