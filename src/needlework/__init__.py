@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from needlework.anatomy import Head as Head
     from needlework.calibration import Means as Means
     from needlework.calibration import calibrate as calibrate
+    from needlework.checks import Checkup as Checkup
     from needlework.checks.doctor import doctor as doctor
-    from needlework.checks.findings import Checkup as Checkup
     from needlework.errors import NeedleworkError as NeedleworkError
     from needlework.errors import TrialError as TrialError
     from needlework.experiments.heads import rank as rank
@@ -58,7 +58,7 @@ _LAZY = {  # name -> its module: brought in when first used, so that `import nee
     "AblateRecurrentGroups": "interventions",
     "Anatomy": "anatomy",
     "Answer": "requests",
-    "Checkup": "checks.findings",
+    "Checkup": "checks",
     "ChangeOutputs": "interventions",
     "ExposeTokens": "interventions",
     "Group": "anatomy",

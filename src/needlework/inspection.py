@@ -10,7 +10,7 @@ from rich.text import Text
 
 from needlework import zoo
 from needlework.anatomy import Anatomy, Layer
-from needlework.checks.findings import Checkup
+from needlework.checks import Checkup
 from needlework.interventions import Intervention
 from needlework.requests import Answer
 from needlework.tables import Table

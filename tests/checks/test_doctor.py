@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 
 import cases
 import needlework as nw
+from needlework.checks import Checkup
 from needlework.checks import doctor as doctor_module
 from needlework.checks.case import Case
-from needlework.checks.findings import Checkup
 from needlework.cli import app
 from needlework.engine import decode, engine
 from needlework.model import attention

@@ -11,7 +11,7 @@ import pytest
 
 import needlework as nw
 from needlework.analysis.reader import load
-from needlework.checks.findings import Check, Checkup
+from needlework.checks import Check, Checkup
 from needlework.experiments import provenance
 from needlework.reports.page import build
 from needlework.reports.tables import models

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
 from typing import Any
@@ -28,7 +29,7 @@ class DoesNotApply(Exception):
 
 
 @dataclass(frozen=True)
-class Finding:
+class LawResult:
     """The outcome of one law."""
 
     holds: bool
@@ -46,7 +47,7 @@ class Case:
     tokens: int = 32
     after: int = 4  # forced tokens after a prompt
     most_tokens: int = 4096
-    text_ids: tuple[int, ...] = field(default_factory=tuple)  # tokens of real text; empty without a tokenizer
+    text_ids: tuple[int, ...] = ()  # tokens of real text; empty without a tokenizer
 
     @property
     def anatomy(self) -> Anatomy:
@@ -84,7 +85,11 @@ class Case:
         if seed == 0 and self.text_ids:
             times = -(-count // len(self.text_ids))
             return (self.text_ids * times)[:count]
-        special = _special(self.subject)
+        config = self.subject.model.config
+        special = set(getattr(self.subject.tokenizer, "all_special_ids", None) or ())
+        for part in (config, config.get_text_config(decoder=True)):
+            for value in (value for name, value in vars(part).items() if "token_id" in name):
+                special |= {i for i in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(i, int)}
         ordinary = [i for i in range(min(self.anatomy.vocabulary, 4096)) if i not in special] or [0]
         draw = torch.Generator().manual_seed(17 + seed)
         return tuple(ordinary[i] for i in torch.randint(len(ordinary), (count,), generator=draw).tolist())
@@ -100,12 +105,15 @@ class Case:
     def stock(self, ids: Sequence[int]) -> Tensor:
         """Return the logits [1, tokens, vocabulary] of transformers' own forward, without cache or needlework's kernels."""
         model, body = self.subject.model, self.subject.body
-        tensor = torch.tensor([ids], device=body.device)
+        training = [module for module in model.modules() if module.training]
         with exclusive_use(), slow_kernel_hints(), body.new_memory(1).mounted():  # mounted: leaves no state on the modules
-            if not body.attention:
-                return _logits(model, tensor)
-            with attention_switched(model, "sdpa"):
-                return _logits(model, tensor)
+            try:
+                with attention_switched(model.eval(), "sdpa") if body.attention else nullcontext():
+                    logits: Tensor = model(input_ids=torch.tensor([ids], device=body.device), use_cache=False).logits.float()
+                    return logits
+            finally:
+                for module in training:
+                    module.training = True
 
     def apart(self, a: Tensor, b: Tensor) -> float:
         """Return the distance of two logit tensors [..., vocabulary]: the largest difference per token, over tokens."""
@@ -113,7 +121,8 @@ class Case:
 
     def logprobs_apart(self, a: Answer, b: Answer) -> float:
         """Return the distance of two answers' log-probabilities in standard deviations."""
-        return self.over_tokens([abs(x - y) for x, y in zip(_logprobs(a), _logprobs(b), strict=True)])
+        ours, theirs = ([*x.logprobs, *(value for option in x.option_logprobs for value in option)] for x in (a, b))
+        return self.over_tokens([abs(x - y) for x, y in zip(ours, theirs, strict=True)])
 
     def follows(self, logprobs: Sequence[float], logits: Tensor, said: Sequence[int]) -> float:
         """Return the distance of the tokens' log-probabilities from those that logits [tokens, vocabulary] give."""
@@ -152,34 +161,7 @@ def worst(*values: float) -> float:
     return max(values, key=lambda value: float("inf") if value != value else value)
 
 
-def near(measured: float, allowed: float, why: str, otherwise: str = "") -> Finding:
+def near(measured: float, allowed: float, why: str, otherwise: str = "") -> LawResult:
     """Return a finding that holds if `measured` is at most `allowed`; NaN fails."""
     holds = measured <= allowed
-    return Finding(holds, why if holds else otherwise or why, measured, allowed)
-
-
-def _logits(model: Any, ids: Tensor) -> Tensor:
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits.float()
-        return logits
-    finally:
-        for module in training:
-            module.training = True
-
-
-def _logprobs(answer: Answer) -> list[float]:
-    return [*answer.logprobs, *(value for option in answer.option_logprobs for value in option)]
-
-
-def _special(subject: Subject) -> set[int]:
-    """Return the ids of special tokens, from tokenizer and configuration."""
-    known = set(getattr(subject.tokenizer, "all_special_ids", None) or ())
-    config = subject.model.config
-    for part in (config, config.get_text_config(decoder=True)):
-        for name, value in vars(part).items():
-            if "token_id" in name:
-                values = value if isinstance(value, (list, tuple)) else [value]
-                known |= {x for x in values if isinstance(x, int)}
-    return known
+    return LawResult(holds, why if holds else otherwise or why, measured, allowed)

@@ -24,7 +24,7 @@ from needlework.tasks.base import Item
 from needlework.tasks.prompts import token_ids
 
 if TYPE_CHECKING:
-    from needlework.checks.findings import Checkup
+    from needlework.checks import Checkup
     from needlework.engine.budget import Costs
     from needlework.subject import Subject
 

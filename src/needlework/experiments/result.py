@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from needlework.checks.findings import Checkup
+from needlework.checks import Checkup
 from needlework.results import Store, fingerprint
 from needlework.results.export import trial_columns, values
 
