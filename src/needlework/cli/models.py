@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated
@@ -10,37 +9,13 @@ from typing import Annotated
 import typer
 
 import needlework as nw
-from needlework.cli.options import (
-    FAILED,
-    MODEL_HELP,
-    Device,
-    Dtype,
-    GpusPerWorker,
-    Interventions,
-    Json,
-    Kernels,
-    Model,
-    Out,
-    Plugins,
-    Ray,
-    Threads,
-    Window,
-    Workers,
-    cluster_options,
-    command,
-    load_plugins,
-    loading_options,
-    show,
-)
-from needlework.terminal import plain, say
+from needlework.cli import options
+from needlework.cli.options import FAILED, MODEL_HELP, cluster_options, command, loading_options, show
+from needlework.terminal import say
 
 
 @command("needlework inspect recurrentgemma-2b")
-def inspect(
-    model: Model,
-    as_json: Json = False,
-    window: Window = None,
-) -> None:
+def inspect(model: options.Model, as_json: options.Json = False, window: options.Window = None) -> None:
     """Show what a model is made of: layers, heads, windows, memory and cost of each side. Weights are not needed."""
     from needlework.inspection import anatomy_of, anatomy_table
 
@@ -50,17 +25,17 @@ def inspect(
 
 @command("needlework ask tiny-griffin 'the secret code of ...' --intervene none --intervene 'ablate_attention()'")
 def ask(
-    model: Model,
+    model: options.Model,
     prompt: Annotated[str, typer.Argument(help="The prompt, as the model's own text.")],
-    intervene: Interventions = ["none"],  # noqa: B006
+    intervene: options.Interventions = ["none"],  # noqa: B006
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")] = 40,
-    plugin: Plugins = [],  # noqa: B006
-    as_json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    plugin: options.Plugins = [],  # noqa: B006
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    window: options.Window = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
 ) -> None:
     """Ask one prompt under several interventions and show the answers side by side, with their receipts.
 
@@ -68,7 +43,6 @@ def ask(
     """
     from needlework.inspection import answers_table
 
-    load_plugins(plugin)
     interventions = [nw.parse(text) for text in intervene]
     subject = nw.load(model, **loading_options(device, dtype, window, kernels))
     answers = subject.generate([prompt] * len(interventions), interventions=interventions, max_new_tokens=max_new_tokens)
@@ -82,14 +56,14 @@ def ask(
 
 @command("needlework doctor ./my-checkpoint --dtype bfloat16")
 def doctor(
-    model: Model,
+    model: options.Model,
     tokens: Annotated[int, typer.Option(min=64, help="The longest prompt: windows that end beyond are not looked at.")] = 4096,
-    as_json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    window: options.Window = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
 ) -> None:
     """Try on a model the laws that every number rests on: a table of what holds, what fails and what does not apply.
 
@@ -127,15 +101,15 @@ def heads(
     ] = False,
     methods: Annotated[bool, typer.Option("--methods", help="List the methods and do nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="New directory for rankings, numbers, pictures and a page.")] = None,
-    as_json: Json = False,
-    ray: Ray = None,
-    workers: Workers = None,
-    gpus_per_worker: GpusPerWorker = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    as_json: options.Json = False,
+    ray: options.Ray = None,
+    workers: options.Workers = None,
+    gpus_per_worker: options.GpusPerWorker = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    window: options.Window = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
 ) -> None:
     """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
 
@@ -162,15 +136,13 @@ def heads(
     with opened(model, cluster, **loading_options(device, dtype, window, kernels)) as subject:
         if recurrent:
             side = recurrent_side_of(subject, task, samples, seed, progress=shown)
-        else:
-            found = heads_of(subject, by, task, settings, files=import_, name=name, progress=shown)
-    if recurrent:
-        if out:
-            tables.save_recurrent(side, out, name)
-        return show(tables.recurrent_table(side), side.to_dict(), as_json)
+            if out:
+                tables.save_recurrent(side, out, name)
+            return show(tables.recurrent_table(side), side.to_dict(), as_json)
+        found = heads_of(subject, by, task, settings, files=import_, name=name, progress=shown)
     written = tables.save(found, out, export) if out else []
     if as_json:
-        return typer.echo(json.dumps(found.to_dict(), indent=1))
+        return show(None, found.to_dict(), as_json)
     for table_ in tables.tables(found):
         show(table_)
     typer.echo(fill(tables.legend(found), 80))
@@ -181,24 +153,24 @@ def heads(
 
 @command("needlework prune tiny-jamba --keep 0.25 --out small-jamba")
 def prune(
-    model: Model,
+    model: options.Model,
     keep: Annotated[
         str,
         typer.Option(
             help="Heads that stay: a number, a share (of heads ranked on the spot), a ranking's file, FILE:10, or '2.0 2.5'."
         ),
     ],
-    out: Out,
+    out: options.Out,
     others: Annotated[
         str, typer.Option(help="What stays of the other heads: none, or window=64,sinks=4 (they stream, weights stay).")
     ] = "none",
     samples: Annotated[int, typer.Option(min=0, help="Needles for the card, rounded up to all depths; 0: none.")] = 1000,
-    as_json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    window: options.Window = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
 ) -> None:
     """Write a checkpoint that is really smaller: heads leave the weights, kv heads and caches go with their groups.
 
@@ -208,11 +180,11 @@ def prune(
 
     loading = loading_options(device, dtype, window, kernels)
     done = nw.prune(model, keep, out, others=others, samples=samples, progress=not as_json, **loading)
-    typer.echo(json.dumps(done.record, indent=1) if as_json else plain(f"{summary(done.record)}\ncard: {out / 'README.md'}"))
+    show(f"{summary(done.record)}\ncard: {out / 'README.md'}", done.record, as_json)
 
 
 @command("needlework zoo")
-def zoo(as_json: Json = False) -> None:
+def zoo(as_json: options.Json = False) -> None:
     """List the models that come with needlework, with their measured figures."""
     from needlework.inspection import zoo_table
     from needlework.zoo import catalog
@@ -224,7 +196,7 @@ def zoo(as_json: Json = False) -> None:
 @command("needlework train tiny-griffin --out my-griffin")
 def train(
     recipe: Annotated[str, typer.Argument(help="A recipe of the zoo, or a YAML file of your own.")],
-    out: Out,
+    out: options.Out,
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's own number.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's own seed.")] = None,
     card: Annotated[bool, typer.Option("--card/--no-card", help="Measure figures for the model card at the end.")] = True,
@@ -244,13 +216,13 @@ def train(
 @command("needlework study concentration --out runs/concentration --jobs 2")
 def study(
     file: Annotated[str, typer.Argument(help="A study that comes with needlework, or a YAML file of your own.")],
-    out: Out,
+    out: options.Out,
     jobs: Annotated[int, typer.Option(min=1, help="Models trained at a time, one core each.")] = 1,
     seed: Annotated[
         list[int], typer.Option(min=0, help="Training seeds instead of the study's own; give it several times.")
     ] = [],  # noqa: B006
     train: Annotated[bool, typer.Option(help="Or ask the models that are trained so far, and train no other.")] = True,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Train a grid of recipes, run one plan on all of them, and say what retrieval in few heads depends on.
 
@@ -260,6 +232,6 @@ def study(
     from needlework.training.study import study_numbers
 
     result = run(file, out, jobs=jobs, training_seeds=seed, train=train, progress=not as_json)
-    typer.echo(json.dumps(study_numbers(result.models), indent=1) if as_json else plain(result.text))
+    show(result.text, study_numbers(result.models), as_json)
     if not result.run.sound:
         raise typer.Exit(FAILED)

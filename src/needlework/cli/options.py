@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import write_error
-from needlework.terminal import say
+from needlework.terminal import plain, say
 
 if TYPE_CHECKING:
     from needlework.experiments.ray_executor import Cluster
@@ -39,16 +39,28 @@ PlanModels = Annotated[
 ]
 Fast = Annotated[bool, typer.Option("--fast", help="Take the plan's reduced grid.")]
 Interventions = Annotated[list[str], typer.Option("--intervene", help="An intervention in text form; may be repeated.")]
-Plugins = Annotated[
-    list[Path], typer.Option("--plugin", help="A Python file that registers interventions or tasks; may be repeated.")
-]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 _MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed.")]
 Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
 Out = Annotated[Path, typer.Option(help="Directory to write into.")]
-
 OutUnlessDry = Annotated[Path | None, typer.Option(help="Directory to write into.")]
+RunDirectory = Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")]
+
+
+def _load_plugins(files: list[Path]) -> list[Path]:
+    """Run plug-in files, which register interventions and tasks; warn about those that register nothing."""
+    with exit_on_error():
+        from needlework.plugins import load
+
+        for file in dict.fromkeys(files):
+            if not load(file):
+                say(f"{file} registers nothing; its classes need @needlework.register or @needlework.tasks.task", style="yellow")
+    return files
+
+
+_PLUGIN = "A Python file that registers interventions or tasks; may be repeated."
+Plugins = Annotated[list[Path], typer.Option("--plugin", callback=_load_plugins, help=_PLUGIN)]
 
 
 def _set_threads(context: typer.Context, count: int | None) -> int | None:
@@ -203,18 +215,9 @@ def read_bytes(text: str | None) -> int | None:
 
 
 def show(table: Any, data: Any = None, as_json: bool = False) -> None:
-    """Print a table as wide as its words need (in a narrow terminal lines run over, and no name is cut), or its data as JSON."""
-    if as_json:
-        return typer.echo(json.dumps(data, indent=1))
+    """Print data as JSON, a text, or a table as wide as its words need: in a narrow terminal lines run over, no name is cut."""
+    if as_json or isinstance(table, str):
+        return typer.echo(json.dumps(data, indent=1) if as_json else plain(table))
     console = Console()
     console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).minimum)
     return console.print(table)
-
-
-def load_plugins(plugins: list[Path]) -> None:
-    """Run plug-in files, which register interventions and tasks; warn about those that register nothing."""
-    from needlework.plugins import load
-
-    for file in dict.fromkeys(plugins):
-        if not load(file):
-            say(f"{file} registers nothing; its classes need @needlework.register or @needlework.tasks.task", style="yellow")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -11,42 +13,23 @@ import typer
 from rich.console import Console
 
 import needlework as nw
+from needlework.cli import options
 from needlework.cli.options import (
     EXAMPLES,
     FAILED,
-    Device,
-    Dtype,
-    Fast,
-    GpusPerWorker,
-    Interventions,
-    Json,
-    Kernels,
-    Memory,
-    Model,
-    Out,
-    OutUnlessDry,
-    PlanFile,
-    PlanModels,
-    Plugins,
-    Ray,
-    RetryFailed,
-    Threads,
-    Window,
-    Workers,
     app,
     cluster_options,
     command,
     exit_on_error,
-    load_plugins,
     loading_options,
     read_bytes,
     show,
 )
-from needlework.terminal import plain, say
+from needlework.terminal import say
 
 
 @command("needlework plans")
-def plans(as_json: Json = False) -> None:
+def plans(as_json: options.Json = False) -> None:
     """List the plans that come with needlework: what each is about, and the models that it names."""
     from needlework.experiments.shipped import catalog
     from needlework.inspection import plans_table
@@ -58,58 +41,54 @@ def plans(as_json: Json = False) -> None:
 
 @command("needlework plan 02 --model tiny-griffin")
 def plan(
-    file: PlanFile,
-    model: PlanModels = [],  # noqa: B006
-    fast: Fast = False,
-    plugin: Plugins = [],  # noqa: B006
-    as_json: Json = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    file: options.PlanFile,
+    model: options.PlanModels = [],  # noqa: B006
+    fast: options.Fast = False,
+    plugin: options.Plugins = [],  # noqa: B006
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    window: options.Window = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
 ) -> None:
     """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
-    from dataclasses import asdict
-
     from needlework.experiments.shipped import get
 
-    load_plugins(plugin)
     checked = get(file, fast=fast, models=model, **loading_options(device, dtype, window, kernels))
     from needlework.experiments.estimate import describe  # torch comes with it: after the plan is known to be good
 
     description = describe(checked)
-    typer.echo(json.dumps(asdict(description), indent=1) if as_json else plain(description.text()))
+    show(description.text(), asdict(description), as_json)
 
 
 # [walk 1] docs/architecture.md
 @command("needlework run 02 --model mine=./my-checkpoint --out runs/sweep")
 def run(
-    file: PlanFile,
-    model: PlanModels = [],  # noqa: B006
-    fast: Fast = False,
-    out: OutUnlessDry = None,
-    memory: Memory = None,
-    retry_failed: RetryFailed = False,
+    file: options.PlanFile,
+    model: options.PlanModels = [],  # noqa: B006
+    fast: options.Fast = False,
+    out: options.OutUnlessDry = None,
+    memory: options.Memory = None,
+    retry_failed: options.RetryFailed = False,
     doctor: Annotated[str, typer.Option(help="Examine each model first, for the record: quick, full or off.")] = "quick",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show placement, hours and memory; load and run nothing.")] = False,
-    plugin: Plugins = [],  # noqa: B006
-    as_json: Json = False,
-    ray: Ray = None,
-    workers: Workers = None,
-    gpus_per_worker: GpusPerWorker = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    plugin: options.Plugins = [],  # noqa: B006
+    as_json: options.Json = False,
+    ray: options.Ray = None,
+    workers: options.Workers = None,
+    gpus_per_worker: options.GpusPerWorker = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    window: options.Window = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
 ) -> None:
     """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
 
     Exit codes: 0 all is done; 1 trials of the plan failed, or a condition hid nothing in any of its trials; 2 bad input, or
     a full disk; 130 stopped.
     """
-    load_plugins(plugin)
     loading = loading_options(device, dtype, window, kernels)
     cluster = cluster_options(ray, workers, gpus_per_worker, threads)
     if dry_run:
@@ -117,7 +96,7 @@ def run(
         from needlework.experiments.shipped import get
 
         placed = place(get(file, fast=fast, models=model, **loading), cluster)
-        typer.echo(json.dumps(placed.to_dict(), indent=1) if as_json else plain(placed.text()))
+        show(placed.text(), asdict(placed), as_json)
         raise typer.Exit
     if out is None:
         raise nw.NeedleworkError("give --out DIR, the directory to write into")
@@ -143,10 +122,10 @@ def run(
 
 @command("needlework compare runs/sweep runs/again")
 def compare(
-    first: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    first: options.RunDirectory,
     second: Annotated[Path, typer.Argument(help="Another one, of the same plan.")],
     tolerance: Annotated[float, typer.Option(min=0, help="Log-probabilities may be so far apart, in nats.")] = 1e-4,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Say whether two runs are the same: the rows that differ are counted and named.
 
@@ -155,23 +134,18 @@ def compare(
     from needlework.results import compare as hold_against
 
     found = hold_against(first, second, tolerance)
-    typer.echo(json.dumps(found.to_dict(), indent=1) if as_json else plain(found.text()))
+    show(found.text(), found.to_dict(), as_json)
     raise typer.Exit(0 if found.same else FAILED)
 
 
 @command("needlework rescore runs/sweep")
-def rescore(
-    directory: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
-    plugin: Plugins = [],  # noqa: B006
-    as_json: Json = False,
-) -> None:
+def rescore(directory: options.RunDirectory, plugin: options.Plugins = [], as_json: options.Json = False) -> None:  # noqa: B006
     """Compute all scores again from stored answers. Needs no model: what changed is how answers are scored."""
-    from dataclasses import asdict
+    from needlework.results import Store, claimed
+    from needlework.results.rows import rescore as score_again
 
-    from needlework.results.rescoring import rescore_directory
-
-    load_plugins(plugin)
-    done = rescore_directory(directory)
+    with closing(Store(directory)) as store, claimed(directory):
+        done = score_again(store)
     if done.kept:
         say(f"{done.kept} rows could not be scored and keep what they have, for instance {done.why}")
     typer.echo(json.dumps(asdict(done)) if as_json else f"{done.changed} of {done.rows} rows have new scores")
@@ -179,7 +153,7 @@ def rescore(
 
 @command("needlework export runs/sweep --to csv")
 def export(
-    directory: Annotated[Path, typer.Argument(help="A directory that `needlework run` wrote.")],
+    directory: options.RunDirectory,
     to: Annotated[str, typer.Option(help="csv, parquet, json or lm-eval.")],
     out: Annotated[Path | None, typer.Option(help="File or directory to write; by default beside the run.")] = None,
 ) -> None:
@@ -194,21 +168,20 @@ def export(
 def report(
     directories: Annotated[list[Path], typer.Argument(help="One or more run directories; several are put side by side.")],
     out: Annotated[Path | None, typer.Option(help="Directory for report.html; by default the first run's.")] = None,
-    plugin: Plugins = [],  # noqa: B006
+    plugin: options.Plugins = [],  # noqa: B006
 ) -> None:
     """Build one self-contained report.html, and PNG and SVG of every figure."""
-    load_plugins(plugin)
     say(f"report: {nw.report(directories, out)}", stderr=False)
 
 
 @command("needlework demo")
 def demo(
-    out: Out = Path("runs/demo"),
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    out: options.Out = Path("runs/demo"),
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    window: options.Window = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
 ) -> None:
     """Run all experiments on the zoo in a reduced grid, print the main numbers and build the report."""
     from needlework.reports import summary
@@ -223,40 +196,37 @@ def demo(
 
 @command("needlework eval tiny-griffin --tasks mini-mmlu --intervene none --intervene 'keep_heads(k=2)' --out runs/mmlu", "eval")
 def evaluate(
-    model: Model,
-    out: Out,
+    model: options.Model,
+    out: options.Out,
     tasks: Annotated[str, typer.Option(help="lm-eval tasks or groups, separated by commas.")] = "",
-    intervene: Interventions = [],  # noqa: B006
+    intervene: options.Interventions = [],  # noqa: B006
     data: Annotated[Path | None, typer.Option(help="Directory with the tasks' data, where there is no hub.")] = None,
     paper: Annotated[bool, typer.Option(help="The paper's preset: MMLU and GLUE at its numbers of heads.")] = False,
     limit: Annotated[float | None, typer.Option(help="Questions per task, for a trial run.")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question, instead of the task's own.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Ask in the chat template. By default with --paper, if there is one.")] = None,
-    memory: Memory = None,
-    retry_failed: RetryFailed = False,
-    plugin: Plugins = [],  # noqa: B006
-    ray: Ray = None,
-    workers: Workers = None,
-    gpus_per_worker: GpusPerWorker = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    memory: options.Memory = None,
+    retry_failed: options.RetryFailed = False,
+    plugin: options.Plugins = [],  # noqa: B006
+    ray: options.Ray = None,
+    workers: options.Workers = None,
+    gpus_per_worker: options.GpusPerWorker = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    window: options.Window = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
 ) -> None:
     """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop.
 
     Exit codes: 0 all is done; 1 questions failed, or a condition hid nothing in any of them; 2 bad input, or a full disk;
     130 stopped.
     """
-    from needlework.lmeval.evaluate import evaluate as run
-    from needlework.lmeval.evaluate import table
+    from needlework.lmeval import evaluate as evaluation
 
-    load_plugins(plugin)
-    names = [name.strip() for name in tasks.split(",") if name.strip()]
-    summary = run(
+    summary = evaluation.evaluate(
         model,
-        names,
+        [name.strip() for name in tasks.split(",") if name.strip()],
         intervene,
         out,
         data=data,
@@ -269,7 +239,7 @@ def evaluate(
         cluster=cluster_options(ray, workers, gpus_per_worker, threads),
         **loading_options(device, dtype, window, kernels),
     )
-    show(table(summary))
+    show(evaluation.table(summary))
     raise typer.Exit(FAILED if summary.failed or summary.idle else 0)
 
 

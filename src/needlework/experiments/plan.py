@@ -35,7 +35,7 @@ from needlework.heads.methods import chosen
 from needlework.interventions import Ranking
 from needlework.interventions.acts import Phase
 from needlework.interventions.text import check_ranges
-from needlework.results.rescoring import scoring
+from needlework.results.rows import scoring
 from needlework.tasks.base import Task
 
 FAST_LIMIT = 75  # samples per condition with --fast if the plan sets no limit: 0 of 75 bounds a rate below 5 %

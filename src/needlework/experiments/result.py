@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from needlework.checks import Checkup
 from needlework.results import Store, fingerprint
-from needlework.results.export import trial_columns, values
+from needlework.results.export import read_trials
 
 if TYPE_CHECKING:
     import pandas
@@ -43,9 +43,8 @@ class Result:
 
         store = Store(self.directory)
         try:
-            columns, scores = trial_columns(store)
-            asked = store.rows("asked ORDER BY experiment, model, task, id")
-            return pandas.DataFrame([values(row, scores) for row in asked], columns=columns)
+            columns, rows = read_trials(store, "asked ORDER BY experiment, model, task, id", json_text=False)
+            return pandas.DataFrame(list(rows), columns=columns)
         finally:
             store.close()
 

@@ -8,7 +8,7 @@ from needlework.experiments.trials import Trial
 from needlework.receipts import Receipt
 from needlework.requests import Answer
 from needlework.results import ANSWER_FINISH, Row
-from needlework.results.rescoring import stored_answer, stored_facts, stored_finish
+from needlework.results.rows import stored_answer, stored_facts, stored_finish
 
 
 def stored(row: Row) -> Answer:

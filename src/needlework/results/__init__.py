@@ -1,7 +1,6 @@
 """The store of a run: rows, reading and writing, comparison. Other packages import from here."""
 
 from needlework.results.comparison import Comparison, compare, fingerprint
-from needlework.results.disk import StoreError, claimed, is_full, made, writing
 from needlework.results.rows import (
     ANSWER_FINISH,
     JSON_COLUMNS,
@@ -13,7 +12,7 @@ from needlework.results.rows import (
     Row,
     digest,
 )
-from needlework.results.store import Store
+from needlework.results.store import Store, StoreError, claimed, is_full, writing
 
 __all__ = [
     "ANSWER_FINISH",
@@ -32,6 +31,5 @@ __all__ = [
     "digest",
     "fingerprint",
     "is_full",
-    "made",
     "writing",
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,40 @@ _OPTIONS = ("against", "hops", "relation")  # options of a task that reports rea
 _Key = tuple[str, str, str, int]  # experiment, task, trial id, and a count for models that occur under several names
 
 
+@dataclass(frozen=True)
+class _Row:
+    """The columns of a stored row that are compared."""
+
+    model: str
+    labels: Mapping[str, str]
+    finish: str
+    tokens: Sequence[int]
+    scores: Mapping[str, float]
+    logprobs: Sequence[float]
+    margins: Sequence[float]
+
+
+def _read(directory: Path | str) -> dict[_Key, _Row]:
+    """Read the compared columns of all rows of a run's plan."""
+    rows: dict[_Key, _Row] = {}
+    idle = f"instr(receipt, '\"{NOTHING_TO_HIDE}') > 0"
+    columns = f"experiment, task, id, model, finish, tokens, scores, logprobs, margins, facts, {idle}, {', '.join(_LABELS)}"
+    with closing(Store(directory)) as store:
+        experiments = store.meta("experiments") or {}
+        found = store.db.execute(f"SELECT {columns} FROM trials WHERE asked ORDER BY experiment, task, id, model")
+        for experiment, task, name, model, finish, tokens, scores, logprobs, margins, facts, hid_nothing, *texts in found:
+            options = experiments.get(experiment, {}).get("tasks", {}).get(task, {}).get("options", {})
+            labels = dict(zip(_LABELS, map(str, texts), strict=True))
+            labels["facts"] = json.dumps(json.loads(facts), sort_keys=True)
+            labels["options"] = json.dumps({option: options.get(option) for option in _OPTIONS})
+            labels["hid nothing"] = str(bool(hid_nothing))
+            count = 0
+            while (key := (experiment, task, name, count)) in rows:
+                count += 1
+            rows[key] = _Row(model, labels, finish, *map(json.loads, (tokens, scores, logprobs, margins)))
+    return rows
+
+
 def fingerprint(directory: Path | str) -> str:
     """Hash all that reports read of the rows of the plan, independent of the order in which they were written.
 
@@ -29,25 +65,18 @@ def fingerprint(directory: Path | str) -> str:
     weights. Non-integer scores of trials that generate nothing are not included either: they derive from
     log-probabilities, whose rounding depends on the batch. `compare` checks them with a tolerance.
     """
-    store = Store(directory)
-    try:
-        lines = sorted(_line(key, row) for key, row in _rows(store))
-    finally:
-        store.close()
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return _hash(_read(directory))
 
 
-def _line(key: _Key, row: _Row) -> str:
-    answer = [row.finish == "failed", row.tokens, _decided(row)]
-    return json.dumps([*key[:3], *row.labels.values(), *answer])
-
-
-def _decided(row: _Row) -> str:
-    """Return the scores that do not depend on rounding, as JSON."""
-    values = {name: value for name, value in row.scores.items() if value is not None}
-    generated = row.labels["mode"] == "generate"
-    kept = {name: round(value, 6) for name, value in values.items() if generated or float(value).is_integer()}
-    return json.dumps(kept, sort_keys=True)
+def _hash(rows: Mapping[_Key, _Row]) -> str:
+    lines = []
+    for key, row in rows.items():
+        generated = row.labels["mode"] == "generate"
+        scores = {name: value for name, value in row.scores.items() if value is not None}
+        kept = {name: round(value, 6) for name, value in scores.items() if generated or float(value).is_integer()}
+        answer = [row.finish == "failed", row.tokens, json.dumps(kept, sort_keys=True)]
+        lines.append(json.dumps([*key[:3], *row.labels.values(), *answer]))
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -108,19 +137,6 @@ class Comparison:
         return "\n".join([*lines, "the same" if self.same else "not the same"])
 
 
-@dataclass(frozen=True)
-class _Row:
-    """The columns of a stored row that are compared."""
-
-    model: str
-    labels: Mapping[str, str]
-    finish: str
-    tokens: Sequence[int]
-    scores: Mapping[str, float]
-    logprobs: Sequence[float]
-    margins: Sequence[float]
-
-
 def compare(a: Path | str, b: Path | str, tolerance: float = TOLERANCE) -> Comparison:
     """Compare the rows of two runs that have the same experiment, task and trial id."""
     first, second = _read(a), _read(b)
@@ -128,44 +144,19 @@ def compare(a: Path | str, b: Path | str, tolerance: float = TOLERANCE) -> Compa
     differing: list[Difference] = []
     largest = 0.0
     for key in both:
-        apart = _apart(first[key].logprobs, second[key].logprobs)
-        if first[key].tokens == second[key].tokens and apart is not None:
+        one, other = first[key], second[key]
+        apart = None
+        if len(one.logprobs) == len(other.logprobs):
+            apart = max(map(_distance, one.logprobs, other.logprobs), default=0.0)
+        if one.tokens == other.tokens and apart is not None:
             largest = max(largest, apart)
-        if found := _difference(key, first[key], second[key], apart, tolerance):
-            differing.append(found)
-    marks = fingerprint(a), fingerprint(b)
+        what, detail, near_tie = _first_difference(one, other, apart, tolerance)
+        if what:
+            about = (one.labels["sample"], one.labels["intervention"])
+            differing.append(Difference(key[0], one.model, key[1], *about, key[2], what, detail, apart, near_tie))
+    marks = _hash(first), _hash(second)
     only = len(first) - len(both), len(second) - len(both)
     return Comparison((str(a), str(b)), marks, len(both), only, tuple(differing), largest, tolerance)
-
-
-def _read(directory: Path | str) -> dict[_Key, _Row]:
-    store = Store(directory)
-    try:
-        return dict(_rows(store))
-    finally:
-        store.close()
-
-
-def _rows(store: Store) -> Iterator[tuple[_Key, _Row]]:
-    seen: dict[tuple[str, str, str], int] = {}
-    experiments = store.meta("experiments") or {}
-    idle = f"instr(receipt, '\"{NOTHING_TO_HIDE}') > 0"
-    columns = f"experiment, task, id, model, finish, tokens, scores, logprobs, margins, facts, {idle}, {', '.join(_LABELS)}"
-    rows = store.db.execute(f"SELECT {columns} FROM trials WHERE asked ORDER BY experiment, task, id, model")
-    for experiment, task, name, model, finish, tokens, scores, logprobs, margins, facts, hid_nothing, *texts in rows:
-        place = (experiment, task, name)
-        seen[place] = seen.get(place, -1) + 1
-        options = experiments.get(experiment, {}).get("tasks", {}).get(task, {}).get("options", {})
-        labels = dict(zip(_LABELS, map(str, texts), strict=True))
-        labels["facts"] = json.dumps(json.loads(facts), sort_keys=True)
-        labels["options"] = json.dumps({option: options.get(option) for option in _OPTIONS})
-        labels["hid nothing"] = str(bool(hid_nothing))
-        yield (*place, seen[place]), _Row(model, labels, finish, *map(json.loads, (tokens, scores, logprobs, margins)))
-
-
-def _apart(a: Sequence[float], b: Sequence[float]) -> float | None:
-    """Return the largest absolute difference of two lists; None if their lengths differ."""
-    return max(map(_distance, a, b), default=0.0) if len(a) == len(b) else None
 
 
 def _distance(a: float, b: float) -> float:
@@ -175,35 +166,24 @@ def _distance(a: float, b: float) -> float:
     return math.inf if math.isnan(a) or math.isnan(b) else abs(a - b)
 
 
-def _difference(key: _Key, a: _Row, b: _Row, apart: float | None, tolerance: float) -> Difference | None:
-    """Return the first difference of two rows (labels, tokens, finish, scores, log-probabilities); None if equal."""
-    what = detail = ""
-    near_tie = False
+def _first_difference(a: _Row, b: _Row, apart: float | None, tolerance: float) -> tuple[str, str, bool]:
+    """Return what differs first (a label, tokens, finish, scores, log-probabilities; "" if nothing), how, and whether that
+    is at a near tie.
+    """
     if unlike := [name for name in a.labels if a.labels[name] != b.labels[name]]:
-        what = unlike[0]
-        detail = " and ".join(short_repr(str(row.labels[what])) for row in (a, b))
-    elif a.tokens != b.tokens:
-        at = next(
-            (i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=False)) if x != y), min(len(a.tokens), len(b.tokens))
-        )
-        what, detail = "tokens", f"token {at} is {_at(a.tokens, at)} and {_at(b.tokens, at)}"
-        near_tie = any(at < len(row.margins) and row.margins[at] < _NEAR_TIE for row in (a, b))
-    elif a.finish != b.finish:
-        what, detail = "finish", f"{a.finish} and {b.finish}"
-    elif names := [name for name in {**a.scores, **b.scores} if _unlike(a.scores.get(name), b.scores.get(name), tolerance)]:
-        what, detail = "scores", f"{names[0]} is {a.scores.get(names[0])} and {b.scores.get(names[0])}"
-        near_tie = a.labels["mode"] == "choices" and any(row.margins and row.margins[0] < _NEAR_TIE for row in (a, b))
-    elif apart is None or apart > tolerance:
-        what, detail = "log-probabilities", "of another number" if apart is None else f"apart by {apart:.1e}"
-    if not what:
-        return None
-    about = (a.labels["sample"], a.labels["intervention"])
-    return Difference(key[0], a.model, key[1], *about, key[2], what, detail, apart, near_tie)
-
-
-def _at(tokens: Sequence[int], place: int) -> str:
-    return str(tokens[place]) if place < len(tokens) else "not there"
-
-
-def _unlike(a: float | None, b: float | None, tolerance: float) -> bool:
-    return a != b if a is None or b is None else _distance(a, b) > tolerance
+        return unlike[0], " and ".join(short_repr(row.labels[unlike[0]]) for row in (a, b)), False
+    if a.tokens != b.tokens:
+        at = next(i for i, (x, y) in enumerate(zip_longest(a.tokens, b.tokens)) if x != y)
+        one, other = (str(row.tokens[at]) if at < len(row.tokens) else "not there" for row in (a, b))
+        near = any(at < len(row.margins) and row.margins[at] < _NEAR_TIE for row in (a, b))
+        return "tokens", f"token {at} is {one} and {other}", near
+    if a.finish != b.finish:
+        return "finish", f"{a.finish} and {b.finish}", False
+    for name in {**a.scores, **b.scores}:
+        x, y = a.scores.get(name), b.scores.get(name)
+        if x != y if x is None or y is None else _distance(x, y) > tolerance:
+            near = a.labels["mode"] == "choices" and any(row.margins and row.margins[0] < _NEAR_TIE for row in (a, b))
+            return "scores", f"{name} is {x} and {y}", near
+    if apart is None or apart > tolerance:
+        return "log-probabilities", "of another number" if apart is None else f"apart by {apart:.1e}", False
+    return "", "", False

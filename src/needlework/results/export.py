@@ -7,8 +7,9 @@ import json
 import math
 import re
 import sqlite3
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,13 @@ from needlework.files import atomic_path, atomic_write, file_name
 from needlework.results.rows import JSON_COLUMNS, SCHEMA_VERSION, WHOLE_COLUMNS, Observation, Row
 from needlework.results.store import Store
 
-_BATCH = 10_000
+_BATCH = 10_000  # rows of a parquet file that are written together
+_ALL = "1 ORDER BY experiment, model, task, id"
 
 
 def export(directory: Path | str, to: str, out: Path | str | None = None) -> list[Path]:
     """Write all tables of a run into `out` (default: DIR/export); return the paths of the files."""
-    writers: dict[str, Callable[[Store, Path], list[Path]]] = {
-        "csv": _csv,
-        "parquet": _parquet,
-        "json": _json,
-        "lm-eval": _lm_eval,
-    }
+    writers = {"csv": _csv, "parquet": _parquet, "json": _json, "lm-eval": _lm_eval}
     if to not in writers:
         raise NeedleworkError(f"cannot export to {to!r}: {did_you_mean(to, writers)}")
     store = Store(directory)
@@ -45,41 +42,44 @@ def score_column(name: str) -> str:
     return "score_" + re.sub(r"\W", "_", name)
 
 
-def values(row: Row, scores: list[str]) -> dict[str, Any]:
-    """Return the columns of a trial, with one more column per score."""
-    own = {f.name: getattr(row, f.name) for f in fields(Row)}
-    return own | {score_column(name): row.scores.get(name) for name in scores}
+def read_trials(store: Store, where: str = _ALL, json_text: bool = True) -> tuple[list[str], Iterator[dict[str, Any]]]:
+    """Return the column names of the table of trials, and its rows.
 
+    Args:
+        where: SQL condition and order of the rows.
+        json_text: Give lists and mappings as JSON text.
 
-def flat(row: Row, scores: list[str]) -> dict[str, Any]:
-    """Return the columns of a trial for a file: lists and mappings as JSON text."""
-    return {name: json.dumps(value) if name in JSON_COLUMNS else value for name, value in values(row, scores).items()}
+    Returns:
+        The columns of the store and one more column per score; rows as dicts by column.
+    """
+    names = [f.name for f in fields(Row)]
+    scores = {name: score_column(name) for name in store.score_names()}
 
+    def read() -> Iterator[dict[str, Any]]:
+        for row in store.rows(where):
+            values = {name: getattr(row, name) for name in names}
+            if json_text:
+                values |= {name: json.dumps(values[name]) for name in JSON_COLUMNS}
+            yield values | {column: row.scores.get(name) for name, column in scores.items()}
 
-def trial_columns(store: Store) -> tuple[list[str], list[str]]:
-    """Return all column names (score columns last), and the names of the scores."""
-    scores = store.score_names()
-    return [f.name for f in fields(Row)] + [score_column(name) for name in scores], scores
+    return [*names, *scores.values()], read()
 
 
 def _csv(store: Store, folder: Path) -> list[Path]:
-    columns, scores = trial_columns(store)
-    trials, seen = folder / "trials.csv", folder / "observations.csv"
-    with atomic_write(trials) as file:
-        writer = csv.DictWriter(file, columns)
-        writer.writeheader()
-        writer.writerows(_harmless(flat(trial, scores)) for trial in store.rows("1 ORDER BY experiment, model, task, id"))
-    with atomic_write(seen) as file:
-        writer = csv.DictWriter(file, [f.name for f in fields(Observation)])
-        writer.writeheader()
-        writer.writerows(_harmless(asdict(one)) for one in store.observations())
-    return [trials, seen]
+    tables = {"trials": read_trials(store)}
+    tables["observations"] = [f.name for f in fields(Observation)], map(asdict, store.observations())
+    for name, (columns, rows) in tables.items():
+        with atomic_write(folder / f"{name}.csv") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            for row in rows:
+                writer.writerow({column: _escape_formula(value) for column, value in row.items()})
+    return [folder / f"{name}.csv" for name in tables]
 
 
-def _harmless(row: dict[str, Any]) -> dict[str, Any]:
+def _escape_formula(value: Any) -> Any:
     """Put an apostrophe before text that a spreadsheet would evaluate as a formula."""
-    formula = ("=", "+", "-", "@", "\t", "\r")
-    return {name: f"'{value}" if isinstance(value, str) and value.startswith(formula) else value for name, value in row.items()}
+    return f"'{value}" if isinstance(value, str) and value.startswith(("=", "+", "-", "@", "\t", "\r")) else value
 
 
 def _json(store: Store, folder: Path) -> list[Path]:
@@ -91,7 +91,7 @@ def _json(store: Store, folder: Path) -> list[Path]:
         file.write(f'{{"schema_version": {SCHEMA_VERSION}, "progress": {json.dumps(progress)}, "meta": {json.dumps(meta)},\n')
         file.write(f'"versions": {json.dumps(store.versions())},\n"observations": ')
         file.write(json.dumps([asdict(one) for one in store.observations()]) + ',\n"trials": [')
-        for i, trial in enumerate(store.rows("1 ORDER BY experiment, model, task, id")):
+        for i, trial in enumerate(store.rows(_ALL)):
             file.write((",\n" if i else "\n") + json.dumps(asdict(trial)))
         file.write("\n]}\n")
     return [path]
@@ -103,60 +103,48 @@ def _parquet(store: Store, folder: Path) -> list[Path]:
         import pyarrow.parquet as pq
     except ImportError:
         raise NeedleworkError("parquet needs pyarrow: pip install 'needlework[parquet]', or export to csv") from None
-    columns, scores = trial_columns(store)
+    columns, rows = read_trials(store)
     kinds = {name: pa.int64() if name in WHOLE_COLUMNS else pa.string() for name in columns}
-    kinds |= {name: pa.float64() for name in ("seconds", *map(score_column, scores))}
+    kinds |= {name: pa.float64() for name in ("seconds", *columns[len(fields(Row)) :])}
     schema = pa.schema(list(kinds.items()), metadata={"needlework_schema_version": str(SCHEMA_VERSION)})
     trials, seen = folder / "trials.parquet", folder / "observations.parquet"
     with atomic_path(trials) as half, pq.ParquetWriter(half, schema) as writer:
-        batch: list[dict[str, Any]] = []
-        for trial in store.rows("1 ORDER BY experiment, model, task, id"):
-            batch.append(flat(trial, scores))
-            if len(batch) >= _BATCH:
-                writer.write_table(pa.Table.from_pylist(batch, schema))
-                batch = []
-        writer.write_table(pa.Table.from_pylist(batch, schema))
+        while batch := list(islice(rows, _BATCH)):
+            writer.write_table(pa.Table.from_pylist(batch, schema))
     observed = {f.name: [getattr(one, f.name) for one in store.observations()] for f in fields(Observation)}
     with atomic_path(seen) as half:
         pq.write_table(pa.table(observed), half)
     return [trials, seen]
 
 
-# The result files of lm-evaluation-harness: one directory per model and intervention, as `lm_eval --log_samples` writes.
-
-Group = tuple[str, str]  # model, intervention
-
-
 def _lm_eval(store: Store, folder: Path) -> list[Path]:
-    """Write results.json and samples_TASK.jsonl for each model and intervention; trials with equal ids count once per task."""
+    """Write results.json and samples_TASK.jsonl for each model and intervention, as `lm_eval --log_samples` does.
+
+    Trials with equal ids count once per task. A task is labelled by its name, with the experiment where boundary or scoring
+    differ between experiments.
+    """
+    meanings: dict[str, set[tuple[str, str]]] = {}
+    for task, *meaning in store.db.execute("SELECT DISTINCT task, boundary, scoring FROM trials WHERE asked"):
+        meanings.setdefault(task, set()).add((meaning[0], meaning[1]))
     written = []
-    labels = _labels(store)
     groups = store.db.execute("SELECT DISTINCT model, intervention FROM trials WHERE asked ORDER BY 1, 2").fetchall()
     for number, (model, intervention) in enumerate(groups):
+        tasks: dict[str, dict[str, Row]] = {}
+        where = "model = ? AND intervention = ? AND asked ORDER BY task, sample, seed, experiment"
+        for trial in store.rows(where, (model, intervention)):
+            label = trial.task if len(meanings[trial.task]) == 1 else f"{trial.experiment}.{trial.task}"
+            tasks.setdefault(label, {}).setdefault(trial.id, trial)
+        trials = {task: list(by_id.values()) for task, by_id in tasks.items()}
+        samples = {task: [_sample(i, trial) for i, trial in enumerate(rows)] for task, rows in trials.items()}
         place = folder / "lm-eval" / file_name(model) / f"{number:04d}-{file_name(intervention)}"
-        written += _group(store, place, (model, intervention), labels)
+        written += write_files(place, _results(store, model, intervention, trials), samples)
     return written
-
-
-def _group(store: Store, place: Path, group: Group, labels: Mapping[tuple[str, str], str]) -> list[Path]:
-    """Write the files of one model under one intervention."""
-    tasks: dict[str, dict[str, Row]] = {}
-    where = "model = ? AND intervention = ? AND asked ORDER BY task, sample, seed, experiment"
-    for trial in store.rows(where, group):
-        tasks.setdefault(labels[trial.experiment, trial.task], {}).setdefault(trial.id, trial)
-    trials = {task: list(by_id.values()) for task, by_id in tasks.items()}
-    samples = {task: [_sample(i, trial) for i, trial in enumerate(rows)] for task, rows in trials.items()}
-    return write_files(place, _results(store, group, trials), samples)
 
 
 def write_files(
     folder: Path, results: Mapping[str, Any], samples: Mapping[str, list[Any]], default: Callable[[Any], Any] | None = None
 ) -> list[Path]:
-    """Write results.json and samples_TASK.jsonl and return their paths.
-
-    Args:
-        default: Converts values that JSON has no type for, as in `json.dumps`.
-    """
+    """Write results.json and samples_TASK.jsonl and return their paths; `default` converts values as in `json.dumps`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "results.json", *(folder / f"samples_{file_name(task)}.jsonl" for task in samples)]
     for path, rows in zip(paths[1:], samples.values(), strict=True):
@@ -167,58 +155,34 @@ def write_files(
     return paths
 
 
-def _labels(store: Store) -> dict[tuple[str, str], str]:
-    """Return the label of each (experiment, task): the task's name, with the experiment if boundary or scoring differ."""
-    meanings: dict[str, set[tuple[str, str]]] = {}
-    homes = set()
-    for experiment, task, *meaning in store.db.execute(
-        "SELECT DISTINCT experiment, task, boundary, scoring FROM trials WHERE asked"
-    ):
-        meanings.setdefault(task, set()).add((meaning[0], meaning[1]))
-        homes.add((experiment, task))
-    return {(e, task): task if len(meanings[task]) == 1 else f"{e}.{task}" for e, task in homes}
-
-
-def _results(store: Store, group: Group, tasks: dict[str, list[Row]]) -> dict[str, Any]:
-    """Return the content of results.json."""
-    model, intervention = group
+def _results(store: Store, model: str, intervention: str, tasks: dict[str, list[Row]]) -> dict[str, Any]:
+    """Return the content of results.json: means and standard errors under lm-eval's metric names."""
     identity = (store.meta("models") or {}).get(model, {})
-    figures = {task: {"alias": task, **_figures(trials)} for task, trials in tasks.items()}
+    sound = {task: [trial for trial in trials if trial.finish != "failed"] for task, trials in tasks.items()}
+    names = {task: sorted({name for trial in trials for name in trial.scores}) for task, trials in sound.items()}
+    figures: dict[str, dict[str, Any]] = {task: {"alias": task} for task in tasks}
+    for task, trials in sound.items():
+        for name in names[task]:
+            values = [trial.scores[name] for trial in trials if name in trial.scores]
+            mean = sum(values) / len(values)
+            variance = math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1)
+            figures[task][f"{_metric(name)},none"] = mean
+            figures[task][f"{_metric(name)}_stderr,none"] = math.sqrt(variance / len(values))
     return {
         "results": figures,
         "group_subtasks": {task: [] for task in tasks},
         "configs": {task: {"task": task, "metadata": {"intervention": intervention}} for task in tasks},
         "versions": {task: store.meta("semantics_version") for task in tasks},
         "n-shot": dict.fromkeys(tasks, 0),
-        "higher_is_better": {task: {_metric(n): not n.startswith("nll") for n in _names(t)} for task, t in tasks.items()},
-        "n-samples": {task: {"original": len(t), "effective": len(_sound(t))} for task, t in tasks.items()},
+        "higher_is_better": {task: {_metric(n): not n.startswith("nll") for n in names[task]} for task in tasks},
+        "n-samples": {task: {"original": len(tasks[task]), "effective": len(sound[task])} for task in tasks},
         "config": {
             "model": "needlework",
             "model_args": {"pretrained": model, "intervention": intervention},
             **{f"{key}_sha": identity.get(key) for key in ("weights", "tokenizer")},
         },
-        "failed": {task: len(t) - len(_sound(t)) for task, t in tasks.items()},
+        "failed": {task: len(tasks[task]) - len(sound[task]) for task in tasks},
     }
-
-
-def _figures(trials: list[Row]) -> dict[str, float]:
-    """Return means and standard errors under lm-eval's metric names."""
-    figures: dict[str, float] = {}
-    for name in _names(trials):
-        values = [t.scores[name] for t in _sound(trials) if name in t.scores]
-        mean = sum(values) / len(values)
-        variance = math.fsum((v - mean) ** 2 for v in values) / max(1, len(values) - 1)
-        figures[f"{_metric(name)},none"] = mean
-        figures[f"{_metric(name)}_stderr,none"] = math.sqrt(variance / len(values))
-    return figures
-
-
-def _sound(trials: list[Row]) -> list[Row]:
-    return [t for t in trials if t.finish != "failed"]
-
-
-def _names(trials: list[Row]) -> list[str]:
-    return sorted({name for t in _sound(trials) for name in t.scores})
 
 
 def _metric(name: str) -> str:

@@ -1,23 +1,26 @@
-"""The store: one SQLite file per run with one row per trial; committed rows survive a crash."""
+"""The store of a run: a locked directory with one SQLite file, one row per trial; committed rows survive a crash."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
+import shutil
 import sqlite3
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from pydantic import ValidationError
 
 from needlework.errors import NeedleworkError, short_repr
-from needlework.results.disk import check_length, copied, damaged, is_full, made, reading, sqlite_code, writable, writing
 from needlework.results.rows import (
     ANSWER_FINISH,
     JSON_COLUMNS,
@@ -31,16 +34,120 @@ from needlework.results.rows import (
     columns,
 )
 
-FILE_NAME = "run.sqlite"
+FILE_NAME, LOCK_NAME = "run.sqlite", "run.lock"
 _CHECKED_BYTES = 32 * 2**20
 _RESULTS = ("trials", "observations")
 _SYNC_SECONDS = 0.5  # between forced syncs to the disk; the operating system has rows at once
 
 
-def _first_fault(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(short_repr(part) if isinstance(part, str) else str(part) for part in first["loc"])
-    return f"{where}: {first['msg']}" if where else str(first["msg"])
+class StoreError(NeedleworkError):
+    """The store cannot be written. This is no failure of a trial: the run stops and can be resumed."""
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether an SQLite or OS error means that the disk or the quota is full."""
+    return _sqlite_code(error) == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _sqlite_code(error: BaseException) -> int:
+    """Return the primary result code of an SQLite error; 0 for other errors."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Convert SQLite and OS errors inside the block into a StoreError that says what to do."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        hint = "make room there" if is_full(error) else "mend that"
+        raise StoreError(
+            f"cannot write into {folder}: {error}. Everything that was finished is kept; {hint}, and the same command goes on"
+        ) from None
+
+
+def _make_directory(directory: Path | str) -> Path:
+    """Create a directory if it is missing and return its path."""
+    folder = Path(directory)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise NeedleworkError(f"{folder} is a file; give a directory") from None
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise NeedleworkError(f"cannot write into {short_repr(str(folder))}: {why}; choose another directory") from None
+    return folder
+
+
+@contextmanager
+def claimed(directory: Path | str) -> Iterator[Path]:
+    """Lock a run's directory, created if missing; raise while another process holds the lock.
+
+    The operating system releases the lock of a killed process. If the block raises and has written nothing, directories that
+    were created here are removed again.
+    """
+    missing = [folder for folder in (Path(directory), *Path(directory).parents) if not os.path.exists(folder)]
+    folder = _make_directory(directory)
+    try:
+        try:
+            lock = (folder / LOCK_NAME).open("a+b", buffering=0)
+        except OSError as error:
+            raise NeedleworkError(f"cannot write into {folder}: {error.strerror}; choose another directory") from None
+        with lock:  # closing the file releases the lock; so does the end of the process
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                lock.seek(0)
+                owner = lock.read().decode().strip() or "unknown"
+                raise NeedleworkError(
+                    f"another run (process {owner}) is writing into {folder}; wait for it, or choose another directory"
+                ) from None
+            with writing(folder):
+                lock.truncate(0)
+                lock.write(str(os.getpid()).encode())
+            yield folder
+            missing = []
+    finally:
+        with suppress(OSError):  # another run may have started meanwhile
+            if missing and [file.name for file in folder.iterdir()] == [LOCK_NAME]:
+                (folder / LOCK_NAME).unlink()
+                for empty in missing:
+                    empty.rmdir()
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Convert database and JSON errors inside the block into the error for a damaged store."""
+    try:
+        yield
+    except NeedleworkError:
+        raise
+    except (sqlite3.DatabaseError, ValueError, TypeError, RecursionError) as error:  # of json: malformed, no text or too deep
+        if is_full(error) or _sqlite_code(error) in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY):
+            raise
+        raise _damaged(path, str(error)) from None
+
+
+def _damaged(path: Path, why: str) -> NeedleworkError:
+    return NeedleworkError(
+        f"{path} is damaged ({why}). Nothing was changed: put a copy of before in its place, or choose another directory;"
+        " `sqlite3 FILE .recover` gets out of it what can be read"
+    )
+
+
+def _check_length(path: Path) -> None:
+    """Raise if a database is shorter than its header says, as after an incomplete copy."""
+    log = path.with_name(f"{path.name}-wal")
+    if os.path.exists(log) and log.stat().st_size:
+        return  # a checkpoint may have been interrupted: SQLite repeats it
+    with path.open("rb") as file:
+        head = file.read(100)
+    if len(head) == 100 and head.startswith(b"SQLite format 3"):
+        page = int.from_bytes(head[16:18], "big")
+        whole = (65536 if page == 1 else page) * int.from_bytes(head[28:32], "big")
+        counted = head[24:28] == head[92:96]  # else an old SQLite wrote it last, and the page count is not valid
+        if counted and path.stat().st_size < whole:
+            raise _damaged(path, f"it has {path.stat().st_size:,} bytes and should have {whole:,}: its end is missing")
 
 
 class Store:
@@ -56,33 +163,35 @@ class Store:
                 raise NeedleworkError(f"{short_repr(str(file))} is no regular file; choose another directory")
         self._synced = 0.0
         self._fresh = not os.path.exists(path)
-        self._copy = None if create or writable(path) else copied(path)
+        self._copy: TemporaryDirectory[str] | None = None
+        if not create and not (os.access(path, os.W_OK) and os.access(self.directory, os.W_OK)):
+            # SQLite cannot read a write-ahead log without write access
+            self._copy = TemporaryDirectory(prefix="needlework-")
+            for file in (path, path.with_name(f"{FILE_NAME}-wal")):
+                if file.exists():
+                    shutil.copyfile(file, Path(self._copy.name) / file.name)
         try:
-            made(self.directory)
+            _make_directory(self.directory)
             if not self._fresh:
-                check_length(path)
+                _check_length(path)
             self.db = sqlite3.connect(self._copy.name + f"/{FILE_NAME}" if self._copy else path, timeout=30, isolation_level=None)
-            self._use_write_ahead_log()
+            for waited in range(300):  # for another process that opens the store: SQLite refuses this switch without waiting
+                try:
+                    self.db.execute("PRAGMA journal_mode=WAL")
+                    break
+                except sqlite3.OperationalError as error:
+                    if _sqlite_code(error) != sqlite3.SQLITE_BUSY or waited == 299:
+                        raise
+                    time.sleep(0.1)
             self._check()
             self._prepare()
         except (OSError, sqlite3.DatabaseError) as error:
-            if is_full(error) or sqlite_code(error) == sqlite3.SQLITE_IOERR:
+            if is_full(error) or _sqlite_code(error) == sqlite3.SQLITE_IOERR:
                 with writing(self.directory):
                     raise
-            if sqlite_code(error) == sqlite3.SQLITE_CORRUPT:
-                raise damaged(path, str(error)) from None
+            if _sqlite_code(error) == sqlite3.SQLITE_CORRUPT:
+                raise _damaged(path, str(error)) from None
             raise NeedleworkError(f"{path} is no needlework store ({error}); choose another directory") from None
-
-    def _use_write_ahead_log(self) -> None:
-        """Switch to WAL, waiting for another process that opens the store: SQLite refuses this switch without waiting."""
-        for waited in range(300):
-            try:
-                self.db.execute("PRAGMA journal_mode=WAL")
-                return
-            except sqlite3.OperationalError as error:
-                if sqlite_code(error) != sqlite3.SQLITE_BUSY or waited == 299:
-                    raise
-                time.sleep(0.1)
 
     def _check(self) -> None:
         """Raise if the store is damaged. Stores above 32 MiB are not checked here, but when they are read."""
@@ -91,7 +200,7 @@ class Store:
             return
         (found,) = self.db.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
-            raise damaged(file, found)
+            raise _damaged(file, found)
         tables = {name for (name,) in self.db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         for key in META if "meta" in tables else ():
             self.meta(key)
@@ -99,10 +208,10 @@ class Store:
         for name, kind in JSON_COLUMNS.items():
             if name not in known:
                 continue
-            with reading(file):
+            with _reading(file):
                 for (text,) in self.db.execute(f"SELECT DISTINCT {name} FROM trials"):
                     if not isinstance(json.loads(text), kind):
-                        raise damaged(file, f"a value of {name} is no {kind.__name__}")
+                        raise _damaged(file, f"a value of {name} is no {kind.__name__}")
 
     def _prepare(self) -> None:
         self.db.execute("CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)")
@@ -129,14 +238,17 @@ class Store:
     def meta(self, key: str) -> Any:
         """Return an entry of the table `meta`, None if missing; raise if it does not match its type in META."""
         file = self.directory / FILE_NAME
-        with reading(file):
+        with _reading(file):
             row = self.db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
             value = None if row is None else json.loads(row[0])
         if row is not None and key in META:
             try:  # names may contain lone surrogates, which pydantic's JSON refuses
                 META[key].validate_json(json.dumps(value, ensure_ascii=False).encode("utf-8", "replace"), strict=True)
             except ValidationError as error:
-                raise damaged(file, f"its entry {short_repr(key)}: {_first_fault(error)}") from None
+                first = error.errors()[0]
+                where = ".".join(short_repr(part) if isinstance(part, str) else str(part) for part in first["loc"])
+                fault = f"{where}: {first['msg']}" if where else first["msg"]
+                raise _damaged(file, f"its entry {short_repr(key)}: {fault}") from None
         return value
 
     def progress(self) -> tuple[int, int] | None:
@@ -160,7 +272,7 @@ class Store:
         return name
 
     def versions(self) -> dict[str, dict[str, str]]:
-        with reading(self.directory / FILE_NAME):
+        with _reading(self.directory / FILE_NAME):
             return {name: json.loads(text) for name, text in self.db.execute("SELECT id, content FROM versions")}
 
     def add(self, trials: Sequence[Row]) -> None:
@@ -205,14 +317,12 @@ class Store:
 
     def note_recording(self, recording: Recording, content: str) -> None:
         """Store the content hash of a recording after all of its observations are written."""
-        self.set_meta("recorded", [*([*r, c] for r, c in self._recorded().items() if r != recording), [*recording, content]])
-
-    def _recorded(self) -> dict[Recording, str]:
-        return {(experiment, model, task): content for experiment, model, task, content in self.meta("recorded") or []}
+        known = self.meta("recorded") or []
+        self.set_meta("recorded", [*(one for one in known if tuple(one[:3]) != recording), [*recording, content]])
 
     def keep_recordings(self, wanted: Mapping[Recording, str]) -> None:
         """Delete recordings whose samples differ from the wanted ones: statistics cannot be split by sample."""
-        known = self._recorded()
+        known = {tuple(recording): content for *recording, content in self.meta("recorded") or []}
         stale = [r for r in self.observed() if r not in wanted or known.get(r) != wanted[r]]
         self._write("DELETE FROM observations WHERE experiment = ? AND model = ? AND task = ?", stale)
 
@@ -225,12 +335,9 @@ class Store:
 
     def rows(self, where: str = "1", values: Sequence[Any] = ()) -> Iterator[Row]:
         names = [f.name for f in fields(Row)]
-        with reading(self.directory / FILE_NAME):
-            yield from self._rows(names, where, values)
-
-    def _rows(self, names: Sequence[str], where: str, values: Sequence[Any]) -> Iterator[Row]:
-        for row in self.db.execute(f"SELECT {', '.join(names)} FROM trials WHERE {where}", values):
-            yield Row(**{k: json.loads(v) if k in JSON_COLUMNS else v for k, v in zip(names, row, strict=True)})
+        with _reading(self.directory / FILE_NAME):
+            for row in self.db.execute(f"SELECT {', '.join(names)} FROM trials WHERE {where}", values):
+                yield Row(**{k: json.loads(v) if k in JSON_COLUMNS else v for k, v in zip(names, row, strict=True)})
 
     def observations(self) -> list[Observation]:
         names = [f.name for f in fields(Observation)]

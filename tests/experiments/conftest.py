@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "tasks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "results"))
 sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(1, str(Path(__file__).parents[1] / "tasks"))
 
 import fakes
 

@@ -23,7 +23,7 @@ from needlework.experiments.plan import Model
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
 from needlework.results import Store
-from needlework.results.rescoring import rescore, scoring, stored_item
+from needlework.results.rows import rescore, scoring, stored_item
 from needlework.tasks import make_task
 from needlework.tasks import scores as rules
 from needlework.tasks.base import TASKS
@@ -128,7 +128,7 @@ def test_a_store_of_older_scores_is_told_and_mended(all_kinds: Path, monkeypatch
     assert fakes.older_scores(store) == 0
     task = make_task({"kind": "niah"})
     old = scoring(task)
-    for module in ("needlework.results.rescoring", "needlework.tasks.scores"):
+    for module in ("needlework.results.rows", "needlework.tasks.scores"):
         monkeypatch.setattr(f"{module}.SCORES_VERSION", 99)
     assert scoring(task) != old
     assert fakes.older_scores(store) == len(before)

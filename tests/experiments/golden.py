@@ -1,4 +1,4 @@
-"""`python tests/run/golden.py MODEL ...`: run the shipped plans in their fast form and record what they find.
+"""`python tests/experiments/golden.py MODEL ...`: run the shipped plans in their fast form and record what they find.
 
 The record is what `test_golden.py` holds later runs against: every verdict, and for every experiment, task and intervention
 how many trials there are and how many were right.

@@ -23,7 +23,7 @@ from needlework.experiments.plan import Model, load
 from needlework.experiments.result import Result
 from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
-from needlework.results import LM_EVAL, Store, rescoring
+from needlework.results import LM_EVAL, Store, rows
 from needlework.tasks.base import Item, Task
 
 HEADS = 4
@@ -220,10 +220,10 @@ def main() -> None:
 
 def older_scores(store: Store) -> int:
     """How many rows that a plan asks for have scores of another version."""
-    if store.meta("scores_version") in (None, rescoring.SCORES_VERSION):  # none: no task's row was ever written
+    if store.meta("scores_version") in (None, rows.SCORES_VERSION):  # none: no task's row was ever written
         return 0
     older = "SELECT count(*) FROM trials WHERE asked AND kind != ? AND scoring NOT LIKE ?"
-    return int(store.db.execute(older, (LM_EVAL, f"{rescoring.SCORES_VERSION}-%")).fetchone()[0])
+    return int(store.db.execute(older, (LM_EVAL, f"{rows.SCORES_VERSION}-%")).fetchone()[0])
 
 
 if __name__ == "__main__":
