@@ -58,7 +58,7 @@ def test_patterns_are_the_weights_of_stock_attention(name: str, blocks: str, mon
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_chosen_heads_and_positions_of_many_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts with a common beginning and of different lengths, forked rows with shared keys: each sample has its own."""
-    monkeypatch.setattr("needlework.engine.reading._FORWARD_FLOPS", {"cpu": 0.0})  # beginnings would be shared
+    monkeypatch.setattr("needlework.engine.budget._FORWARD_FLOPS", {"cpu": 0.0})  # beginnings would be shared
     subject, heads, positions = cases.subject(name), [(0, 1), (3, 2)], [2, 9, 13]
     prompts = [cases.PROMPT, (*cases.PROMPT[:-1], 99), cases.PROMPT[:7], cases.PROMPT + cases.MORE]
     with nw.observe(subject, patterns=True, heads=heads, positions=positions) as seen:

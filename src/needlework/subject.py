@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from needlework.anatomy import Anatomy
+from needlework.engine.decode import logits
 from needlework.engine.engine import Engine
-from needlework.engine.score import logits
 from needlework.errors import NeedleworkError, check_plain
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention

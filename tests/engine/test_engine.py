@@ -75,7 +75,7 @@ def test_shared_stems_read_less_and_change_nothing(name: str, monkeypatch: pytes
     subject = cases.subject(name)
     requests = sweep(subject)
     wanted = [alone(subject, request) for request in requests]
-    monkeypatch.setattr("needlework.engine.reading._FORWARD_FLOPS", {"cpu": 0.0})
+    monkeypatch.setattr("needlework.engine.budget._FORWARD_FLOPS", {"cpu": 0.0})
     got = subject.answer(requests)
     reader = subject.engine.reader
     assert reader.tokens_read < reader.tokens_asked
@@ -229,7 +229,7 @@ def test_a_prompt_longer_than_the_model_allows_is_refused_before_compute() -> No
 
 def test_receipts_stay_with_their_prompts_when_these_start_from_different_stems(monkeypatch: pytest.MonkeyPatch) -> None:
     """One batch, three readings: two continue a shared stem under one act, one starts from nothing under another."""
-    monkeypatch.setattr("needlework.engine.reading._FORWARD_FLOPS", {"cpu": 0.0})
+    monkeypatch.setattr("needlework.engine.budget._FORWARD_FLOPS", {"cpu": 0.0})
     subject = cases.subject("llama")
     start, end = tuple(range(5, 13)), (20, 21, 22)
     prompts = [(*start, 30, *end), (*range(40, 49), *end), (*start, 31, *end)]

@@ -178,7 +178,7 @@ def test_the_old_name_of_lower_works_and_warns() -> None:
 @pytest.mark.parametrize("name", ["llama", "jamba"])
 def test_a_function_is_told_where_it_acts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One function for prompts with a common beginning, in one batch: each is changed by its own sample, as if it were alone."""
-    monkeypatch.setattr("needlework.engine.reading._FORWARD_FLOPS", {"cpu": 0.0})  # what prompts share would be read once
+    monkeypatch.setattr("needlework.engine.budget._FORWARD_FLOPS", {"cpu": 0.0})  # what prompts share would be read once
     subject, places = cases.subject(name), set()
     layer = subject.anatomy.attention_layers[1].index
     prompts = [cases.PROMPT, (*cases.PROMPT[:-1], 99), (*cases.PROMPT[:8], 5, 6, 7)]

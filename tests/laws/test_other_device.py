@@ -18,8 +18,8 @@ from accelerate import dispatch_model
 
 import cases
 import needlework as nw
+from needlework.engine import budget as budget_module
 from needlework.engine import depth as depth_module
-from needlework.engine import reading as reading_module
 from needlework.heads import samples
 from needlework.heads.methods import chosen
 from needlework.model import keys
@@ -112,7 +112,7 @@ def test_a_tensor_made_without_its_device_is_caught(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["llama", "jamba", "recurrent_gemma", "falcon_h1"])
 def test_shared_beginnings_shared_depth_and_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading_module, "_FORWARD_FLOPS", {OTHER.type: 0.0, "cpu": 0.0})  # else prompts are too short to share
+    monkeypatch.setattr(budget_module, "_FORWARD_FLOPS", {OTHER.type: 0.0, "cpu": 0.0})  # else prompts are too short to share
     monkeypatch.setattr(depth_module, "_PROOF_COST", 0)
     here, there = cases.subject(name, device="cpu"), cases.subject(name)
     last = here.anatomy.attention_layers[-1].index

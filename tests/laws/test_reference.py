@@ -116,7 +116,7 @@ def _windowed(name: str, window: int | None) -> nw.Subject:
 
 def test_the_papers_balanced_reads_a_prefill_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     """It sums over the rows of one prefill: prompts with a common beginning do not share its reading, options are refused."""
-    monkeypatch.setattr("needlework.engine.reading._FORWARD_FLOPS", {"cpu": 0.0})
+    monkeypatch.setattr("needlework.engine.budget._FORWARD_FLOPS", {"cpu": 0.0})
     subject = cases.subject("llama")
     act = nw.ExposeTokens(mode="balanced", phase="prefill", compat="paper")
     prompts = [(*cases.PROMPT, 7, 8), (*cases.PROMPT, 9, 8)]

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import cases
 import needlework as nw
+from needlework.engine import budget as budget_module
 from needlework.engine import prefill as prefill_module
-from needlework.engine import reading as reading_module
 from needlework.engine.engine import Engine
-from needlework.engine.reading import Padding
+from needlework.engine.prefill import Padding
 from needlework.model import hooked_model
 from needlework.requests import Answer, Request
 from tiny import build
@@ -33,9 +33,10 @@ MIXED = ((5,), (9, 4), (11, 7, 6))
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stems this short would not be worth a forward; and few rows at a time, so that batches are cut and put together."""
-    monkeypatch.setattr(reading_module, "_FORWARD_FLOPS", {"cpu": 0.0})
-    monkeypatch.setattr(reading_module, "forward_tokens", lambda body: 8.0)
-    monkeypatch.setattr(reading_module, "PIECE_TOKENS", {"cpu": PIECE})
+    monkeypatch.setattr(budget_module, "_FORWARD_FLOPS", {"cpu": 0.0})
+    monkeypatch.setattr(prefill_module, "forward_tokens", lambda body: 8.0)
+    monkeypatch.setattr(budget_module, "PIECE_TOKENS", {"cpu": PIECE})
+    monkeypatch.setattr(prefill_module, "PIECE_TOKENS", {"cpu": PIECE})
 
 
 def acts(name: str) -> list[nw.Intervention]:
@@ -222,7 +223,7 @@ def _partitions(n: int) -> Iterator[list[int]]:
 def test_rows_are_parted_as_costs_least(lengths: list[int], forward: float) -> None:
     """Against every way to cut the rows, in order of length, into forwards."""
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(reading_module, "forward_tokens", lambda body: forward)
+    monkeypatch.setattr(prefill_module, "forward_tokens", lambda body: forward)
     try:
         padding = Padding(cases.subject("llama").body)
         pieces = padding.pieces(lengths)
@@ -243,9 +244,9 @@ def test_counts_of_padded_rows_are_whole() -> None:
     from needlework.receipts import Receipt
 
     receipt = Receipt({(0, "prefill"): {"positions": 12, "heads_zeroed": 36}})
-    assert reading_module.without_padding(receipt, 5, 12).counts == {(0, "prefill"): {"positions": 5, "heads_zeroed": 15}}
+    assert prefill_module.without_padding(receipt, 5, 12).counts == {(0, "prefill"): {"positions": 5, "heads_zeroed": 15}}
     with pytest.raises(AssertionError, match="uneven"):
-        reading_module.without_padding(Receipt({(0, "prefill"): {"keys_hidden": 7}}), 5, 12)
+        prefill_module.without_padding(Receipt({(0, "prefill"): {"keys_hidden": 7}}), 5, 12)
 
 
 def test_long_padded_prompts_may_be_read_in_several_forwards() -> None:

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 import cases
 import needlework as nw
+from needlework.engine import budget as budget_module
 from needlework.engine import depth as depth_module
-from needlework.engine import reading as reading_module
-from needlework.engine.budget import Costs
+from needlework.engine.budget import Costs, group
 from needlework.engine.depth import Depth, EntryPoint
 from needlework.engine.prefill import Reader
-from needlework.engine.reading import group
 from needlework.requests import Answer, Request, prepare
 
 PROMPTS = [tuple(row) for row in cases.tokens(2, 13, seed=5).tolist()]
@@ -27,9 +26,9 @@ WHOLE_TOP = {"zamba", "zamba2", "zaya", "inkling", "glm5_next", "qwen4_exp"}  # 
 @pytest.fixture(autouse=True)
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts this short would not be worth a forward; and two rows at a time, so that batches are cut and put together."""
-    monkeypatch.setattr(reading_module, "_FORWARD_FLOPS", {"cpu": 0.0})
+    monkeypatch.setattr(budget_module, "_FORWARD_FLOPS", {"cpu": 0.0})
     monkeypatch.setattr(depth_module, "_PROOF_COST", 0)
-    monkeypatch.setattr(reading_module, "PIECE_TOKENS", {"cpu": 30})
+    monkeypatch.setattr(budget_module, "PIECE_TOKENS", {"cpu": 30})
 
 
 def acts(subject: nw.Subject) -> list[nw.Intervention]:

@@ -92,17 +92,17 @@ def hf(model: Path, archive: Path, k: int | None, chat: bool) -> dict[str, list[
 def test_log_likelihoods_are_those_of_hf(
     name: str, chat: bool, archive: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from needlework.engine import reading
+    from needlework.engine import budget
     from needlework.engine.prefill import Reader
     from needlework.lmeval.evaluate import evaluate
 
     model: Path = request.getfixturevalue(name)
-    monkeypatch.setattr(reading, "_FORWARD_FLOPS", {"cpu": 1e5})  # these models are so small that no stem would pay
+    monkeypatch.setattr(budget, "_FORWARD_FLOPS", {"cpu": 1e5})  # these models are so small that no stem would pay
     stems: list[int] = []
     stock = Reader._read_stems
 
     def read_stems(self: Reader, some: Any) -> None:
-        stems.extend(len(stem.tokens) for number, (stem, _) in some.items() if number not in self._kept)
+        stems.extend(len(stem.tokens) for stem in some if stem not in self._kept)
         stock(self, some)
 
     monkeypatch.setattr(Reader, "_read_stems", read_stems)

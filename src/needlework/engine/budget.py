@@ -1,25 +1,115 @@
-"""Memory budget: estimates of the bytes that requests take, and batches that fit into a limit."""
+"""What requests cost: the prefills that they need (readings), estimates of their bytes and time, and batches that fit."""
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import psutil
 import torch
+from torch import Tensor
 
-from needlework.engine.reading import Reading, readings_of
 from needlework.errors import NeedleworkError
 from needlework.model.chunks import LEAST_CHUNK
 from needlework.model.hooked_model import HookedModel
+from needlework.model.memory import Memory
+from needlework.receipts import Receipt
 from needlework.requests import Prepared
 
 if TYPE_CHECKING:
     from needlework.engine.decode import Track
     from needlework.engine.prefill import Stem
 
+T = TypeVar("T")
+logger = logging.getLogger("needlework")
 _ACTIVATIONS = 24  # values held per token and hidden unit while a layer runs; measured over the model families
+_FORWARD_FLOPS = {"cpu": 6e7, "cuda": 2e11}  # FLOPs a device could do in the fixed overhead of a forward
+PIECE_TOKENS = {"cpu": 4096}  # of one forward: with more, activations leave the CPU caches, and page faults outweigh the gain
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One prefill: a prompt, or a prefix of it, under one request's prefill acts."""
+
+    item: Prepared
+    tokens: tuple[int, ...]
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return (self.tokens, *self.item.group[1:])
+
+
+def readings_of(item: Prepared) -> dict[str, Reading]:
+    """Return the prefills that a request needs: its own prompt ("own") and the twin that a cache half comes from, by half."""
+    tokens = item.prefill_tokens
+    own = {"own": Reading(item, item.request.prompt[:tokens])}
+    return own | {half: Reading(item, twin[:tokens]) for half, twin in item.twins.items()}
+
+
+@dataclass
+class Read:
+    """The results of prefills: row i of the cache belongs to reading i."""
+
+    memory: Memory | None  # None if it is not needed afterwards
+    logits: Tensor  # [readings, vocabulary] after the last token
+    receipts: list[Receipt]
+
+
+def group(items: Sequence[Prepared]) -> tuple[list[Reading], list[dict[str, int]]]:
+    """Return the distinct readings that requests need, and for each request the indices of its own among them, by name."""
+    distinct: dict[tuple[object, ...], tuple[int, Reading]] = {}
+    places = [
+        {name: distinct.setdefault(reading.key, (len(distinct), reading))[0] for name, reading in readings_of(item).items()}
+        for item in items
+    ]
+    return [reading for _, reading in distinct.values()], places
+
+
+def forward_tokens(body: HookedModel) -> float:
+    """Return the fixed cost of one more forward, in tokens."""
+    return _FORWARD_FLOPS.get(body.device.type, 1e9) / (2 * body.anatomy.parameters)
+
+
+def watched(body: HookedModel) -> bool:
+    """Return whether an observer or a foreign forward hook must see every row in every layer."""
+    if body.observer is not None:
+        return True
+    return any(module._forward_hooks or module._forward_pre_hooks for module in body.model.modules())
+
+
+def by_pieces(members: Sequence[T], tokens: int, body: HookedModel) -> Iterator[list[T]]:
+    """Yield slices of members, each as large as one forward takes best; all members at once if an observer is set.
+
+    Args:
+        tokens: Tokens of each member.
+    """
+    most = PIECE_TOKENS.get(body.device.type)
+    step = len(members) if most is None or body.observer is not None else max(1, most // max(1, tokens))
+    for first in range(0, len(members), max(1, step)):
+        yield list(members[first : first + step])
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Return whether an error means out of memory; CPU allocation failures are plain RuntimeErrors."""
+    text = str(error).lower()
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    )
+
+
+def try_proof(body: HookedModel, prove: Callable[[], bool]) -> bool | None:
+    """Return whether a check of the model passes; None if memory ran out, so that it may pass another time. Unobserved."""
+    observer, body.observer = body.observer, None
+    try:
+        return prove()
+    except Exception as error:  # whatever it is, it would have been an error of a real prefill
+        logger.debug("a shortcut cannot be used: %s", error)
+        return None if out_of_memory(error) else False
+    finally:
+        body.observer = observer
 
 
 @dataclass(frozen=True)
@@ -84,10 +174,10 @@ class Costs:
         read = self.reading(kept - 1) + 12 * kept * self.vocabulary
         return max(1, options) * (2 * (own_keys * self.kv_per_token + self.state) + read + scores)
 
-    def batch(self, items: Sequence[Prepared]) -> int:
+    def batch(self, items: Iterable[Prepared]) -> int:
         """Return the bytes of a batch: its rows, its distinct prefills, and one recording per prompt with several prefills."""
-        readings = _Readings()
-        return sum(self.row(item) + readings.add(item) * self.prompt(item.prefill_tokens, item.one_piece) for item in items)
+        batch = _Batch(self)
+        return max((batch.add(item) for item in items), default=0)
 
     def within(self, limit: int | None, items: Iterable[Prepared]) -> Costs:
         """Return costs whose chunks are small enough for each single request to stay within a limit.
@@ -117,24 +207,33 @@ class Costs:
         return replace(self, chunk=self.chunk // 2) if self.chunk >= 2 * LEAST_CHUNK else None
 
 
-class _Readings:
-    """Counts the prefills of a batch: distinct readings, plus one recording for each prompt with several readings.
+class _Batch:
+    """The bytes of a batch, request by request: its rows, its prefills (each counted as the longest) and their shared prefixes.
 
-    This overestimates: prefills run slice by slice, but each is charged activations of its own, which also covers the recording.
+    A prompt with several readings counts one more, the recording of shared layers. This overestimates: prefills run slice by
+    slice, but each is charged activations of its own, which also covers the recording.
     """
 
-    def __init__(self) -> None:
-        self._keys: set[tuple[object, ...]] = set()
-        self._prompts: dict[object, int] = {}  # tokens -> number of readings
+    def __init__(self, costs: Costs) -> None:
+        self.costs = costs
+        self.rows = self.prefills = self.longest = 0
+        self.one_piece = False
+        self.keys: set[tuple[object, ...]] = set()
+        self.readings_of_prompt: Counter[object] = Counter()
+        self.stems: set[Stem] = set()
 
-    def add(self, item: Prepared) -> int:
-        """Add a request and return the number of additional prefills."""
-        more = 0
-        for key in {reading.key for reading in readings_of(item).values()} - self._keys:
-            self._keys.add(key)
-            self._prompts[key[0]] = self._prompts.get(key[0], 0) + 1
-            more += 1 + (self._prompts[key[0]] == 2)
-        return more
+    def add(self, item: Prepared, stems: Sequence[Stem] = ()) -> int:
+        """Add a request and return the bytes of all so far."""
+        for key in {reading.key for reading in readings_of(item).values()} - self.keys:
+            self.keys.add(key)
+            self.readings_of_prompt[key[0]] += 1
+            self.prefills += 1 + (self.readings_of_prompt[key[0]] == 2)
+        self.rows += self.costs.row(item)
+        self.longest = max(self.longest, item.prefill_tokens)
+        self.one_piece |= item.one_piece
+        self.stems.update(stems)
+        shared = sum(self.costs.prompt(len(stem.tokens)) for stem in self.stems)
+        return self.rows + self.prefills * self.costs.prompt(self.longest, self.one_piece) + shared
 
 
 def amount(count: int) -> str:
@@ -163,9 +262,7 @@ class Budget:
 
     def fits_beside(self, reading: Reading, stems: Sequence[Stem]) -> bool:
         """Return whether a request fits beside the shared prefixes that it starts from."""
-        filled = _Filled(self.costs)
-        filled.add(reading.item, stems)
-        return filled.bytes <= self.limit
+        return _Batch(self.costs).add(reading.item, stems) <= self.limit
 
     def batches(
         self,
@@ -183,55 +280,27 @@ class Budget:
             padded: Whether a request may be padded. Others only share a batch with requests of the same prefill length. Padded
                 ones are ordered by their shared prefix, so that few prefixes are kept at a time.
         """
-        may = {id(item): padded(item) for _, item in requests}
-        chains = {id(item): stems_of(item) for _, item in requests}
         begins: dict[object, int] = {}  # prefixes, and prefixes with acts, numbered in order of appearance
-
-        def order(pair: tuple[int, Prepared]) -> tuple[object, ...]:
-            item, shelf = pair[1], list[int]()
-            if may[id(item)] and (chain := chains[id(item)]):
+        ordered = []
+        for i, item in requests:
+            may, chain, shelf = padded(item), stems_of(item), list[int]()
+            if may and chain:
                 first = chain[-1].tokens
                 shelf = [begins.setdefault(key, len(begins)) for key in (first, (first, *item.group[1:]))]
-            return (may[id(item)], shelf, -item.prefill_tokens, item.request.boundary, item.request.prompt, pair[0])
-
-        batch, filled = list[tuple[int, Prepared]](), _Filled(self.costs)
-        for pair in sorted(requests, key=order):
-            item = pair[1]
-            filled.add(item, chains[id(item)])
-            if batch and (_other(batch[0][1], item, may) or filled.bytes > self.limit or len(batch) >= most):
+            order = (may, shelf, -item.prefill_tokens, item.request.boundary, item.request.prompt, i)
+            common = None if may else (item.prefill_tokens, item.request.decodes_last)  # must be equal within a batch
+            ordered.append((order, common, chain, (i, item)))
+        batch, alike, filled = list[tuple[int, Prepared]](), None, _Batch(self.costs)
+        for _, common, chain, pair in sorted(ordered, key=lambda entry: entry[0]):
+            if batch and (filled.add(pair[1], chain) > self.limit or len(batch) >= most or common != alike):
                 yield batch
-                batch, filled = [], _Filled(self.costs)
-                filled.add(item, chains[id(item)])
+                batch = []
+            if not batch:
+                alike, filled = common, _Batch(self.costs)
+                filled.add(pair[1], chain)
             batch.append(pair)
         if batch:
             yield batch
-
-
-class _Filled:
-    """Bytes of a batch so far: its rows, its prefills (each counted as the longest) and their shared prefixes."""
-
-    def __init__(self, costs: Costs) -> None:
-        self._costs, self._readings, self._stems = costs, _Readings(), dict[int, int]()
-        self._rows = self._read = self._longest = 0
-        self._one_piece = False
-
-    def add(self, item: Prepared, stems: Sequence[Stem]) -> None:
-        self._rows += self._costs.row(item)
-        self._read += self._readings.add(item)
-        self._longest = max(self._longest, item.prefill_tokens)
-        self._one_piece |= item.one_piece
-        self._stems |= {id(stem): self._costs.prompt(len(stem.tokens)) for stem in stems}
-
-    @property
-    def bytes(self) -> int:
-        read = self._read * self._costs.prompt(self._longest, self._one_piece)
-        return self._rows + read + sum(self._stems.values())
-
-
-def _other(one: Prepared, item: Prepared, may: Mapping[int, bool]) -> bool:
-    """Return whether two requests cannot be prefilled in one batch."""
-    alike = one.prefill_tokens == item.prefill_tokens and one.request.decodes_last == item.request.decodes_last
-    return may[id(one)] != may[id(item)] or not (alike or may[id(one)])
 
 
 def default_limit(device: torch.device) -> int:

@@ -1,21 +1,27 @@
-"""The decode loop: each step feeds one token per row; finished rows leave the batch and new ones join."""
+"""Answers from prefilled prompts: the greedy decode loop, log-likelihoods of options, and logits of given tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from needlework.model.hooked_model import HookedModel, Rows
+from needlework.engine.budget import Read, group
+from needlework.engine.prefill import Reader, compile_items
+from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Phase, Span
+from needlework.interventions.base import Intervention
+from needlework.model.hooked_model import HookedModel
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt, Tally
-from needlework.requests import Answer, Finish, Prepared
+from needlework.requests import Answer, Finish, Prepared, Request, prepare
 
-NOT_FINITE = "the logits are not finite"
+_NOT_FINITE = "the logits are not finite"
 
 
 @dataclass
@@ -29,7 +35,6 @@ class Track:
     logprobs: list[float] = field(default_factory=list)
     margins: list[float] = field(default_factory=list)
     finish: Finish | None = None
-    error: str = ""
     steps: int = field(init=False)  # copied from the request, so that it is not computed at every token
     stop: frozenset[int] = field(init=False)
 
@@ -37,32 +42,15 @@ class Track:
         request = self.prepared.request
         self.steps, self.stop = request.steps, frozenset() if request.forced else frozenset(request.stop)
 
-    def take(self, token: int, logprob: float, margin: float, finite: bool) -> None:
-        """Record one step, and finish if it is the last one or not finite."""
-        if not finite:
-            self.finish, self.error = "failed", NOT_FINITE
-            return
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.margins.append(margin)
-        if token in self.stop:
-            self.finish = "stop"
-        elif len(self.tokens) >= self.steps:
-            self.finish = "length"
-
-    def answer(self) -> Answer:
+    def answer(self, body: HookedModel) -> Answer:
+        """Return the answer of a finished request. Needs an open session: what failed is run again."""
         assert self.finish is not None
         receipt = replace(self.receipt, notes=self.prepared.notes(self.receipt))
-        error = self.error or self.prepared.failure(receipt)
+        error = self.prepared.failure(receipt)
+        if self.finish == "failed":
+            error = f"{_NOT_FINITE}; the first layer that is not is {_first_bad_layer(body, self.prepared, self.tokens)}"
         finish: Finish = "failed" if error else self.finish
-        return Answer(
-            tuple(self.tokens),
-            tuple(self.logprobs),
-            tuple(self.margins),
-            receipt,
-            finish,  # type: ignore[arg-type]
-            error,
-        )
+        return Answer(tuple(self.tokens), tuple(self.logprobs), tuple(self.margins), receipt, finish, error)
 
 
 class Decoder:
@@ -71,9 +59,7 @@ class Decoder:
     def __init__(self, body: HookedModel, tracks: Sequence[Track], memory: Memory, tokens: Tensor, positions: Tensor) -> None:
         self.body, self.tracks, self.memory = body, list(tracks), memory
         self.tokens, self.positions = tokens, positions  # [rows] next input token and its position
-        slots = torch.arange(len(self.tracks), device=body.device)
-        acts = [track.prepared.acts["decode"] for track in self.tracks]
-        self.rows: Rows = body.compile(acts, [track.prepared.sample for track in self.tracks], "decode", slots)
+        self.rows = compile_items(body, [track.prepared for track in tracks], "decode")
         self.tally = Tally(len(self.tracks))
         self.begin_observation()
 
@@ -90,9 +76,8 @@ class Decoder:
 
     def step(self) -> list[Track]:
         """Feed one token to every row and return the tracks that finished."""
-        logits = self.body.feed(self.tokens[:, None], self.memory, "decode", self.rows, self.tally, self.positions[:, None])[
-            :, 0
-        ]  # [rows, vocabulary]
+        fed, positions = self.tokens[:, None], self.positions[:, None]
+        logits = self.body.feed(fed, self.memory, "decode", self.rows, self.tally, positions)[:, 0]  # [rows, vocabulary]
         self.positions = self.positions + 1
         alive = self.alive()
         self.tokens, going = choose(logits, alive)
@@ -103,13 +88,11 @@ class Decoder:
         for slot, track in zip(self.rows.slots.tolist(), alive, strict=True):
             if track.finish:
                 track.receipt = track.receipt + self.tally.receipt(slot)
-        self._keep(going.nonzero()[:, 0])
-        return [track for track in alive if track.finish]
-
-    def _keep(self, rows: Tensor) -> None:
+        rows = going.nonzero()[:, 0]
         self.tokens, self.positions, self.rows = self.tokens[rows], self.positions[rows], self.rows.select(rows)
         if len(rows):
             self.memory = self.memory.select(rows)
+        return [track for track in alive if track.finish]
 
     def join(self, other: Decoder) -> Decoder:
         """Return both batches as one; counts so far are moved to the tracks' receipts, unless memory runs out before."""
@@ -146,12 +129,21 @@ def choose(logits: Tensor, tracks: Sequence[Track]) -> tuple[Tensor, Tensor]:
     logprob = logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)
     columns = (best.tolist(), logprob.tolist(), (top[:, 0] - top[:, 1]).tolist(), finite.tolist())
     for track, token, log, margin, good in zip(tracks, *columns, strict=True):
-        track.take(token, log, margin, good)
+        if not good:
+            track.finish = "failed"
+            continue
+        track.tokens.append(token)
+        track.logprobs.append(log)
+        track.margins.append(margin)
+        if token in track.stop:
+            track.finish = "stop"
+        elif len(track.tokens) >= track.steps:
+            track.finish = "length"
     return best, torch.tensor([not track.finish for track in tracks], device=logits.device)
 
 
-def first_bad_layer(body: HookedModel, track: Track) -> str:
-    """Replay a failed request and return the path of the first layer whose output is not finite. Needs an open session."""
+def _first_bad_layer(body: HookedModel, item: Prepared, answer: Sequence[int]) -> str:
+    """Run a failed request and its answer so far again; return the path of the first layer whose output is not finite."""
     bad: list[str] = []
 
     def watch(path: str) -> Any:
@@ -162,25 +154,121 @@ def first_bad_layer(body: HookedModel, track: Track) -> str:
 
         return hook
 
-    parents = {path.rpartition(".")[0] for path, m in body.model.named_modules() if isinstance(m, nn.Module)}
-    lists = [path for path, m in body.model.named_modules() if isinstance(m, nn.ModuleList) and path in parents]
+    lists = {path for path, module in body.model.named_modules() if isinstance(module, nn.ModuleList)}
     with ExitStack() as stack:
         for path, module in body.model.named_modules():
             if path.rpartition(".")[0] in lists or isinstance(module, nn.Embedding):
                 stack.callback(module.register_forward_hook(watch(path)).remove)
-        _replay(body, track)
+        _feed_tokens(body, [item], torch.tensor([[*item.request.prompt, *answer]], device=body.device), "last")
     return bad[0] if bad else "none of them (the output head)"
 
 
-def _replay(body: HookedModel, track: Track) -> None:
-    """Run a request's prompt and generated tokens again, alone."""
-    item = track.prepared
-    ids = torch.tensor([[*item.request.prompt, *track.tokens]], device=body.device)
-    slot, memory, tally = torch.zeros(1, dtype=torch.int64, device=body.device), body.new_memory(1), Tally(1)
-    split = item.prefill_tokens
+def score(body: HookedModel, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> list[tuple[int, Answer]]:
+    """Return (index, answer) of each request, with the log-likelihoods of its options; options share their prompt's prefill."""
+    readings, places = group([item for _, item in batch])
+    read = reader.read(readings, remember=any(item.request.steps > 1 for _, item in batch))
+    rows = [(place["own"], item, o) for place, (_, item) in zip(places, batch, strict=True) for o in item.request.options]
+    if body.observer is not None:
+        body.observer.begin([item.request for _, item, _ in rows], body.device)
+    tally = Tally(len(rows))
+    scores: dict[int, tuple[tuple[float, ...], bool]] = {}
+    for length in sorted({len(option) for *_, option in rows}):
+        # Options of one length share a forward: without padding, receipts count only the options' own tokens.
+        alike = [r for r, (*_, option) in enumerate(rows) if len(option) == length]
+        scores |= _score_one_length(body, read, {r: rows[r] for r in alike}, tally)
+    numbers = iter(range(len(rows)))
+    answers = []
+    for place, (i, item) in zip(places, batch, strict=True):
+        own = [next(numbers) for _ in item.request.options]
+        receipt = sum((tally.receipt(r) for r in own), start=read.receipts[place["own"]])
+        receipt = replace(receipt, notes=item.notes(receipt))
+        logprobs, greedy = zip(*(scores[r] for r in own), strict=True)
+        finite = all(math.isfinite(value) for option in logprobs for value in option)
+        error = item.failure(receipt) if finite else _NOT_FINITE
+        finish: Finish = "failed" if error else "scored"
+        answers.append((i, Answer(receipt=receipt, finish=finish, error=error, option_logprobs=logprobs, greedy=greedy)))
+    return answers
+
+
+def _score_one_length(
+    body: HookedModel, read: Read, rows: Mapping[int, tuple[int, Prepared, tuple[int, ...]]], tally: Tally
+) -> dict[int, tuple[tuple[float, ...], bool]]:
+    """Score options of one length.
+
+    Args:
+        rows: Number of each option in the batch -> (index of the reading that it continues, its request, its tokens).
+
+    Returns:
+        By the option's number, the log-likelihood of each token, and whether all tokens are the argmax.
+    """
+    places, items, options = zip(*rows.values(), strict=True)
+    place, tokens = torch.tensor(places, device=body.device), torch.tensor(options, device=body.device)
+    first = read.logits.log_softmax(-1)  # [readings, vocabulary]: scores each option's first token
+    logprobs, greedy = first[place, tokens[:, 0]][:, None], first.argmax(-1)[place] == tokens[:, 0]
+    if tokens.shape[1] > 1:
+        assert read.memory is not None
+        forked = read.memory.share(place) if body.shareable else read.memory.select(place)
+        compiled = compile_items(body, items, "prefill", torch.tensor(list(rows), device=body.device))
+        later = body.feed(tokens[:, :-1], forked, "prefill", compiled, tally, keep="all").log_softmax(-1)
+        logprobs = torch.cat([logprobs, later.gather(2, tokens[:, 1:, None])[..., 0]], 1)
+        greedy &= (later.argmax(-1) == tokens[:, 1:]).all(1)
+    return {r: (tuple(logs), best) for r, logs, best in zip(rows, logprobs.tolist(), greedy.tolist(), strict=True)}
+
+
+def logits(
+    body: HookedModel,
+    input_ids: Tensor | Sequence[Sequence[int]],
+    intervention: Intervention,
+    prompt_tokens: int | None,
+    attention_mask: Tensor | None,
+    spans: Mapping[str, Span],
+    boundary: Phase,
+) -> Tensor:
+    """Return logits [rows, tokens, vocabulary]; see `Subject.logits`."""
+    ids = torch.as_tensor(input_ids, device=body.device)
+    if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
+        shape = f"{tuple(ids.shape)} of {ids.dtype}"
+        raise NeedleworkError(f"input_ids must be [rows, tokens] of whole numbers with at least one token, got {shape}")
+    if attention_mask is not None:
+        # Each row runs alone, without its left padding, so that padding cannot change its logits.
+        mask = attention_mask.to(ids.device).bool()
+        if mask.shape != ids.shape or not bool((mask.int().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
+            raise NeedleworkError("attention_mask must have the shape of input_ids and mark left padding only (0 ... 0 1 ... 1)")
+        shortest = int(mask.sum(1).min())
+        if prompt_tokens is not None and prompt_tokens > shortest:
+            raise NeedleworkError(f"prompt_tokens={prompt_tokens} counts without padding, the shortest row has {shortest} tokens")
+        out = torch.zeros(*ids.shape, body.anatomy.vocabulary, device=ids.device)
+        for r, pads in enumerate((~mask).sum(1).tolist()):
+            out[r, pads:] = logits(body, ids[r : r + 1, pads:], intervention, prompt_tokens, None, spans, boundary)[0]
+        return out
+    count = ids.shape[1] if prompt_tokens is None else prompt_tokens
+    if not 1 <= count <= ids.shape[1]:
+        raise NeedleworkError(f"prompt_tokens={count} must lie between 1 and the {ids.shape[1]} tokens given")
+    if prompt_tokens is None:
+        boundary = "prefill"  # nothing is decoded
+    body.check_length(ids.shape[1])
+    steps = ids.shape[1] - count + 1
+    asked = [Request(tuple(row[:count]), intervention, steps, spans=spans, boundary=boundary) for row in ids.tolist()]
+    items = [prepare(request, body.anatomy) for request in asked]
+    body.check_rankings(intervention)
+    if items[0].swaps:
+        raise NeedleworkError("logits() does not swap memory; use generate(..., twins=[...])")
+    with body.session():
+        if body.observer is not None:
+            body.observer.begin(asked, body.device)
+        return _feed_tokens(body, items, ids, "all")
+
+
+def _feed_tokens(body: HookedModel, items: Sequence[Prepared], ids: Tensor, keep: Literal["last", "all"]) -> Tensor:
+    """Feed prompts and given answers [rows, tokens] in their phases; return logits of all tokens, or without most prefill's.
+
+    Args:
+        items: The request of each row, all with prefills of one length.
+        keep: Which logits of the prefill are kept.
+    """
+    memory, tally, split, parts = body.new_memory(len(items)), Tally(len(items)), items[0].prefill_tokens, []
     if split:
-        rows = body.compile([item.acts["prefill"]], [item.sample], "prefill", slot)
-        body.feed(ids[:, :split], memory, "prefill", rows, tally)
-    rows = body.compile([item.acts["decode"]], [item.sample], "decode", slot)
-    for t in range(split, ids.shape[1]):
-        body.feed(ids[:, t : t + 1], memory, "decode", rows, tally)
+        parts.append(body.feed(ids[:, :split], memory, "prefill", compile_items(body, items, "prefill"), tally, keep=keep))
+    compiled = compile_items(body, items, "decode")
+    parts += [body.feed(ids[:, t : t + 1], memory, "decode", compiled, tally) for t in range(split, ids.shape[1])]
+    return torch.cat(parts, 1)

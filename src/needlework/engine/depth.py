@@ -7,7 +7,6 @@ a plain stack of layers is always prefilled from its first layer.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -15,16 +14,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.engine.reading import Read, Reading, by_pieces, forward_tokens, out_of_memory, watched
+from needlework.engine.budget import Read, Reading, by_pieces, forward_tokens, try_proof, watched
 from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
 from needlework.interventions.scores import RANDOM
 from needlework.model.depth import Entry, Recording, Stack
 from needlework.model.edits import keeps_from_sdpa
-from needlework.model.hooked_model import HookedModel
+from needlework.model.hooked_model import HookedModel, Rows
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
 
-logger = logging.getLogger("needlework")
 _HEADS = 0.4  # share of a layer's compute that comes before its head outputs are known
 _PROOF_TOKENS = 12
 _PROOF_FORWARDS, _PROOF_COST = 5, 100  # cost of a check: forwards, and the tokens fed to them
@@ -70,24 +68,11 @@ class Depth:
         scored = next(((act.by, act.sinks) for act in here if isinstance(act, KeepBest)), None)
         return [EntryPoint(layer, heads, last_only, scored if heads else None) for heads in after for last_only in shortcuts]
 
-    def _possible(self) -> bool:
-        """Return whether layers can be shared; not with observers or foreign hooks, which must see each layer once per row."""
-        return self._stack is not None and not watched(self.body)
-
     def proven(self, entry: EntryPoint) -> bool:
         """Return whether entering there gives the same result as a full prefill. Checked once; needs an open session."""
-        if entry not in self._proven:
-            observer, self.body.observer = self.body.observer, None
-            try:
-                self._proven[entry] = self._prove(entry)
-            except Exception as error:  # whatever it is, it would have been an error of a real reading
-                logger.debug("layer %d cannot be entered: %s", entry.layer, error)
-                if out_of_memory(error):  # another time it may be otherwise
-                    return False
-                self._proven[entry] = False
-            finally:
-                self.body.observer = observer
-        return self._proven[entry]
+        if entry not in self._proven and (passed := try_proof(self.body, lambda: self._prove(entry))) is not None:
+            self._proven[entry] = passed
+        return self._proven.get(entry, False)
 
     def worthwhile(self, readings: Sequence[Reading]) -> dict[int, float]:
         """Choose the readings for which sharing layers saves compute.
@@ -101,7 +86,7 @@ class Depth:
             if len(reading.tokens) <= self.body.chunk or not self.body.continues:  # longer recordings take much memory
                 prompts[reading.tokens].append(i)
         shared = [i for members in prompts.values() if len(members) > 1 for i in members]
-        if not shared or not self._possible():
+        if not shared or self._stack is None or watched(self.body):  # an observer must see each layer once per row
             return {}
         hoped = {i: next(iter(self._entry_points(readings[i].item)), None) for i in shared}
         if not self._gain(readings, prompts, hoped):  # no gain even if all entry points pass: skip the checks
@@ -131,33 +116,39 @@ class Depth:
         return chosen if saved > costs else {}
 
     def read(self, readings: Mapping[int, Reading], remember: bool) -> Iterator[tuple[list[int], Read]]:
-        """Prefill readings of one length and yield (their indices, results), some at a time."""
+        """Prefill readings of one length and yield (their indices, results), some at a time.
+
+        The readings of a few prompts start from one recording for each kind of head score.
+        """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, reading in readings.items():
             prompts[reading.tokens].append(i)
         for some in by_pieces(list(prompts), len(next(iter(prompts))), self.body):
             place = {i: p for p, tokens in enumerate(some) for i in prompts[tokens]}
-            yield from self._some_prompts(some, {i: readings[i].item for i in place}, place, remember)
+            groups = self._by_entry_point({i: readings[i].item for i in place})
+            kinds: list[tuple[str, int] | None] = list({entry.scored for entry in groups if entry and entry.scored}) or [None]
+            for kind in kinds:
+                served = [
+                    entry for entry in groups if (entry.scored if entry else None) in (kind, None if kind == kinds[0] else kind)
+                ]
+                recording = self._record(torch.tensor(some, device=self.body.device), [entry for entry in served if entry])
+                self.whole_passes += recording.ids.numel()
+                for entry in served:
+                    members = sorted(groups[entry], key=lambda i: keeps_from_sdpa(readings[i].item.acts["prefill"]))
+                    for part in by_pieces(members, recording.ids.shape[1], self.body):
+                        rows = torch.tensor([place[i] for i in part], device=self.body.device)
+                        yield part, self._read_part(entry, recording, rows, [readings[i].item for i in part], remember)
 
-    def _some_prompts(
-        self, prompts: Sequence[tuple[int, ...]], items: Mapping[int, Prepared], place: Mapping[int, int], remember: bool
-    ) -> Iterator[tuple[list[int], Read]]:
-        """Prefill the readings of a few prompts, with one recording per kind of head score.
-
-        Args:
-            prompts: Token ids of each prompt, all of one length.
-            items: Index of each reading -> its request.
-            place: Index of each reading -> its prompt's index in `prompts`.
-        """
-        groups = self._by_entry_point(items)
-        kinds: list[tuple[str, int] | None] = list({entry.scored for entry in groups if entry and entry.scored}) or [None]
-        for kind in kinds:
-            served = [
-                entry for entry in groups if (entry.scored if entry else None) in (kind, None if kind == kinds[0] else kind)
-            ]
-            recording = self._record(torch.tensor(prompts, device=self.body.device), [entry for entry in served if entry])
-            self.whole_passes += recording.ids.numel()
-            yield from self._go_on({entry: groups[entry] for entry in served}, recording, items, place, remember)
+    def _read_part(
+        self, entry: EntryPoint | None, recording: Recording, rows: Tensor, items: Sequence[Prepared], remember: bool
+    ) -> Read:
+        """Prefill a few readings that enter the model at one point; the recording is the prefill of those without acts."""
+        if entry is None:
+            memory = recording.memory.select(rows) if remember else None
+            return Read(memory, recording.logits[rows], [recording.receipts[row] for row in rows.tolist()])
+        self.whole_passes += len(items) * recording.ids.shape[1] * (1 - entry.share(len(self.body.anatomy.layers)))
+        acts, samples = [item.acts["prefill"] for item in items], [item.sample for item in items]
+        return self._enter(entry, recording, rows, acts, samples, remember)
 
     def _by_entry_point(self, items: Mapping[int, Prepared]) -> dict[EntryPoint | None, list[int]]:
         """Group readings by entry point; None for readings without acts.
@@ -173,27 +164,11 @@ class Depth:
             groups[entry].append(i)
         return groups
 
-    def _go_on(
-        self,
-        groups: Mapping[EntryPoint | None, list[int]],
-        recording: Recording,
-        items: Mapping[int, Prepared],
-        place: Mapping[int, int],
-        remember: bool,
-    ) -> Iterator[tuple[list[int], Read]]:
-        """Prefill the readings that start from one recording; yield (their indices, results)."""
-        tokens = recording.ids.shape[1]
-        for entry, members in groups.items():
-            members.sort(key=lambda i: keeps_from_sdpa(items[i].acts["prefill"]))
-            for some in by_pieces(members, tokens, self.body):
-                rows = torch.tensor([place[i] for i in some], device=self.body.device)
-                if entry is None:
-                    memory = recording.memory.select(rows) if remember else None
-                    yield some, Read(memory, recording.logits[rows], [recording.receipts[place[i]] for i in some])
-                    continue
-                acts, samples = [items[i].acts["prefill"] for i in some], [items[i].sample for i in some]
-                self.whole_passes += len(some) * tokens * (1 - entry.share(len(self.body.anatomy.layers)))
-                yield some, self._enter(entry, recording, rows, acts, samples, remember)
+    def _compile(self, acts: Sequence[Sequence[Act]], samples: Sequence[int]) -> Rows:
+        rows = self.body.compile(acts, samples, "prefill", torch.arange(len(acts), device=self.body.device))
+        if any(edits.needs_probabilities for edits in rows.attention.values()):
+            self.body.check_own_maths()  # it runs the model, which must not happen while it records or starts in the middle
+        return rows
 
     def _record(self, ids: Tensor, entries: Sequence[EntryPoint]) -> Recording:
         """Prefill prompts [rows, tokens] without acts, and record what these entry points need."""
@@ -204,9 +179,7 @@ class Depth:
         all_kept = [
             KeepBest(layer, body.anatomy.attention(layer).query_heads, by, sinks=sinks) for layer, by, sinks in notes
         ]  # keeps every head: only the scores are recorded
-        rows = body.compile([all_kept] * count, [0] * count, "prefill", torch.arange(count, device=body.device))
-        if any(edits.needs_probabilities for edits in rows.attention.values()):
-            body.check_own_maths()  # checked now: it runs the model, which must not happen while recording
+        rows = self._compile([all_kept] * count, [0] * count)
         scores: dict[int, list[Mapping[str, Tensor]]] = {}
         below = {entry.layer - 1 for entry in entries if entry.layer}
         with self._stack.recorded(recording, below, {entry.layer for entry in entries if entry.after_heads}):
@@ -238,15 +211,17 @@ class Depth:
         part = body.anatomy.layers[point.layer].attention
         entry = Entry(recording, rows, point.layer, point.after_heads, point.last_only, part.query_heads if part else 0)
         memory, tally = body.new_memory(count), Tally(count)
-        compiled = body.compile(acts, samples, "prefill", torch.arange(count, device=body.device))
-        if any(edits.needs_probabilities for edits in compiled.attention.values()):
-            body.check_own_maths()  # checked now: it runs the model, which must not happen inside `entered`
+        compiled = self._compile(acts, samples)
         ids, fed = recording.ids[rows], self._stack.fed(entry)
         positions = torch.arange(ids.shape[1], device=body.device)[fed].expand(count, -1)
         top = self._stack.top if point.last_only else None
         with self._stack.entered(entry):
             logits = body.feed(ids[:, fed], memory, "prefill", compiled, tally, positions, last_only=top)[:, 0]
-        receipts = [_below(point, recording.receipts[row]) + tally.receipt(i) for i, row in enumerate(rows.tolist())]
+        receipts = []
+        for i, row in enumerate(rows.tolist()):
+            counts = recording.receipts[row].counts.items()  # of which those of the layers below remain
+            below = Receipt({at: dict(count) for at, count in counts if at[0] < point.layer})
+            receipts.append(below + tally.receipt(i))
         return Read(memory.above(recording.memory, rows, entry.remembered) if remember else None, logits, receipts)
 
     def _prove(self, entry: EntryPoint) -> bool:
@@ -254,7 +229,13 @@ class Depth:
         body = self.body
         prompts = torch.arange(2 * _PROOF_TOKENS, device=body.device).view(2, -1) * 7 % body.anatomy.vocabulary
         rows = torch.tensor(_PROOF_ROWS, device=body.device)
-        count, slots, acts = len(rows), torch.arange(len(rows), device=body.device), self._acts_at(entry)
+        count, slots = len(rows), torch.arange(len(rows), device=body.device)
+        # Acts that change the layer, whether it has attention, a recurrent mixer or both.
+        acts: list[Act] = [SilenceHeads(entry.layer, frozenset({0}))] if body.anatomy.layers[entry.layer].attention else []
+        if entry.scored:
+            acts = [KeepBest(entry.layer, 1, entry.scored[0], sinks=entry.scored[1])]
+        if not entry.after_heads and any(mixer.layer == entry.layer for mixer in body.mixers):
+            acts.append(DropRecurrent(entry.layer))
         memory, tally = body.new_memory(count), Tally(count)
         compiled = body.compile([acts] * count, [0] * count, "prefill", slots)
         whole = [body.feed(prompts[rows], memory, "prefill", compiled, tally)]
@@ -266,16 +247,3 @@ class Depth:
             answers.append(body.feed(prompts[rows, :1], remembered, "decode", nothing, Tally(count)))
         same = [tally.receipt(i) for i in range(count)] == read.receipts
         return same and body.agree(torch.cat(whole, 1), torch.cat(entered, 1))
-
-    def _acts_at(self, entry: EntryPoint) -> list[Act]:
-        """Return acts that change the layer, whether it has attention, a recurrent mixer or both."""
-        acts: list[Act] = [SilenceHeads(entry.layer, frozenset({0}))] if self.body.anatomy.layers[entry.layer].attention else []
-        if entry.scored:
-            acts = [KeepBest(entry.layer, 1, entry.scored[0], sinks=entry.scored[1])]
-        mixed = any(mixer.layer == entry.layer for mixer in self.body.mixers)
-        return acts + [DropRecurrent(entry.layer)] * (mixed and not entry.after_heads)
-
-
-def _below(entry: EntryPoint, receipt: Receipt) -> Receipt:
-    """Return the recorded receipt of the layers below the entry point."""
-    return Receipt({at: dict(count) for at, count in receipt.counts.items() if at[0] < entry.layer})

@@ -15,12 +15,10 @@ from dataclasses import replace
 
 import torch
 
-from needlework.engine.budget import Budget
-from needlework.engine.decode import NOT_FINITE, Decoder, Track, choose, first_bad_layer
+from needlework.engine.budget import Budget, group, out_of_memory, readings_of
+from needlework.engine.decode import Decoder, Track, choose, score
 from needlework.engine.depth import Depth
-from needlework.engine.prefill import Reader
-from needlework.engine.reading import Padding, group, out_of_memory, readings_of
-from needlework.engine.score import score
+from needlework.engine.prefill import Padding, Reader
 from needlework.model.hooked_model import HookedModel
 from needlework.model.memory import Memory
 from needlework.requests import Answer, Prepared, Request, prepare
@@ -35,12 +33,10 @@ class Engine:
     """Runs requests on a hooked model within a memory budget."""
 
     def __init__(self, body: HookedModel, memory_bytes: int | None = None) -> None:
-        self.body = body
-        self.budget = Budget(body, memory_bytes)
-        self._alone, self._most = False, ROWS_AT_ONCE
+        self.body, self.budget = body, Budget(body, memory_bytes)
         self.depth, self.padding = Depth(body), Padding(body)
         self.reader = Reader(body, self.depth, self.padding)  # of the latest run; its counters show how much was shared
-        self._to_read, self._to_answer, self._answered = 0, 0, 0  # tokens of the current run
+        self._active: _Run | None = None
 
     @property
     def share(self) -> float:
@@ -48,9 +44,8 @@ class Engine:
 
         Counts prefilled and decoded tokens; an answer that stopped early counts with all its steps.
         """
-        work = self._to_read + _STEP_COST * self._to_answer
-        done = min(self.reader.tokens_asked, self._to_read) + _STEP_COST * min(self._answered, self._to_answer)
-        return done / work if work else 0.0
+        run = self._active
+        return run.share() if run else 0.0
 
     # [walk 4] docs/architecture.md
     def run(self, requests: Sequence[Request | Prepared]) -> Iterator[tuple[int, Answer]]:
@@ -73,27 +68,37 @@ class Engine:
         with self.body.session(), self.body.chunks_of(costs.chunk):  # opened before this engine's state is set, because
             self.budget.costs = costs  # another thread's run may still be active
             self.reader = Reader(self.body, self.depth, self.padding)
-            readings = [reading for item in prepared for reading in readings_of(item).values() if reading.tokens]
-            self._to_read = sum({reading.key: len(reading.tokens) for reading in readings}.values())
-            self._to_answer, self._answered = sum(map(_answer_tokens, prepared)), 0
-            self.reader.expect(readings, self.budget.fits_beside)
-            scored = [pair for pair in enumerate(prepared) if pair[1].request.options]
-            continued = [pair for pair in enumerate(prepared) if not pair[1].request.options]
-            self._most = ROWS_AT_ONCE
+            self._active = _Run(self.body, self.budget, self.reader, prepared)
             try:
-                yield from self._score(deque(self._batches(scored, ROWS_AT_ONCE)))
-                pending = deque(self._batches(continued, ROWS_AT_ONCE))
-                self._alone = len(pending) == 1
-                yield from self._decode(pending)
+                yield from self._active.answers()
             finally:
-                self._to_read = self._to_answer = 0
+                self._active = None
+
+
+class _Run:
+    """One run of an engine: its batches, and how far it is."""
+
+    def __init__(self, body: HookedModel, budget: Budget, reader: Reader, prepared: Sequence[Prepared]) -> None:
+        self.body, self.budget, self.reader, self.prepared = body, budget, reader, prepared
+        self.most = ROWS_AT_ONCE  # fewer once memory has run out
+        readings = [reading for item in prepared for reading in readings_of(item).values() if reading.tokens]
+        self.to_read = sum({reading.key: len(reading.tokens) for reading in readings}.values())  # tokens
+        self.to_answer, self.answered = sum(map(_answer_tokens, prepared)), 0
+        reader.expect(readings, budget.fits_beside)
+
+    def share(self) -> float:
+        """Return the share of the work that is done."""
+        work = self.to_read + _STEP_COST * self.to_answer
+        return (min(self.reader.tokens_asked, self.to_read) + _STEP_COST * min(self.answered, self.to_answer)) / max(1.0, work)
+
+    def answers(self) -> Iterator[tuple[int, Answer]]:
+        """Yield (index of the request, answer): first of the requests with options, then of those that generate."""
+        for answer, scored in ((self._score, True), (self._decode, False)):
+            requests = [pair for pair in enumerate(self.prepared) if bool(pair[1].request.options) == scored]
+            yield from answer(deque(self._batches(requests, ROWS_AT_ONCE)))
 
     def _batches(self, requests: Batch, most: int) -> Iterator[Batch]:
-        return self.budget.batches(requests, most, self.reader.stems_of, self.padding.allowed)
-
-    def _fits(self, batch: Batch, decoder: Decoder) -> bool:
-        keys = 2 * decoder.memory.nbytes("kv")  # twice: copied when transposed for the kernel or when batches are joined
-        return self.budget.fits(batch, decoder.alive(), self.reader.kept_bytes + keys)
+        return self.budget.batches(requests, most, self.reader.stems_of, self.reader.padding.allowed)
 
     def _score(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
         while pending:
@@ -101,49 +106,54 @@ class Engine:
             try:
                 answers = score(self.body, self.reader, batch)
             except Exception as error:
-                if not out_of_memory(error):
-                    raise
                 self._halve(batch, pending, error, reading=True)
             else:
-                self._answered += sum(_answer_tokens(item) for _, item in batch)
+                self.answered += sum(_answer_tokens(item) for _, item in batch)
                 yield from answers
 
     def _decode(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
         """Prefill and decode all pending batches; a batch joins once the decoder is at most half full."""
         decoder: Decoder | None = None
+        alone = len(pending) == 1
         while pending or decoder:
-            room = decoder is None or (decoder.memory.ragged and 2 * len(decoder) <= self._most)
             try:
-                if pending and room and (decoder is None or self._fits(pending[0], decoder)):
-                    decoder, finished = self._admit(pending.popleft(), decoder, pending)
+                if pending and (decoder is None or self._fits(pending[0], decoder)):
+                    decoder, finished = self._admit(pending.popleft(), decoder, pending, alone)
                 else:
                     assert decoder is not None
                     rows = len(decoder)
                     finished = decoder.step()
-                    self._answered += rows
+                    self.answered += rows
             except Exception as error:
-                if decoder is None or not out_of_memory(error):
+                if decoder is None:
                     raise
                 self._halve([(t.index, t.prepared) for t in decoder.alive()], pending, error)
                 decoder, finished = None, []
-            self._answered += sum(track.prepared.request.steps - len(track.tokens) for track in finished)
+            self.answered += sum(track.steps - len(track.tokens) for track in finished)
             for track in finished:
-                yield track.index, self._answer(track)
+                yield track.index, track.answer(self.body)
             if decoder is not None and not len(decoder):
                 decoder = None
 
-    def _admit(self, batch: Batch, decoder: Decoder | None, pending: deque[Batch]) -> tuple[Decoder | None, list[Track]]:
+    def _fits(self, batch: Batch, decoder: Decoder) -> bool:
+        """Return whether a batch may join those that decode: half of the rows are free, and memory suffices."""
+        if not decoder.memory.ragged or 2 * len(decoder) > self.most:
+            return False
+        keys = 2 * decoder.memory.nbytes("kv")  # twice: copied when transposed for the kernel or when batches are joined
+        return self.budget.fits(batch, decoder.alive(), self.reader.kept_bytes + keys)
+
+    def _admit(
+        self, batch: Batch, decoder: Decoder | None, pending: deque[Batch], alone: bool
+    ) -> tuple[Decoder | None, list[Track]]:
         """Prefill a batch and add it to the decoder; if memory runs out, put smaller batches back into `pending`."""
         try:
-            new, finished = self._start(batch)
+            new, finished = self._start(batch, alone)
             if new is not None:
                 return decoder.join(new) if decoder else new, finished
         except Exception as error:
-            if not out_of_memory(error):
-                raise
             finished = []
-            if decoder is not None and len(batch) == 1:  # it may fit alone: nothing joins until the decoder is empty
-                self._most = 1
+            if out_of_memory(error) and decoder is not None and len(batch) == 1:
+                self.most = 1  # it may fit alone: nothing joins until the decoder is empty
                 pending.appendleft(batch)
             else:
                 self._halve(batch, pending, error, reading=True)
@@ -152,26 +162,28 @@ class Engine:
         return decoder, finished
 
     def _halve(self, batch: Batch, pending: deque[Batch], error: Exception, reading: bool = False) -> None:
-        """Put a batch that ran out of memory back into `pending`, in halves, or in shorter chunks if it is one prefill."""
-        if len(batch) == 1:
-            if reading and self._shorter_chunks(batch[0][1]):
-                pending.appendleft(batch)
-                return
-            raise MemoryError(f"one trial of {len(batch[0][1].request.prompt)} prompt tokens does not fit into memory") from error
-        fewer = self._most = (len(batch) + 1) // 2  # also for later batches, which would run out again
-        logger.warning("out of memory with %d rows: going on with %d", len(batch), fewer)
-        pending.extendleft(reversed(list(self._batches(batch, fewer))))
+        """Put a batch that ran out of memory back into `pending`, in halves, or in shorter chunks if it is one prefill.
 
-    def _shorter_chunks(self, item: Prepared) -> bool:
-        """Halve the prefill chunk for the rest of the run; return False if that would not help this request."""
-        costs = self.budget.costs.in_smaller_chunks()
-        if costs is None or item.one_piece or max(item.prefill_tokens, item.request.steps - 1) <= costs.chunk:
-            return False
-        self.budget.costs, self.body.chunk = costs, costs.chunk
+        Raises:
+            Exception: The error, if it is another one than that memory ran out.
+            MemoryError: The batch cannot be made smaller.
+        """
+        if not out_of_memory(error):
+            raise error
+        if len(batch) > 1:
+            fewer = self.most = (len(batch) + 1) // 2  # also for later batches, which would run out again
+            logger.warning("out of memory with %d rows: going on with %d", len(batch), fewer)
+            pending.extendleft(reversed(list(self._batches(batch, fewer))))
+            return
+        item, costs = batch[0][1], self.budget.costs.in_smaller_chunks()
+        helps = reading and costs and not item.one_piece and max(item.prefill_tokens, item.request.steps - 1) > costs.chunk
+        if not helps or costs is None:
+            raise MemoryError(f"one trial of {len(item.request.prompt)} prompt tokens does not fit into memory") from error
+        self.budget.costs, self.body.chunk = costs, costs.chunk  # for the rest of the run
         logger.warning("out of memory with one prompt: going on in chunks of %d tokens", costs.chunk)
-        return True
+        pending.appendleft(batch)
 
-    def _start(self, batch: Batch) -> tuple[Decoder | None, list[Track]]:
+    def _start(self, batch: Batch, alone: bool) -> tuple[Decoder | None, list[Track]]:
         """Prefill the batch, fork its cache, and choose the first token where prefill produces its logits."""
         tracks = [Track(i, item) for i, item in batch]
         memory: Memory | None
@@ -180,13 +192,12 @@ class Engine:
             memory, logits = self.body.new_memory(len(batch)), None
         else:
             readings, places = group([item for _, item in batch])
-            read = self.reader.read(readings, remember=decodes_last or any(item.request.steps > 1 for _, item in batch))
-            memory = self._fork(read.memory, places) if read.memory is not None else None
-            own = [place["own"] for place in places]
+            read = self.reader.read(readings, remember=decodes_last or any(track.steps > 1 for track in tracks))
+            memory = self._fork(read.memory, places, alone) if read.memory is not None else None
             for track, place in zip(tracks, places, strict=True):
                 swapped = tuple(half for half in track.prepared.twins if place[half] != place["own"])
                 track.receipt = replace(read.receipts[place["own"]], swapped=swapped)
-            logits = read.logits[torch.tensor(own, device=self.body.device)]
+            logits = read.logits[torch.tensor([place["own"] for place in places], device=self.body.device)]
         if decodes_last:
             assert memory is not None
             fed = torch.tensor([item.request.prompt[-1] for _, item in batch], device=self.body.device)
@@ -201,26 +212,22 @@ class Engine:
         alive = [t for t in tracks if not t.finish]
         return Decoder(self.body, alive, memory, fed[rows], torch.full_like(rows, tokens)), done
 
-    def _fork(self, memory: Memory, places: Sequence[Mapping[str, int]]) -> Memory:
+    def _fork(self, memory: Memory, places: Sequence[Mapping[str, int]], alone: bool) -> Memory:
         """Return a cache with one row per request; a swapped half (kv or recurrent) comes from the twin's prefill.
 
         Args:
             memory: The cache of the distinct prefills.
             places: For each request, the rows of `memory` that hold its own prompt ("own") and its twins (by half).
+            alone: Whether no other batch can join, so that the stock cache can be used as it is if nothing is forked.
         """
-        kv = torch.tensor([place.get("kv", place["own"]) for place in places], device=self.body.device)
-        recurrent = torch.tensor([place.get("recurrent", place["own"]) for place in places], device=self.body.device)
+        kv, recurrent = (
+            torch.tensor([place.get(half, place["own"]) for place in places], device=self.body.device)
+            for half in ("kv", "recurrent")
+        )
         straight = torch.arange(memory.rows, device=self.body.device)
-        if self._alone and torch.equal(kv, straight) and torch.equal(recurrent, straight):
-            return memory  # nothing is forked and no batch will join: the stock cache can be used as it is
-        if self.body.shareable:
-            return memory.share(kv, recurrent)
-        return memory.select(kv, recurrent)
-
-    def _answer(self, track: Track) -> Answer:
-        if track.error == NOT_FINITE:
-            track.error = f"{NOT_FINITE}; the first layer that is not is {first_bad_layer(self.body, track)}"
-        return track.answer()
+        if alone and torch.equal(kv, straight) and torch.equal(recurrent, straight):
+            return memory
+        return memory.share(kv, recurrent) if self.body.shareable else memory.select(kv, recurrent)
 
 
 def _answer_tokens(item: Prepared) -> int:

@@ -1,27 +1,42 @@
 """Prefill of prompts: each distinct prompt is computed once, and so is each prefix that several prompts share.
 
 A shared prefix is called a stem. Stems are found with a prefix tree, which is pruned by what each branch would cost. Prefills of
-one prompt whose acts begin at some layer share the layers below it instead (see depth.py), where that saves more. Prompts of
-several lengths are padded into one forward where their cache is not needed afterwards.
+one prompt whose acts begin at some layer share the layers below it instead (see depth.py), where that saves more.
+
+Prompts of several lengths share one forward where their cache is not needed afterwards and no count depends on padding. In a
+causal model later tokens cannot change earlier ones, so padding is on the right, and each row's logits are taken after its own
+last token. This is checked on the model itself first; a model that fails the check is prefilled one length at a time.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from needlework.engine.budget import PIECE_TOKENS, Read, Reading, by_pieces, forward_tokens, readings_of, try_proof, watched
 from needlework.engine.depth import Depth
-from needlework.engine.reading import PAD, Padding, Read, Reading, by_pieces, forward_tokens, readings_of, without_padding
+from needlework.interventions.acts import ChangeOutputs, ClearState, ExposeColumns, KeepBest, LimitKeys, Phase, SilenceHeads
 from needlework.model.edits import keeps_from_sdpa
-from needlework.model.hooked_model import HookedModel
+from needlework.model.hooked_model import HookedModel, Rows
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
+
+PAD = 0  # any token id: no real token attends to it
+_UNEVEN = (LimitKeys, ExposeColumns, ChangeOutputs, ClearState)  # their effect on a token depends on its position
+_PROOF_LENGTHS = (12, 5, 9)
+
+
+def compile_items(body: HookedModel, items: Sequence[Prepared], phase: Phase, slots: Tensor | None = None) -> Rows:
+    """Compile the acts of these requests for one phase; by default, each has a slot of its own."""
+    slots = torch.arange(len(items), device=body.device) if slots is None else slots
+    return body.compile([item.acts[phase] for item in items], [item.sample for item in items], phase, slots)
 
 
 class Reader:
@@ -32,8 +47,7 @@ class Reader:
         self.prompts_read = self.tokens_asked = 0
         self.tokens_read = 0.0  # each weighted by the share of the model that was computed for it
         self._stems: dict[tuple[object, ...], Stem] = {}  # key of a reading -> shared prefix that it starts from
-        self._kept: dict[int, tuple[Memory, Receipt]] = {}  # id of a stem -> its cache and receipt
-        self._waiting: dict[int, int] = {}  # id of a stem -> prompts and stems that have yet to start from it
+        self._kept: dict[Stem, tuple[Memory, Receipt]] = {}  # caches and receipts of shared prefixes
 
     @property
     def kept_bytes(self) -> int:
@@ -54,26 +68,22 @@ class Reader:
         """
         if not self.body.continues:
             return
-        by_acts: dict[tuple[object, ...], dict[tuple[object, ...], Reading]] = defaultdict(dict)
-        for reading in (reading for reading in readings if not reading.item.one_piece):
-            by_acts[reading.item.group[1:]][reading.key] = reading
         whole = {reading.key: reading for reading in readings}
-        stems_of = {
-            acts: stems
-            for acts, alike in by_acts.items()
-            if _saved(stems := find_stems([reading.tokens for reading in alike.values()], forward_tokens(self.body)))
-            and (fits is None or _all_fit(list(alike.values()), stems, fits))
-        }
+        by_acts: dict[tuple[object, ...], dict[tuple[object, ...], Reading]] = defaultdict(dict)
+        for key, reading in whole.items():
+            if not reading.item.one_piece:
+                by_acts[reading.item.group[1:]][key] = reading
+        stems_of: dict[tuple[object, ...], list[Stem | None]] = {}
+        for acts, alike in by_acts.items():
+            stems = find_stems([reading.tokens for reading in alike.values()], forward_tokens(self.body))
+            starts = [(reading, stem) for reading, stem in zip(alike.values(), stems, strict=True) if stem]
+            if _saved(stems) and (fits is None or all(fits(reading, _chain(stem)) for reading, stem in starts)):
+                stems_of[acts] = stems
         while better := self._better_from_stems(whole, stems_of, by_acts):  # removed ones no longer share layers with the rest
-            alike, stems = by_acts[better], stems_of.pop(better)
-            self._stems |= {key: stem for key, stem in zip(alike, stems, strict=True) if stem is not None}
-            for key in alike:
+            for key, stem in zip(by_acts[better], stems_of.pop(better), strict=True):
                 del whole[key]
-        for stem in {id(stem): stem for stem in self._stems.values()}.values():
-            ancestor: Stem | None = stem
-            while ancestor is not None and id(ancestor) not in self._waiting:
-                self._waiting[id(ancestor)] = ancestor.readers
-                ancestor = ancestor.parent
+                if stem is not None:
+                    self._stems[key] = stem
 
     def _better_from_stems(
         self,
@@ -144,11 +154,9 @@ class Reader:
         body, rest = self.body, [reading.tokens[memory.length :] for reading in readings]
         fed = max(map(len, rest))
         ids = torch.tensor([tokens + (PAD,) * (fed - len(tokens)) for tokens in rest], device=body.device)
-        slots = torch.arange(len(readings), device=body.device)
-        items = [reading.item for reading in readings]
-        rows = body.compile([x.acts["prefill"] for x in items], [x.sample for x in items], "prefill", slots)
+        rows = compile_items(body, [reading.item for reading in readings], "prefill")
         if body.observer is not None:
-            body.observer.begin([x.request for x in items], body.device)
+            body.observer.begin([reading.item.request for reading in readings], body.device)
         tally = Tally(len(readings))
         ends = torch.tensor([len(tokens) - 1 for tokens in rest], device=body.device)
         padded = min(map(len, rest)) < fed
@@ -158,41 +166,36 @@ class Reader:
 
     def _start(self, starts: Sequence[tuple[Stem | None, Prepared]]) -> tuple[Memory, list[Receipt]]:
         """Return a writable cache with each row's shared prefix, and the receipts. Prefixes have one length, or all are None."""
-        stems = {id(stem): (stem, item) for stem, item in starts if stem is not None}
+        stems = {stem: item for stem, item in starts if stem is not None}
         if not stems:
             return self.body.new_memory(len(starts)), [Receipt()] * len(starts)
         self._read_stems(stems)
-        kept = {name: self._kept[name] for name in stems}
+        kept = {stem: self._kept[stem] for stem in stems}
         for stem, _ in starts:
-            self._waiting[id(stem)] -= 1
-            if self._waiting[id(stem)] <= 0:
-                self._kept.pop(id(stem), None)
+            assert stem is not None
+            stem.waiting -= 1
+            if stem.waiting <= 0:
+                self._kept.pop(stem, None)
         joined = Memory.join([memory for memory, _ in kept.values()])
-        receipts = [kept[id(stem)][1] for stem, _ in starts]
-        if len(starts) == 1 and self._waiting[id(starts[0][0])] <= 0:  # the last user takes the cache itself, without a copy
+        receipts = [kept[stem][1] for stem, _ in starts if stem]
+        if len(starts) == 1 and not self._kept.keys() & stems:  # the last user takes the cache itself, without a copy
             return joined, receipts
-        place = {name: i for i, name in enumerate(kept)}
-        rows = torch.tensor([place[id(stem)] for stem, _ in starts], device=self.body.device)
-        return joined.select(rows), receipts
+        place = {stem: i for i, stem in enumerate(kept)}
+        return joined.select(torch.tensor([place[stem] for stem, _ in starts if stem], device=self.body.device)), receipts
 
-    def _read_stems(self, stems: Mapping[int, tuple[Stem, Prepared]]) -> None:
+    def _read_stems(self, stems: Mapping[Stem, Prepared]) -> None:
         """Prefill the shared prefixes that are not cached yet, each under the acts of a request that starts from it."""
-        new: dict[tuple[int, int], list[tuple[Stem, Prepared]]] = defaultdict(list)
-        for name, (stem, item) in stems.items():
-            if name not in self._kept:
-                new[len(stem.tokens), stem.new_tokens].append((stem, item))
+        new: dict[tuple[int, int], list[Stem]] = defaultdict(list)
+        for stem in stems:
+            if stem not in self._kept:
+                new[len(stem.tokens), stem.new_tokens].append(stem)
         for (_, tokens), alike in new.items():
             for some in by_pieces(alike, tokens, self.body):
-                memory, before = self._start([(stem.parent, item) for stem, item in some])
-                _, receipts = self._feed([Reading(item, stem.tokens) for stem, item in some], memory)
-                for i, (stem, _) in enumerate(some):
+                memory, before = self._start([(stem.parent, stems[stem]) for stem in some])
+                _, receipts = self._feed([Reading(stems[stem], stem.tokens) for stem in some], memory)
+                for i, stem in enumerate(some):
                     own = memory if len(some) == 1 else memory.select(torch.tensor([i], device=self.body.device))
-                    self._kept[id(stem)] = own, before[i] + receipts[i]
-
-
-def _all_fit(readings: Sequence[Reading], stems: Sequence[Stem | None], fits: Callable[[Reading, Sequence[Stem]], bool]) -> bool:
-    """Return whether each reading fits beside the shared prefixes that it starts from."""
-    return all(stem is None or fits(reading, _chain(stem)) for reading, stem in zip(readings, stems, strict=True))
+                    self._kept[stem] = own, before[i] + receipts[i]
 
 
 def _chain(stem: Stem | None) -> list[Stem]:
@@ -220,19 +223,24 @@ def _joined(done: Sequence[tuple[list[int], Read]]) -> Read:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Stem:
     """A prefix that several prompts share. Its parent is a shorter shared prefix that it continues."""
 
     tokens: tuple[int, ...]
     parent: Stem | None = None
-    readers: int = 0  # number of prompts and stems that continue it directly
     children: list[Stem] = field(default_factory=list)
     prompts: list[int] = field(default_factory=list)
+    waiting: int = 0  # prompts and stems that have yet to start from it
 
     @property
     def new_tokens(self) -> int:
         return len(self.tokens) - (len(self.parent.tokens) if self.parent else 0)
+
+    @property
+    def readers(self) -> int:
+        """The number of prompts and stems that continue it directly."""
+        return len(self.children) + len(self.prompts)
 
 
 def find_stems(prompts: Sequence[tuple[int, ...]], overhead_tokens: float) -> list[Stem | None]:
@@ -245,84 +253,136 @@ def find_stems(prompts: Sequence[tuple[int, ...]], overhead_tokens: float) -> li
         overhead_tokens: Cost of one more forward, in tokens. A stem costs forwards of its own, and prompts that start from
             stems of different lengths cannot be prefilled in one batch.
     """
-    if len(prompts) < 2:
-        return [None] * len(prompts)
-    root = _tree(prompts)
-    _prune(root, overhead_tokens)
+    root = Stem(())
+    _grow(root, sorted(range(len(prompts)), key=prompts.__getitem__), prompts, overhead_tokens)
     stems: list[Stem | None] = [None] * len(prompts)
-    _assign(root, stems)
+    found = [root]
+    for stem in found:  # which grows meanwhile
+        stem.waiting = stem.readers
+        for i in stem.prompts:
+            stems[i] = stem if stem is not root else None
+        for child in stem.children:
+            child.parent = stem if stem is not root else None
+            found.append(child)
     return stems
+
+
+def _grow(stem: Stem, members: Iterable[int], prompts: Sequence[tuple[int, ...]], overhead_tokens: float) -> None:
+    """Add prompts to the tree below a stem, without the branches that save less than they cost.
+
+    Args:
+        members: Indices of prompts that begin with the stem, sorted by their tokens.
+    """
+    known = len(stem.tokens)
+    for _, group in groupby(members, key=lambda i: prompts[i][known] if len(prompts[i]) > known + 1 else None):
+        alike = list(group)
+        first, last = prompts[alike[0]], prompts[alike[-1]]
+        most = min(len(prompts[i]) for i in alike) - 1
+        if len(alike) == 1 or most <= known:
+            stem.prompts += alike
+            continue
+        # Bisection: slices compare in C, token by token would be slow. What the first and the last share, all share.
+        shared = known + bisect_left(range(known + 1, most + 1), True, key=lambda n: first[known:n] != last[known:n])
+        child = Stem(first[:shared])
+        _grow(child, alike, prompts, overhead_tokens)
+        if (child.readers - 1) * (shared - known) > overhead_tokens * child.readers:
+            stem.children.append(child)
+        else:
+            stem.children += child.children
+            stem.prompts += child.prompts
 
 
 def _saved(stems: Sequence[Stem | None]) -> int:
     """Return the number of prompt tokens that sharing these prefixes saves."""
-    found: dict[int, Stem] = {}
-    for stem in stems:
-        while stem is not None and id(stem) not in found:
-            found[id(stem)] = stem
-            stem = stem.parent
-    read_apart = sum(stem.new_tokens for stem in found.values())
+    read_apart = sum(stem.new_tokens for stem in {link for stem in stems for link in _chain(stem)})
     return sum(len(stem.tokens) for stem in stems if stem) - read_apart
 
 
-def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Return the length of the common prefix, which excludes the last token of the shorter sequence."""
-    low, high = 0, min(len(a), len(b)) - 1
-    if high <= 0:
-        return 0
-    while low < high:  # binary search: slices compare in C, token by token would be slow
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+class Padding:
+    """Decides which requests may be prefilled in padded rows, and how many rows one forward takes."""
+
+    def __init__(self, body: HookedModel) -> None:
+        self.body = body
+        self._proven: bool | None = None
+
+    def allowed(self, item: Prepared) -> bool:
+        """Return whether a request may be padded: it scores single-token options only, and its acts treat all tokens alike.
+
+        Needs an open session.
+        """
+        ends = bool(item.request.options) and item.request.steps == 1
+        return ends and not item.one_piece and even(item) and not watched(self.body) and self.proven()
+
+    def proven(self) -> bool:
+        """Return whether padded rows give the same logits as unpadded ones. Checked once; needs an open session."""
+        if self._proven is None:
+            self._proven = try_proof(self.body, self._prove)
+        return bool(self._proven)
+
+    def _prove(self) -> bool:
+        body, longest = self.body, max(_PROOF_LENGTHS)
+        tokens = torch.arange(len(_PROOF_LENGTHS) * longest, device=body.device).view(-1, longest) * 7 % body.anatomy.vocabulary
+        ends = torch.tensor(_PROOF_LENGTHS, device=body.device)
+        padded = tokens.masked_fill(torch.arange(longest, device=body.device) >= ends[:, None], PAD)
+
+        def read(ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+            rows = body.compile([()] * len(ids), [0] * len(ids), "prefill", torch.arange(len(ids), device=body.device))
+            return body.feed(ids, body.new_memory(len(ids)), "prefill", rows, Tally(len(ids)), keep=keep)
+
+        together = read(padded, ends - 1)
+        alone = [
+            read(row[None, :end], torch.tensor([end - 1], device=body.device)) for row, end in zip(tokens, ends, strict=True)
+        ]
+        return body.agree(torch.cat(alone), together)
+
+    def pieces(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Partition readings into forwards so that the cost of padding plus forwards is least (dynamic programming).
+
+        Args:
+            lengths: Tokens that each reading has left.
+
+        Returns:
+            Indices of the readings of each forward.
+        """
+        order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+        most, each = PIECE_TOKENS.get(self.body.device.type, 1 << 62), forward_tokens(self.body)
+        best, cut = [0.0], [0]  # least cost of the first n in that order, and where their last forward begins
+        for n in range(1, len(order) + 1):
+            least, begins = float("inf"), n - 1
+            for first in range(n - 1, -1, -1):
+                longest = lengths[order[first]]
+                if first < n - 1 and (n - first) * longest > most:
+                    break
+                cost = best[first] + (n - first) * longest + each
+                if cost < least:
+                    least, begins = cost, first
+            best.append(least)
+            cut.append(begins)
+        parted, n = [], len(order)
+        while n:
+            parted.append(order[cut[n] : n])
+            n = cut[n]
+        return parted[::-1]
 
 
-def _tree(prompts: Sequence[tuple[int, ...]]) -> Stem:
-    """Build the prefix tree: prompts that are neighbours when sorted share the most, so one pass finds all branches."""
-    order = sorted(range(len(prompts)), key=prompts.__getitem__)
-    root = Stem(())
-    stack = [root]
-    for place, i in enumerate(order):
-        before = _common(prompts[order[place - 1]], prompts[i]) if place else 0
-        after = _common(prompts[i], prompts[order[place + 1]]) if place + 1 < len(order) else 0
-        closed = None
-        while len(stack[-1].tokens) > before:
-            closed = stack.pop()
-        if closed is not None and len(stack[-1].tokens) < before:  # the prompts branch inside the stem just closed
-            between = Stem(prompts[i][:before], stack[-1], children=[closed])
-            stack[-1].children[-1] = between
-            closed.parent = between
-            stack.append(between)
-        if after > len(stack[-1].tokens):
-            stem = Stem(prompts[i][:after], stack[-1])
-            stack[-1].children.append(stem)
-            stack.append(stem)
-        stack[-1].prompts.append(i)
-    return root
+def even(item: Prepared) -> bool:
+    """Return whether a request's prefill acts count the same for every token, so that padding can be subtracted from receipts.
+
+    Where one layer has both fixed ablations and top-k selection, the number of zeroed heads depends on the token.
+    """
+    acts = item.acts["prefill"]
+    kept = {act.layer for act in acts if isinstance(act, KeepBest)}
+    both = any(isinstance(act, SilenceHeads) and act.layer in kept for act in acts)
+    return not both and not any(isinstance(act, _UNEVEN) for act in acts)
 
 
-def _prune(stem: Stem, overhead_tokens: float) -> None:
-    """Merge stems that save less than they cost into their parents, from the leaves up."""
-    for child in list(stem.children):
-        _prune(child, overhead_tokens)
-        readers = len(child.children) + len(child.prompts)
-        saved = (readers - 1) * child.new_tokens
-        if saved <= overhead_tokens * readers:
-            stem.children.remove(child)
-            stem.children += child.children
-            stem.prompts += child.prompts
-            for grandchild in child.children:
-                grandchild.parent = stem
-
-
-def _assign(stem: Stem, stems: list[Stem | None]) -> None:
-    """Set each prompt's stem in `stems`, and count the prompts and stems that continue each stem."""
-    stem.readers = len(stem.children) + len(stem.prompts)
-    for i in stem.prompts:
-        stems[i] = stem if stem.tokens else None
-    for child in stem.children:
-        if stem.parent is None and not stem.tokens:
-            child.parent = None
-        _assign(child, stems)
+def without_padding(receipt: Receipt, tokens: int, fed: int) -> Receipt:
+    """Return the receipt of the first `tokens` of `fed` tokens, for acts that count the same for each token."""
+    if tokens == fed:
+        return receipt
+    counts = {}
+    for at, count in receipt.counts.items():
+        if any(number * tokens % fed for number in count.values()):
+            raise AssertionError(f"an uneven count in a padded row: {count} in {fed} tokens")
+        counts[at] = {what: number * tokens // fed for what, number in count.items()}
+    return Receipt(counts, receipt.swapped, receipt.notes)
