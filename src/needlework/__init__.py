@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # `typing` would take longer to come in than all else here, and a stop must be quiet from the first moment
+TYPE_CHECKING = False  # of `typing`, which takes longer to import than everything else here
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the one list of public names: type checkers run these imports, and `_public` reads them
     from needlework import tasks as tasks
     from needlework.anatomy import Anatomy as Anatomy
     from needlework.anatomy import Group as Group
@@ -51,63 +51,34 @@ if TYPE_CHECKING:
 
 __version__ = "0.6.0"
 
-_LAZY = {  # name -> its module: brought in when first used, so that `import needlework` is done at once
-    "AblateAttention": "interventions",
-    "AblateHeads": "interventions",
-    "AblateRecurrent": "interventions",
-    "AblateRecurrentGroups": "interventions",
-    "Anatomy": "anatomy",
-    "Answer": "requests",
-    "Checkup": "checks",
-    "ChangeOutputs": "interventions",
-    "ExposeTokens": "interventions",
-    "Group": "anatomy",
-    "Head": "anatomy",
-    "Intervention": "interventions",
-    "KeepHeads": "interventions",
-    "LimitContext": "interventions",
-    "Means": "calibration",
-    "NONE": "interventions",
-    "NeedleworkError": "errors",
-    "OnlyHeads": "interventions",
-    "Part": "interventions",
-    "Ranking": "interventions",
-    "Request": "requests",
-    "ResetState": "interventions",
-    "Result": "experiments.result",
-    "Store": "results",
-    "Subject": "subject",
-    "SwapMemory": "interventions",
-    "TrialError": "errors",
-    "calibrate": "calibration",
-    "doctor": "checks.doctor",
-    "head_score": "interventions",
-    "load": "subject",
-    "observe": "observation",
-    "parse": "interventions",
-    "prune": "pruning.prune",
-    "rank": "experiments.heads",
-    "recurrent_side": "heads.recurrent",
-    "register": "interventions",
-    "report": "reports",
-    "run": "experiments.run",
-    "sample_key": "requests",
-    "smallest_set": "experiments.heads",
-    "tasks": "tasks",
-    "wrap": "subject",
-}
+_modules: dict[str, str] = {}  # public name -> its module
 
-__all__ = ["__version__", *_LAZY]
+
+def _public() -> dict[str, str]:
+    """Return the module of every public name, read from the imports above when the first name is used."""
+    if not _modules:
+        import ast
+
+        with open(__file__, encoding="utf-8") as file:
+            tree = ast.parse(file.read())
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(__name__):
+                _modules.update({alias.name: node.module for alias in node.names})
+    return _modules
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
+    """Import a public name when it is first used, so that `import needlework` is fast."""
+    if name == "__all__":
+        return ["__version__", *_public()]
+    if name.startswith("_") or name not in _public():
         raise AttributeError(f"module 'needlework' has no attribute {name!r}")
     from importlib import import_module
 
-    module = import_module(f"needlework.{_LAZY[name]}")
-    return module if name == _LAZY[name] else getattr(module, name)
+    if _modules[name] == __name__:
+        return import_module(f"{__name__}.{name}")
+    return getattr(import_module(_modules[name]), name)
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(["__version__", *_public()])
