@@ -32,7 +32,7 @@ import needlework as nw
 from harness import report_goals
 from needlework import zoo
 from needlework.heads.causal import Scores, leave_one_out
-from needlework.heads.samples import Question, correct_questions
+from needlework.heads.samples import AnsweredItem, select_correct
 from needlework.tasks.base import Item, make_task
 
 MODEL, SAMPLES = "tiny-jamba", 64
@@ -76,7 +76,7 @@ class Naive:
             handle.remove()
 
     @torch.inference_mode()
-    def both(self, question: Question, layer: int, head: int) -> float:
+    def both(self, question: AnsweredItem, layer: int, head: int) -> float:
         """Log-likelihood of the answer with the head silent everywhere."""
         prompt, answer = question.item.prompt, question.answer
         with self.without(layer, head):
@@ -84,7 +84,7 @@ class Naive:
         return sum(float(logits[len(prompt) - 1 + i, token]) for i, token in enumerate(answer))
 
     @torch.inference_mode()
-    def decode(self, question: Question, layer: int, head: int) -> float:
+    def decode(self, question: AnsweredItem, layer: int, head: int) -> float:
         """The same with the head silent from the last token of the prompt on."""
         prompt, answer = question.item.prompt, question.answer
         cache, total = DynamicCache(config=self.model.config), 0.0
@@ -100,8 +100,8 @@ def compare(when: Any, samples: int) -> float:
     """How many times the engine's time the naive loop takes."""
     subject = nw.load(MODEL)
     naive, items, heads = Naive(zoo.path(MODEL), subject), needles(subject, samples), subject.anatomy.heads
-    asked = correct_questions(subject, items)  # also compiles the kernels
-    slow: Callable[[Question, int, int], float] = getattr(naive, when)
+    asked = select_correct(subject, items)  # also compiles the kernels
+    slow: Callable[[AnsweredItem, int, int], float] = getattr(naive, when)
     slow(asked[0], *heads[0])
     every = [(i, h) for i in range(len(asked)) for h in range(len(heads))]
     draw = np.random.default_rng(0)
@@ -113,7 +113,7 @@ def compare(when: Any, samples: int) -> float:
         slow_seconds += process_time() - start
         if turn < TURNS:
             start = process_time()
-            scores = leave_one_out(subject, items, seed=0, progress=lambda share: None, when=when)
+            scores = leave_one_out(subject, items, seed=0, progress=lambda share: None, phase=when)
             fast_seconds.append(process_time() - start)
     assert scores is not None
     _check(scores, asked, found)
@@ -123,14 +123,14 @@ def compare(when: Any, samples: int) -> float:
     return ratio
 
 
-def _spread(every: list[tuple[int, int]], asked: list[Question], draw: np.random.Generator) -> list[tuple[int, int]]:
+def _spread(every: list[tuple[int, int]], asked: list[AnsweredItem], draw: np.random.Generator) -> list[tuple[int, int]]:
     """Some pairs of sample and head, one from each stretch of all of them in order of length, so that their mean is fair."""
     order = sorted(every, key=lambda pair: (len(asked[pair[0]].item.prompt), pair))
     edges = np.linspace(0, len(order), PAIRS + 1).astype(int)
     return [order[int(draw.integers(a, b))] for a, b in pairwise(edges)]
 
 
-def _check(scores: Scores, asked: list[Question], found: dict[tuple[int, int], float]) -> None:
+def _check(scores: Scores, asked: list[AnsweredItem], found: dict[tuple[int, int], float]) -> None:
     assert scores.each is not None
     apart = max(abs(asked[i].log_p - value - scores.each[i, h]) for (i, h), value in found.items())
     if apart > 1e-4:

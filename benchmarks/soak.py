@@ -33,8 +33,8 @@ from needlework import zoo
 from needlework.experiments import heads
 from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo
 from needlework.heads import tables
-from needlework.heads.methods import chosen, table
-from needlework.heads.survey import Settings
+from needlework.heads.methods import all_methods, find_methods
+from needlework.heads.survey import SurveySettings
 from needlework.lmeval.evaluate import evaluate
 from needlework.requests import Answer, Request
 
@@ -150,7 +150,7 @@ def refused(folder: Path) -> str:
 
 
 def ranked(folder: Path, model: str, method: str) -> str:
-    settings = Settings(samples=6, held_out=6, random_orders=2, dynamic=method == "copy_score")
+    settings = SurveySettings(samples=6, held_out=6, random_orders=2, dynamic=method == "copy_score")
     found = heads.heads_of(nw.load(model), method, "niah", settings)
     tables.save(found, folder / "heads")
     return digest(found.to_dict())
@@ -158,8 +158,8 @@ def ranked(folder: Path, model: str, method: str) -> str:
 
 def stayed(subject: nw.Subject, method: str, seed: int) -> str:
     """On a model that stays loaded, a ranking is stopped in its middle and made again: what is left of it would stay there."""
-    items = [sample.item for sample in heads.draw(subject, heads.tasks_of("niah", subject), 6, seed)]
-    (way,) = chosen([method])
+    items = [sample.item for sample in heads.draw_samples(subject, heads.tasks_of("niah", subject), 6, seed)]
+    (way,) = find_methods([method])
 
     def stop(share: float) -> None:
         raise KeyboardInterrupt
@@ -198,7 +198,7 @@ def works(number: int, subject: nw.Subject) -> list[tuple[str, Callable[[Path], 
     """What a round does: a name, equal for what must give the same, and the work itself in a new directory."""
     model = MODELS[number % len(MODELS)]
     attentive = MODELS[number % 2]
-    methods = [name for name in table() if name != "learned"][::-1]  # gates take too long; those that take most come first
+    methods = [name for name in all_methods() if name != "learned"][::-1]  # gates take too long; those that take most come first
     method = methods[number % len(methods)]
     larger = ["tiny-jamba"] if number % 3 == 0 else []
     plain = [(f"plan {one}", lambda folder, one=one: run(folder, one)) for one in MODELS]
@@ -259,7 +259,7 @@ def main() -> int:
                 results.setdefault(name, set()).add(work(Path(temporary)))
             done += 1
         seconds, now = time.monotonic() - began, state()
-        settling = number < len(table()) or seconds < 15 * minutes
+        settling = number < len(all_methods()) or seconds < 15 * minutes
         (early if settling else late).append(now)
         said(number + 1, now, seconds)
         if not settling:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from threading import Event, Thread
+from typing import Self
 
 from rich.console import Console
 from rich.live import Live
@@ -56,7 +57,7 @@ class Bar:
         self._view: AbstractContextManager[object] = nullcontext()
         self._ticker: Thread | None = None
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> Self:
         self.began = time.monotonic()
         self._samples = deque([(self.began, 0.0)])
         console = Console(stderr=True)

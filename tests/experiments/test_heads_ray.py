@@ -25,10 +25,10 @@ from needlework.cli import app
 from needlework.errors import NeedleworkError
 from needlework.experiments import heads, ray_executor, remote
 from needlework.experiments.ray_executor import Cluster
-from needlework.heads.coalitions import greedy
+from needlework.heads.causal import greedy
 from needlework.heads.contribution import learned
 from needlework.heads.observers import AttentionSums, join_observers
-from needlework.heads.survey import Settings
+from needlework.heads.survey import SurveySettings
 from needlework.interventions.ranking import Ranking
 from needlework.requests import Request
 
@@ -86,7 +86,7 @@ def seldom(worker: int, call: int, method: str) -> bool:
 
 @pytest.mark.slow
 def test_a_survey_by_workers_of_whom_some_die_is_that_of_one_process(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = Settings(samples=6, held_out=6, random_orders=1)
+    settings = SurveySettings(samples=6, held_out=6, random_orders=1)
     alone = heads.heads_of(here, CHEAP, "niah", settings)
     with workers(monkeypatch, here, dies=seldom) as (subject, pool):
         spread = heads.heads_of(subject, CHEAP, "niah", settings)

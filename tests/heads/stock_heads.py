@@ -137,7 +137,7 @@ def samples(name: str, count: int = 2, tokens: int = 3) -> tuple[Item, ...]:
 
 def score(method: str, name: str, items: Sequence[Item] | None = None, **options: Any) -> Any:
     """A method on a tiny model."""
-    from needlework.heads import causal, coalitions, contribution  # noqa: F401  (they enter the table)
+    from needlework.heads import causal, contribution  # noqa: F401  (they enter the table)
     from needlework.heads.methods import METHODS
 
     seen: list[float] = []

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import needlework as nw
 from needlework import zoo
 from needlework.heads import samples
-from needlework.heads.methods import Scores, chosen, table
+from needlework.heads.methods import Scores, all_methods, find_methods
 from needlework.heads.observers import question_span
 from needlework.measure import make_requests
 from needlework.observation import entropy
@@ -36,7 +36,7 @@ def items() -> tuple[Item, ...]:
 
 
 def scored(name: str) -> Scores:
-    (method,) = chosen([name])
+    (method,) = find_methods([name])
     return method.score(subject(), items(), seed=0, progress=lambda share: None)
 
 
@@ -141,11 +141,11 @@ def test_what_plans_record_is_the_same() -> None:
     """One table: the three methods that a recording's sums suffice for say there what they say here."""
     with nw.observe(subject()) as watch:
         subject().answer([make_requests(item, "generate", ending=item.ending)[0] for item in items()])
-    known = [name for name, method in table().items() if method.of_seen]
+    known = [name for name, method in all_methods().items() if method.of_row]
     assert known == ["needle_mass", "copy_score", "entropy"]
-    for method in chosen(known):
-        assert method.of_seen is not None
-        assert scored(method.name).values == pytest.approx([method.of_seen(row) for row in watch.table()], abs=1e-6)
+    for method in find_methods(known):
+        assert method.of_row is not None
+        assert scored(method.name).values == pytest.approx([method.of_row(row) for row in watch.table()], abs=1e-6)
 
 
 def test_entropy_of_what_lies_beside_the_first_token() -> None:
@@ -156,16 +156,16 @@ def test_entropy_of_what_lies_beside_the_first_token() -> None:
 
 
 def test_batches_do_not_matter() -> None:
-    (method,) = chosen(["copy_score"])
+    (method,) = find_methods(["copy_score"])
     together = scored("needle_mass").each
-    (mass,) = chosen(["needle_mass"])
+    (mass,) = find_methods(["needle_mass"])
     alone = [mass.score(subject(), [item], seed=0, progress=lambda share: None).values for item in items()]
     assert together == pytest.approx(np.array(alone), abs=1e-6)
     assert method.score(subject(), items()[:1], seed=0, progress=lambda share: None).each is not None
 
 
 def test_items_that_do_not_say_how_answers_end_are_refused() -> None:
-    (method,) = chosen(["needle_mass"])
+    (method,) = find_methods(["needle_mass"])
     for wrong in (replace(items()[0], ending=None), replace(items()[0], spans={})):
         with pytest.raises(nw.NeedleworkError, match="needs a needle's span, and how an answer ends"):
             method.score(subject(), [wrong], seed=0, progress=lambda share: None)

@@ -11,9 +11,8 @@ import pytest
 from stock_heads import samples, score, stock
 
 import cases
-from needlework.heads.causal import QuestionTrial, score_answers
-from needlework.heads.coalitions import _affordable, _keep_members, shapley_values
-from needlework.heads.samples import correct_questions
+from needlework.heads.causal import keep_members, plan_elimination, score_answers, shapley_values
+from needlework.heads.samples import select_correct
 
 Worth = Callable[[frozenset[int]], float]
 
@@ -42,10 +41,10 @@ def _values(worths: Sequence[Worth]) -> Callable[..., np.ndarray]:
 def of_jamba() -> dict[frozenset[int], float]:
     """What every set of the 8 heads of tiny Jamba is worth to one answer: all 256 of them."""
     subject = cases.subject("jamba")
-    (question,) = correct_questions(subject, samples("jamba")[:1])
+    (question,) = select_correct(subject, samples("jamba")[:1])
     sets = [frozenset(c) for size in range(9) for c in combinations(range(8), size)]
-    outcome = score_answers(subject, [QuestionTrial(question, _keep_members(subject, members)) for members in sets])
-    return dict(zip(sets, outcome.log_p.tolist(), strict=True))
+    log_p, _ = score_answers(subject, [(question, keep_members(subject, members)) for members in sets])
+    return dict(zip(sets, log_p.tolist(), strict=True))
 
 
 class Orders:
@@ -146,11 +145,11 @@ def test_greedy_drops_what_the_naive_loop_drops() -> None:
 
 def test_a_budget_is_kept() -> None:
     for heads, samples_, budget in ((64, 32, 16384), (64, 32, 4000), (8, 2, 10**6), (1024, 32, 10**5)):
-        rounds = _affordable(heads, samples_, budget)
+        rounds = plan_elimination(heads, samples_, budget)
         left = heads - np.cumsum([0, *rounds[:-1]])
         assert sum(rounds) == heads - 1
         assert samples_ * (left.sum() + len(rounds)) <= max(budget, samples_ * 2 * heads + 400)
-    assert _affordable(8, 2, 10**6) == [1] * 7  # one at a time where that can be paid
+    assert plan_elimination(8, 2, 10**6) == [1] * 7  # one at a time where that can be paid
     small = score("greedy", "jamba", budget=40)
     assert small.evidence["dropped_at_once"] > 1
     assert sorted(small.values) == list(range(8))

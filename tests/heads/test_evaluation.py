@@ -12,14 +12,15 @@ import torch
 import needlework as nw
 from needlework.anatomy import heads_of_share
 from needlework.experiments.heads import tasks_of
-from needlework.heads import dynamic, evaluation, samples
-from needlework.heads.evaluation import Curve
+from needlework.heads import evaluation, samples
+from needlework.heads.evaluation import RetrievalCurve
 from needlework.interventions.ranking import Ranking
+from needlework.measure import measure
 
 
-def curve(right: list[list[float]], ks: tuple[int, ...] = (0, 1, 2, 4, 8)) -> Curve:
+def curve(right: list[list[float]], ks: tuple[int, ...] = (0, 1, 2, 4, 8)) -> RetrievalCurve:
     rows = np.array(right, dtype=float)
-    return Curve("made up", 8, ks, rows, tuple(f"c{i // 2}" for i in range(rows.shape[1])))
+    return RetrievalCurve("made up", 8, ks, rows, tuple(f"c{i // 2}" for i in range(rows.shape[1])))
 
 
 def test_the_area_is_the_trapezoid_over_the_share_of_heads() -> None:
@@ -177,7 +178,7 @@ def test_tasks_come_from_plans() -> None:
 def test_dynamic_choice_is_recorded_as_it_acts() -> None:
     """Against the attention patterns themselves: at every token, the heads of least entropy in each layer."""
     share, some = 0.15, drawn()[:2]
-    found = dynamic.count_selections(subject(), some, quiet, share)
+    found = evaluation.count_selections(subject(), some, quiet, share)
     expected = dict.fromkeys(subject().anatomy.heads, 0)
     for sample in some:
         with nw.observe(subject(), patterns=True) as watch:
@@ -203,7 +204,7 @@ def test_the_smallest_set_keeps_what_it_says() -> None:
     assert found.retained.n == 12
     assert found.retained.value > found.random.value
     others = samples.draw_samples(subject(), [task], 12, 3 + 3)  # neither ranked nor chosen on
-    right = samples.measure_correct(subject(), others, [nw.NONE, nw.OnlyHeads(heads=found.heads)], quiet)
+    right = measure(subject(), others, [nw.NONE, nw.OnlyHeads(heads=found.heads)]).values()
     assert found.retained.value == pytest.approx(right[1].mean() / right[0].mean())
     assert found.text().startswith(f"{len(found.heads)} of 32 heads")
     assert found.to_dict()["k"] == len(found.heads)

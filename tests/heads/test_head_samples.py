@@ -11,7 +11,7 @@ from stock_heads import samples, stock
 
 import cases
 import needlework as nw
-from needlework.heads.samples import answer_tokens, correct_questions
+from needlework.heads.samples import answer_tokens, select_correct
 from needlework.tasks.base import Item
 
 
@@ -52,7 +52,7 @@ def test_without_options_and_tokenizer_there_is_no_answer() -> None:
 
 def test_right_is_what_the_model_would_say_and_its_log_p_is_the_stock_model_s() -> None:
     items = samples("jamba")
-    found = correct_questions(cases.subject("jamba"), items)
+    found = select_correct(cases.subject("jamba"), items)
     assert [(q.place, q.answer) for q in found] == [(i, item.options[0]) for i, item in enumerate(items)]
     for question, item in zip(found, items, strict=True):
         assert question.log_p == pytest.approx(stock("jamba").log_p(item.prompt, item.options[0]), abs=1e-4)

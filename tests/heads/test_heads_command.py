@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 import needlework as nw
 from needlework.cli import app
 from needlework.heads import plots, tables
-from needlework.heads.methods import table
+from needlework.heads.methods import all_methods
 from needlework.interventions.ranking import Ranking
 
 FEW = ["--samples", "6", "--held-out", "6", "--by", "copy_score", "--by", "entropy"]
@@ -97,7 +97,7 @@ def test_bad_input_has_exit_code_2(arguments: list[str], says: str) -> None:
 
 def test_methods_are_listed_without_a_model_and_nothing_else_is_done_without_one() -> None:
     code, said = run("--methods", "--json")
-    assert (code, [row["method"] for row in json.loads(said)]) == (0, list(table())), said
+    assert (code, [row["method"] for row in json.loads(said)]) == (0, list(all_methods())), said
     code, said = run("--samples", "6")
     assert (code, "which model?" in said) == (2, True), said
 
@@ -119,7 +119,7 @@ def test_a_directory_with_other_contents_is_left_alone(tmp_path: Path) -> None:
 def test_methods_are_listed() -> None:
     code, said = run("any", "--methods", "--json")
     assert code == 0
-    assert [row["method"] for row in json.loads(said)] == list(table())
+    assert [row["method"] for row in json.loads(said)] == list(all_methods())
 
 
 @pytest.mark.slow

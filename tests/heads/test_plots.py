@@ -8,8 +8,8 @@ from matplotlib.container import ErrorbarContainer
 
 import cases
 from needlework.heads import plots
-from needlework.heads.evaluation import Curve
-from needlework.heads.survey import Settings, Survey
+from needlework.heads.evaluation import RetrievalCurve
+from needlework.heads.survey import Survey, SurveySettings
 from needlework.interventions.ranking import Origin, Ranking
 from needlework.stats import accuracy
 
@@ -21,9 +21,12 @@ def survey() -> Survey:
     scored = Ranking.by_scores({head: 0.25 + i for i, head in enumerate(heads)})
     right = np.ones((3, 6))
     right[0, :4] = 0
-    curves = {name: Curve(name, len(heads), (0, 1, len(heads)), right, ("a", "b", "c") * 2) for name in ("one", "two", "random")}
+    curves = {
+        name: RetrievalCurve(name, len(heads), (0, 1, len(heads)), right, ("a", "b", "c") * 2)
+        for name in ("one", "two", "random")
+    }
     rankings = {"one": scored, "two": Ranking(order=heads)}
-    return Survey(Origin(name="x"), anatomy, Settings(), ["niah"], accuracy(right[0]), rankings, {}, curves)
+    return Survey(Origin(name="x"), anatomy, SurveySettings(), ["niah"], accuracy(right[0]), rankings, {}, curves)
 
 
 def test_each_map_has_a_colour_bar_from_its_lowest_score_to_its_highest(survey: Survey) -> None:

@@ -21,7 +21,7 @@ import needlework as nw
 from needlework.engine import budget as budget_module
 from needlework.engine import depth as depth_module
 from needlework.heads import samples
-from needlework.heads.methods import chosen
+from needlework.heads.methods import find_methods
 from needlework.model import keys
 from needlework.model.attention import Forward
 from needlework.requests import Answer, Request
@@ -173,7 +173,7 @@ def test_rankings_of_heads(by: str) -> None:
     for device in ("cpu", OTHER):
         subject = zoo_subject(device)
         items = [sample.item for sample in samples.draw_samples(subject, [task], 3, seed=5)]
-        scores.append(chosen([by])[0].score(subject, items, seed=0, progress=lambda share: None).values)
+        scores.append(find_methods([by])[0].score(subject, items, seed=0, progress=lambda share: None).values)
     assert np.allclose(*scores, atol=1e-3)
 
 

@@ -119,7 +119,7 @@ def heads(
     """
     from needlework.experiments.heads import check_methods, heads_of, opened, recurrent_side_of
     from needlework.heads import tables
-    from needlework.heads.survey import Settings
+    from needlework.heads.survey import SurveySettings
 
     if methods:
         listed = tables.methods()
@@ -130,7 +130,7 @@ def heads(
         raise nw.NeedleworkError("--recurrent ranks groups of the recurrent side: it goes without --by, --import and --export")
     tables.check_out(out, export)
     check_methods(by)
-    settings = Settings(samples, held_out, seed, keep, share, judge, dynamic, retest)
+    settings = SurveySettings(samples, held_out, seed, keep, share, judge, dynamic, retest)
     name, shown = Path(model).name, not as_json
     cluster = cluster_options(ray, workers, gpus_per_worker, threads)
     with opened(model, cluster, **loading_options(device, dtype, window, kernels)) as subject:

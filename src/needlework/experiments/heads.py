@@ -12,10 +12,10 @@ from needlework.experiments.ray_executor import Cluster
 from needlework.experiments.shipped import get
 from needlework.heads import foreign
 from needlework.heads.evaluation import SmallestSet
-from needlework.heads.methods import Method, chosen, table
+from needlework.heads.methods import Method, all_methods, find_methods
 from needlework.heads.recurrent import RecurrentSide, recurrent_side
-from needlework.heads.samples import NAMES, check_heads, draw_samples, measure_baseline, named_tasks, retrieval_tasks
-from needlework.heads.survey import ProgressSteps, Settings, Survey, origin, rank_by, survey
+from needlework.heads.samples import NAMES, check_heads, draw_samples, measure_baseline, named_tasks
+from needlework.heads.survey import ProgressSteps, Survey, SurveySettings, origin, rank_by, survey
 from needlework.interventions.ranking import Ranking
 from needlework.tasks.base import Task
 
@@ -41,7 +41,7 @@ def tasks_of(task: Tasks, subject: Subject) -> list[Task]:
 
 
 def _retrieving(tasks: list[Task]) -> list[Task]:
-    kept = retrieval_tasks(tasks)
+    kept = [task for task in tasks if task.ability == "retrieval" and task.mode == "generate"]
     if not kept:
         raise NeedleworkError(
             "no task here generates what stands in its prompt, so heads cannot be ranked by it; give --task niah or recall, or a"
@@ -52,25 +52,25 @@ def _retrieving(tasks: list[Task]) -> list[Task]:
 
 def check_methods(by: Sequence[str]) -> None:
     """Raise for unknown method names, before a model is loaded."""
-    chosen(name for name in by if name != ALL)
+    find_methods(name for name in by if name != ALL)
 
 
 def methods_of(by: str | Sequence[str] | None, subject: Subject) -> list[Method]:
     """Return methods by name, or all; by default the cheap ones, plus greedy search for a small model."""
     names = [by] if isinstance(by, str) else list(by or ())
     if ALL in names:
-        return list(table().values())
+        return list(all_methods().values())
     if names:
-        return chosen(names)
+        return find_methods(names)
     small = len(subject.anatomy.heads) <= CEILING_HEADS
-    return [m for m in table().values() if m.kind in ("attention", "contribution") or (small and m.name == CEILING)]
+    return [m for m in all_methods().values() if m.kind in ("attention", "contribution") or (small and m.name == CEILING)]
 
 
 def heads_of(
     subject: Subject,
     by: str | Sequence[str] | None = None,
     task: Tasks = "niah",
-    settings: Settings | None = None,
+    settings: SurveySettings | None = None,
     *,
     files: Sequence[Path] = (),
     name: str = "",
@@ -82,7 +82,7 @@ def heads_of(
     if twice := [name for name in names if names.count(name) > 1]:
         raise NeedleworkError(f"two rankings are called {twice[0]!r}, after a method or a file; give a file another name")
     given = {file.stem: foreign.read(file, subject.anatomy) for file in files}
-    return survey(subject, tasks_of(task, subject), methods, settings or Settings(), given=given, name=name, shown=progress)
+    return survey(subject, tasks_of(task, subject), methods, settings or SurveySettings(), given=given, name=name, shown=progress)
 
 
 @contextmanager
@@ -132,7 +132,7 @@ def rank(
         made, of = {}, origin(subject, name)
         for method in methods:
             with steps.step(f"ranking by {method.name}") as told:
-                made[method.name] = rank_by(subject, method, drawn, seed, told, of).ranking
+                made[method.name], _ = rank_by(subject, method, drawn, seed, told, of)
     return made[by] if isinstance(by, str) and by in made else made
 
 
@@ -152,7 +152,7 @@ def smallest_set(
     Heads are ranked by each method on `samples` samples. The ranking and the number of heads are selected on `held_out`
     other samples, and the selected set is evaluated on as many further samples.
     """
-    settings = Settings(samples, held_out, seed, keep, dynamic=False, retest=False, random_orders=0)
+    settings = SurveySettings(samples, held_out, seed, keep, dynamic=False, retest=False, random_orders=0)
     found = survey(subject, tasks_of(task, subject), methods_of(by, subject), settings, shown=progress)
     assert found.smallest is not None
     return found.smallest

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
 from needlework.experiments.plan import Model
-from needlework.heads.methods import Seen, chosen
+from needlework.heads.methods import find_methods
 from needlework.interventions import Ranking
 from needlework.measure import SampleFunction
 from needlework.model.files import fetch, read_tokenizer, tokenizer_hash, weights_hash
@@ -26,6 +26,7 @@ from needlework.tasks.prompts import token_ids
 if TYPE_CHECKING:
     from needlework.checks import Checkup
     from needlework.engine.budget import Costs
+    from needlework.observation import HeadRow
     from needlework.subject import Subject
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ class LoadedModel(Protocol):
     """
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]: ...
-    def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]: ...
+    def watch(self, requests: Sequence[Request], span: str) -> Sequence[HeadRow]: ...
     def versions(self) -> dict[str, str]: ...
 
 
@@ -221,7 +222,7 @@ class LoadedSubject:
     def share(self) -> float:
         return self.subject.engine.share if self._share is None else self._share
 
-    def watch(self, requests: Sequence[Request], span: str) -> Sequence[Seen]:
+    def watch(self, requests: Sequence[Request], span: str) -> Sequence[HeadRow]:
         """Run requests and return the attention statistics of every head; `span` is where attention mass is summed."""
         from needlework.observation import HeadObserver, observing
 
@@ -232,7 +233,7 @@ class LoadedSubject:
 
     def rank(self, by: str, items: Sequence[Item], seed: int) -> Ranking:
         """Rank all heads with a method that needs the model itself."""
-        (method,) = chosen([by])
+        (method,) = find_methods([by])
         scores = method.score(self.subject, items, seed=seed, progress=lambda share: None).values
         heads = self.subject.anatomy.heads
         return Ranking.by_scores({head: float(score) for head, score in zip(heads, scores, strict=True)})

@@ -31,7 +31,7 @@ from needlework.experiments.schema import (
     model_option,
     read,
 )
-from needlework.heads.methods import chosen
+from needlework.heads.methods import find_methods
 from needlework.interventions import Ranking
 from needlework.interventions.acts import Phase
 from needlework.interventions.text import check_ranges
@@ -207,7 +207,7 @@ class _Builder:
         assert spec.tasks is not None
         assert spec.seeds is not None
         try:
-            chosen([spec.by])
+            find_methods([spec.by])
         except NeedleworkError as error:
             raise self.file.error((*place, "by"), str(error)) from None
         tasks = self._tasks((*place, "tasks"), spec.tasks)

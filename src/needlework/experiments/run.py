@@ -22,7 +22,7 @@ from needlework.experiments.ray_executor import Cluster
 from needlework.experiments.result import Result
 from needlework.experiments.shipped import get
 from needlework.experiments.trials import Ranked, Recording, Trial, Work, chunks, expand
-from needlework.heads.methods import chosen
+from needlework.heads.methods import find_methods
 from needlework.interventions import Ranking
 from needlework.interventions.ranking import Recorded
 from needlework.requests import Answer, Prepared, failed_answer, prepare
@@ -31,7 +31,7 @@ from needlework.tasks.scores import SCORES_VERSION
 from needlework.terminal import say
 
 if TYPE_CHECKING:
-    from needlework.heads.methods import Seen
+    from needlework.observation import HeadRow
 
 
 # Limits of a chunk: trials that are sent to a worker as one batch. A resumed run executes an unfinished chunk again, so chunks
@@ -299,9 +299,9 @@ class _ModelRun:
             return _ranking_record(f"file {ranked.by}".strip(), ranked.ranking, (), ranked.ranking.samples)
         requests = [request for trial in ranked.trials for request in trial.requests()]
         seen = run_call(executor, Batch(method="watch", args=(requests, RECORDED_SPAN)))
-        (method,) = chosen([ranked.by])
-        if method.of_seen is not None:
-            order = _rank_by_seen(method.of_seen, seen)
+        (method,) = find_methods([ranked.by])
+        if method.of_row is not None:
+            order = _rank_by_rows(method.of_row, seen)
         else:
             order = run_call(executor, Batch(method="rank", args=(ranked.by, ranked.items, ranked.trials[0].seed)))
         return _ranking_record(ranked.by, order, seen, len(requests))
@@ -318,12 +318,12 @@ class _ModelRun:
         self.store.note_recording(where, recording.content())
 
 
-def _rank_by_seen(of_seen: Callable[[Seen], float], heads: Sequence[Seen]) -> Ranking:
+def _rank_by_rows(of_row: Callable[[HeadRow], float], heads: Sequence[HeadRow]) -> Ranking:
     """Rank heads by a score that is computed from their attention statistics over all answers."""
-    return Ranking.by_scores({Head(head.layer, head.head): of_seen(head) for head in heads})
+    return Ranking.by_scores({Head(head.layer, head.head): of_row(head) for head in heads})
 
 
-def _ranking_record(by: str, order: Ranking, heads: Sequence[Seen], samples: int) -> dict[str, Any]:
+def _ranking_record(by: str, order: Ranking, heads: Sequence[HeadRow], samples: int) -> dict[str, Any]:
     """Return what the store keeps of a ranking: the order, and each head's attention mass on the first token, by layer."""
     sinks: dict[str, list[float]] = {}
     by_entropy: dict[str, list[float]] = {}

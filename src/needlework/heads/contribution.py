@@ -20,10 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from needlework.errors import NeedleworkError
-from needlework.heads.causal import evidence
 from needlework.heads.methods import Scores, method
 from needlework.heads.observers import SampleObserver
-from needlework.heads.samples import Question, correct_questions
+from needlework.heads.samples import AnsweredItem, evidence, select_correct
 from needlework.measure import Progress, map_samples, run_requests
 from needlework.model.attention import Block, Forward
 from needlework.model.gates import answer_log_p, differentiable
@@ -118,44 +117,40 @@ class ContributionObserver(SampleObserver):
 @method("locos", "contribution", "what the head writes towards the answer because it looks at the needle (LOCOS, 2607.01002)")
 def locos(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
     """Score a head by LOCOS (see the module's docstring) on samples with a needle span."""
-    asked = [question for question in correct_questions(subject, items) if question.item.spans.get("needle")]
-    if not asked:
+    used = [x for x in select_correct(subject, items) if x.item.spans.get("needle")]
+    if not used:
         raise NeedleworkError("locos: the samples have no span named 'needle', so what is read from the needle is not known")
-    return Scores.of_samples(np.concatenate(map_samples(subject, _written, asked, progress)), **evidence(asked, items))
+    return Scores.of_samples(np.concatenate(map_samples(subject, _contributions, used, progress)), **evidence(used, items))
 
 
-def _written(subject: Subject, asked: Sequence[Question], progress: Progress) -> np.ndarray:
-    """Return each head's LOCOS score on each question, [questions, heads]."""
-    observer = ContributionObserver(subject, len(asked))
+def _contributions(subject: Subject, used: Sequence[AnsweredItem], progress: Progress) -> np.ndarray:
+    """Return each head's LOCOS score on each sample, [samples, heads]."""
+    observer = ContributionObserver(subject, len(used))
     requests = [
         Request(x.item.prompt, max_new_tokens=len(x.answer), spans=x.item.spans, forced=x.answer, sample=i)
-        for i, x in enumerate(asked)
+        for i, x in enumerate(used)
     ]
     with observer.hooked():
-        run_requests(subject, requests, [question.item.id for question in asked], progress)
+        run_requests(subject, requests, [x.item.id for x in used], progress)
     return np.asarray(observer.all_heads("contrast") / observer.steps[:, None])
 
 
-@method(
-    "gradient",
-    "contribution",
-    "slope of the right answer's log P by a gate on the head: gradient x activation",
-)
+@method("gradient", "contribution", "slope of the right answer's log P by a gate on the head: gradient x activation")
 def gradient(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:
     """Score heads by d log P / d gate at gates of 1: a first-order `leave_one_out`, for all heads in one backward pass."""
-    asked = correct_questions(subject, items)
-    return Scores.of_samples(np.concatenate(map_samples(subject, _slopes, asked, progress)), **evidence(asked, items))
+    used = select_correct(subject, items)
+    return Scores.of_samples(np.concatenate(map_samples(subject, _differentiate, used, progress)), **evidence(used, items))
 
 
-def _slopes(subject: Subject, asked: Sequence[Question], progress: Progress) -> np.ndarray:
-    """Return the derivative of log P by each head's gate, [questions, heads]."""
-    order = sorted(range(len(asked)), key=lambda i: len(asked[i].item.prompt))
-    each = np.zeros((len(asked), len(subject.anatomy.heads)))
+def _differentiate(subject: Subject, used: Sequence[AnsweredItem], progress: Progress) -> np.ndarray:
+    """Return the derivative of log P by each head's gate, [samples, heads]."""
+    order = sorted(range(len(used)), key=lambda i: len(used[i].item.prompt))
+    each = np.zeros((len(used), len(subject.anatomy.heads)))
     with differentiable(subject.body):
         for start in range(0, len(order), _ROWS_AT_ONCE):
             some = order[start : start + _ROWS_AT_ONCE]
             gates = torch.ones(len(some), each.shape[1], device=subject.body.device, requires_grad=True)
-            log_p = answer_log_p(subject.body, [(asked[i].item.prompt, asked[i].answer) for i in some], gates)
+            log_p = answer_log_p(subject.body, [(used[i].item.prompt, used[i].answer) for i in some], gates)
             (slope,) = torch.autograd.grad(log_p.sum(), gates)
             each[some] = slope.double().cpu().numpy()
             progress((start + len(some)) / len(order))
@@ -180,24 +175,17 @@ def learned(
     gate. The score is a gate's mean over all steps, because many gates end at the same value. DuoAttention's gates (arXiv
     2410.10819) mix full attention with a window; here a gate multiplies the head's output, so 0 equals an ablated head.
     """
-    piece = partial(_train_gates, seed=seed, steps=steps, rows=rows, penalty=penalty, rate=rate)
-    (scores,) = map_samples(subject, piece, items, progress, whole=True)
+    train = partial(_train_gates, seed=seed, steps=steps, rows=rows, penalty=penalty, rate=rate)
+    (scores,) = map_samples(subject, train, items, progress, whole=True)
     return scores
 
 
 def _train_gates(
-    subject: Subject,
-    items: Sequence[Item],
-    progress: Progress,
-    *,
-    seed: int,
-    steps: int,
-    rows: int,
-    penalty: float,
-    rate: float,
+    subject: Subject, items: Sequence[Item], progress: Progress, seed: int, steps: int, rows: int, penalty: float, rate: float
 ) -> Scores:
-    asked, body = correct_questions(subject, items), subject.body
-    batches = _batches_by_length(asked, rows)
+    used, body = select_correct(subject, items), subject.body
+    by_length = sorted(used, key=lambda x: len(x.item.prompt) + len(x.answer))  # similar lengths need little padding
+    batches = [by_length[start : start + rows] for start in range(0, len(used), rows)]
     draw = np.random.default_rng(seed)
     gates = torch.ones(1, len(subject.anatomy.heads), device=body.device, requires_grad=True)
     optimiser = torch.optim.Adam([gates], lr=rate, betas=(0.9, 0.99))
@@ -214,11 +202,5 @@ def _train_gates(
                 gates.clamp_(0, 1)
                 total += gates[0]
             progress((step + 1) / steps)
-    facts = {**evidence(asked, items), "gates": [round(g, 4) for g in gates[0].tolist()], "loss": losses[:: max(1, steps // 50)]}
+    facts = {**evidence(used, items), "gates": [round(g, 4) for g in gates[0].tolist()], "loss": losses[:: max(1, steps // 50)]}
     return Scores((total / steps).double().cpu().numpy(), None, {**facts, "steps": steps, "penalty": penalty})
-
-
-def _batches_by_length(asked: Sequence[Question], rows: int) -> list[list[Question]]:
-    """Group samples of similar length into batches of at most `rows`, to reduce padding."""
-    order = sorted(asked, key=lambda question: len(question.item.prompt) + len(question.answer))
-    return [list(order[start : start + rows]) for start in range(0, len(order), rows)]

@@ -1,28 +1,37 @@
-"""Evaluate rankings: agreement between rankings, and retrieval when only their best heads are kept."""
+"""Evaluate rankings: agreement, retrieval with only the best heads kept, and static sets against selection per token."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError
 from needlework.heads.causal import keep_only
-from needlework.heads.samples import measure_correct, sample_clusters
+from needlework.heads.observers import SampleObserver, join_observers
+from needlework.heads.samples import sample_clusters
 from needlework.interventions.acts import draw
-from needlework.interventions.base import NONE
+from needlework.interventions.attention import KeepHeads
+from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.ranking import Ranking
-from needlework.measure import Progress, Sample
+from needlework.measure import Progress, Sample, map_samples, measure, run_requests
+from needlework.model.attention import Block, Forward
+from needlework.observation import entropy, observing
 from needlework.stats import Estimate, accuracy, cluster_sums, difference, interval, resample, retained, wilson
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
 SHARE = 0.15  # of the heads: the default size of the top set, as in the paper
+RANDOM = "random"
+RANDOM_ORDERS = 5
 
 
 @dataclass(frozen=True)
@@ -34,52 +43,33 @@ class Agreement:
     k: int
     by_chance: float  # expected overlap of two independent orders
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compare_rankings(first: Ranking, second: Ranking, k: int | None = None) -> Agreement:
-    """Return rank correlation of two rankings and overlap of their k best heads (default: 15 % of the heads)."""
+    """Return rank correlation of two rankings and overlap of their k best heads (default: 15 % of the heads).
+
+    Heads of equal score have equal ranks; a ranking without scores is compared by its order.
+    """
     heads = sorted(first.order)
     if heads != sorted(second.order):
         raise NeedleworkError("two rankings can be compared only if they rank the same heads")
     k = heads_of_share(SHARE, len(heads)) if k is None else k
     shared = len(set(first.top(k)) & set(second.top(k)))
-    return Agreement(spearman(_values(first), _values(second)), shared / k if k else 1.0, k, k / len(heads))
-
-
-def _values(ranking: Ranking) -> np.ndarray:
-    """Return the score of each head in sorted order, or minus its place where a ranking has no scores; higher is better."""
-    place = {head: -float(i) for i, head in enumerate(ranking.order)}
-    values = ranking.scores or place
-    return np.array([values[head] for head in sorted(ranking.order)])
+    scores = [one.scores or {head: -float(i) for i, head in enumerate(one.order)} for one in (first, second)]
+    correlation = spearman(*(np.array([of_head[head] for head in heads]) for of_head in scores))
+    return Agreement(correlation, shared / k if k else 1.0, k, k / len(heads))
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
     """Return Spearman's rank correlation of two vectors; ties get their mean rank. 0 if one vector is constant."""
-    first, second = (_ranks(values) for values in (a, b))
-    first, second = first - first.mean(), second - second.mean()
+    from scipy.stats import rankdata
+
+    first, second = (ranks - ranks.mean() for ranks in (rankdata(a), rankdata(b)))
     spread = float(np.sqrt((first**2).sum() * (second**2).sum()))
     return float((first * second).sum() / spread) if spread else 0.0
 
 
-def _ranks(values: np.ndarray) -> np.ndarray:
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    return np.asarray((ends - (counts - 1) / 2)[place])
-
-
-def compare_all_rankings(rankings: Mapping[str, Ranking], k: int | None = None) -> dict[str, dict[str, Agreement]]:
-    """Return the agreement of every pair of rankings, as a nested dict."""
-    return {a: {b: compare_rankings(rankings[a], rankings[b], k) for b in rankings} for a in rankings}
-
-
-RANDOM_ORDERS = 5
-RANDOM = "random"
-
-
 @dataclass(frozen=True)
-class Curve:
+class RetrievalCurve:
     """Retrieval with only the k best heads of a ranking kept, all others ablated at every position."""
 
     name: str
@@ -96,15 +86,14 @@ class Curve:
     @property
     def weights(self) -> np.ndarray:
         """Weights of the trapezoid rule, [ks]."""
-        x = np.array(self.ks) / self.heads
-        gaps = np.diff(x)
+        gaps = np.diff(np.array(self.ks) / self.heads)
         return np.concatenate([gaps, [0.0]]) / 2 + np.concatenate([[0.0], gaps]) / 2
 
     def at(self, k: int) -> Estimate:
         values = self.right[self.ks.index(k)]
         return accuracy(values) if set(np.unique(values)) <= {0.0, 1.0} else cluster_mean(values, self.clusters)
 
-    def above(self, other: Curve) -> Estimate:
+    def above(self, other: RetrievalCurve) -> Estimate:
         """Estimate this area minus another curve's, paired by sample."""
         mine, others = self.weights @ self.right, other.weights @ other.right
         unpaired = difference(*(wilson(float(areas.sum()), len(areas)) for areas in (mine, others)))
@@ -112,8 +101,7 @@ class Curve:
 
     def smallest(self, share: float) -> int:
         """Return the smallest k from which on every k retains this share of the retrieval with all heads."""
-        enough = self.right.mean(1) >= share * self.right[-1].mean()
-        lacking = np.flatnonzero(~enough)
+        lacking = np.flatnonzero(self.right.mean(1) < share * self.right[-1].mean())
         return self.ks[int(lacking[-1]) + 1] if len(lacking) else self.ks[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -121,18 +109,23 @@ class Curve:
         return {"name": self.name, "heads": self.heads, "area": asdict(self.area), "points": points}
 
 
-def cluster_mean(values: np.ndarray, of: Sequence[str], at_edge: Estimate | None = None) -> Estimate:
+def bootstrap_mean(values: np.ndarray, clusters: Sequence[str]) -> Estimate:
+    """Estimate the mean of values [samples] with a cluster bootstrap; the width is 0 where all resamples are equal."""
+    totals = resample(cluster_sums(clusters, [values]))
+    return Estimate(float(values.mean()), *interval(totals[:, 0] / totals[:, 1]), len(values))
+
+
+def cluster_mean(values: np.ndarray, clusters: Sequence[str], at_edge: Estimate | None = None) -> Estimate:
     """Estimate the mean of values [samples] with a cluster bootstrap.
 
     Where all resamples are equal, the interval is that of `at_edge` instead of one of zero width; by default Wilson's, which
     assumes values in [0, 1].
     """
-    totals = resample(cluster_sums(of, [values]))
-    low, high = interval(totals[:, 0] / totals[:, 1])
-    if math.isclose(low, high, abs_tol=1e-12):
-        at_edge = at_edge or wilson(float(values.sum()), len(values))
-        low, high = at_edge.low, at_edge.high
-    return Estimate(float(values.mean()), low, high, len(values))
+    found = bootstrap_mean(values, clusters)
+    if not math.isclose(found.low, found.high, abs_tol=1e-12):
+        return found
+    at_edge = at_edge or wilson(float(values.sum()), len(values))
+    return replace(found, low=at_edge.low, high=at_edge.high)
 
 
 def head_counts(heads: int) -> tuple[int, ...]:
@@ -151,20 +144,20 @@ def random_order(anatomy: Anatomy, seed: int) -> Ranking:
 
 def evaluate_rankings(
     subject: Subject, rankings: Mapping[str, Ranking], samples: Sequence[Sample], progress: Progress, orders: int = RANDOM_ORDERS
-) -> dict[str, Curve]:
+) -> dict[str, RetrievalCurve]:
     """Measure the curve of each ranking, and the mean curve of `orders` random orders, on the same samples.
 
     Sets of heads that occur in several rankings are measured once.
     """
     anatomy = subject.anatomy
-    ks, groups = head_counts(len(anatomy.heads)), sample_clusters(samples)
-    every = {**rankings, **{f"{RANDOM} {i}": random_order(anatomy, i) for i in range(orders)}}
-    acts = [keep_only(ranking.top(k), anatomy) for ranking in every.values() for k in ks]
-    right = measure_correct(subject, samples, acts, progress).reshape(len(every), len(ks), len(samples))
-    made = [Curve(name, len(anatomy.heads), ks, right[i], tuple(groups)) for i, name in enumerate(rankings)]
+    ks, clusters = head_counts(len(anatomy.heads)), tuple(sample_clusters(samples))
+    every = [*rankings.values(), *(random_order(anatomy, i) for i in range(orders))]
+    acts = [keep_only(ranking.top(k), anatomy) for ranking in every for k in ks]
+    right = measure(subject, samples, acts, progress=progress).values().reshape(len(every), len(ks), len(samples))
+    of_curves = dict(zip(rankings, right, strict=False))
     if orders:
-        made.append(Curve(RANDOM, len(anatomy.heads), ks, right[len(rankings) :].mean(0), tuple(groups)))
-    return {curve.name: curve for curve in made}
+        of_curves[RANDOM] = right[len(rankings) :].mean(0)
+    return {name: RetrievalCurve(name, len(anatomy.heads), ks, values, clusters) for name, values in of_curves.items()}
 
 
 @dataclass(frozen=True)
@@ -186,10 +179,9 @@ class SmallestSet:
 
     def text(self) -> str:
         share = f"{len(self.heads)} of {self.of} heads ({100 * len(self.heads) / self.of:.0f} %), by {self.by}"
-        chance = f"as many at random keep {self.random.text()}"
         short = "it falls short of" if self.retained.value < self.keep else "its interval reaches below"
         sure = "" if self.sure else f"; {short} {100 * self.keep:g} % on these fresh samples"
-        return f"{share}, keep {self.retained.text()} of retrieval{sure}; {chance}"
+        return f"{share}, keep {self.retained.text()} of retrieval{sure}; as many at random keep {self.random.text()}"
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "heads": [list(head) for head in self.heads], "k": len(self.heads), "sure": self.sure}
@@ -198,7 +190,7 @@ class SmallestSet:
 def smallest_set(
     subject: Subject,
     ranking: Ranking,
-    curve: Curve,
+    curve: RetrievalCurve,
     choosing: Sequence[Sample],
     judging: Sequence[Sample],
     keep: float,
@@ -218,18 +210,146 @@ def smallest_set(
     anatomy = subject.anatomy
     enough = curve.smallest(keep)
     below = max((k for k in curve.ks if k < enough), default=0)
-    between = list(range(below + 1, enough))
-    if between:
+    if between := list(range(below + 1, enough)):
         acts = [keep_only(ranking.top(k), anatomy) for k in between]
-        right = measure_correct(subject, choosing, acts, lambda share: progress(share / 2))
+        right = measure(subject, choosing, acts, progress=lambda share: progress(share / 2)).values()
         wanted = keep * curve.right[-1].mean()
         lacking = [k for k, row in zip(between, right, strict=True) if row.mean() < wanted]
         enough = max(lacking, default=below) + 1
     heads = ranking.top(enough)
-    orders = [random_order(anatomy, i).top(enough) for i in range(RANDOM_ORDERS)]
-    acts = [NONE, keep_only(heads, anatomy), *(keep_only(order, anatomy) for order in orders)]
-    right = measure_correct(subject, judging, acts, lambda share: progress(0.5 + share / 2))
-    groups = sample_clusters(judging)
-    by_chance = retained(right[2:].mean(0), right[0], groups)
-    kept = retained(right[1], right[0], groups)
+    sets = [heads, *(random_order(anatomy, i).top(enough) for i in range(RANDOM_ORDERS))]
+    acts = [NONE, *(keep_only(some, anatomy) for some in sets)]
+    right = measure(subject, judging, acts, progress=lambda share: progress(0.5 + share / 2)).values()
+    kept, by_chance = (retained(row, right[0], sample_clusters(judging)) for row in (right[1], right[2:].mean(0)))
     return SmallestSet(tuple(sorted(heads)), len(anatomy.heads), curve.name, keep, kept, accuracy(right[0]), by_chance)
+
+
+@dataclass(frozen=True)
+class Selection:
+    """One way to select heads, and the retrieval that it keeps."""
+
+    name: str
+    heads: str  # number of heads kept, as text
+    retrieval: Estimate
+    retained: Estimate
+
+
+@dataclass(frozen=True)
+class SelectionComparison:
+    """Retrieval under several ways to select heads at one share of the heads of each layer."""
+
+    share: float
+    per_layer: tuple[int, ...]  # heads kept in each attention layer
+    ways: tuple[Selection, ...]
+    picked: dict[str, float]  # "layer.head" -> share of tokens at which selection by entropy keeps it
+    union: dict[str, float]  # number of heads selected at least once: while answering, anywhere, and per sample (mean)
+
+
+class SelectionCounts(SampleObserver):
+    """Observer that counts the tokens at which `keep_heads` by entropy selects each head, by sample and phase.
+
+    Args:
+        samples: Number of samples.
+        kept: Layer -> number of heads kept at each token.
+    """
+
+    def __init__(self, samples: int, kept: dict[int, int]) -> None:
+        super().__init__(samples)
+        self.kept = kept
+
+    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
+        # As in keep_heads, the lower head index wins a tie.
+        order = entropy(probabilities).argsort(dim=1, stable=True)[:, : self.kept[layer]]  # [rows, k, queries]
+        selected = torch.zeros_like(probabilities[..., 0]).scatter_(1, order, 1.0).sum(-1)
+        self.add(layer, forward.phase, forward.slots, selected)
+        self.add(layer, "anywhere", forward.slots, selected)
+
+
+def count_selections(subject: Subject, samples: Sequence[Sample], progress: Progress, share: float) -> SelectionCounts:
+    """Count which heads dynamic selection keeps, observed under that intervention."""
+    kept = {layer: heads_of_share(share, part.query_heads) for layer, part in subject.anatomy.attention_parts()}
+    observer = SelectionCounts(len(samples), kept)
+    requests = [replace(s.requests(_keep(share))[0], sample=i) for i, s in enumerate(samples)]
+    with observing(subject, observer):
+        run_requests(subject, requests, [sample.item.id for sample in samples], progress)
+    return observer
+
+
+def compare_selections(
+    subject: Subject,
+    ranking: Ranking,
+    recording: Sequence[Sample],
+    judging: Sequence[Sample],
+    share: float,
+    progress: Progress,
+) -> SelectionComparison:
+    """Measure retrieval under all ways to select heads, on the same samples.
+
+    Args:
+        subject: The model.
+        ranking: The ranking that static sets are taken from.
+        recording: Samples on which the selections of dynamic selection are counted.
+        judging: Held-out samples on which all ways are measured.
+        share: Share of the heads of each layer to keep.
+        progress: Called with the share of the work that is done.
+    """
+    anatomy = subject.anatomy
+    count = partial(count_selections, share=share)
+    counts = join_observers(map_samples(subject, count, recording, lambda done: progress(done / 3)))
+    anywhere, answering = (counts.all_heads(name) for name in ("anywhere", "decode"))  # [samples, heads] tokens
+    per_layer = tuple(counts.kept[layer.index] for layer in anatomy.attention_layers)
+    totals = {"while answering": answering.sum(0), "anywhere": anywhere.sum(0)}
+    ways = _list_ways(anatomy, ranking, totals, per_layer, share)
+    acts = [act for _, _, some in ways for act in some]
+    right = measure(subject, judging, acts, progress=lambda done: progress(1 / 3 + 2 * done / 3)).values()
+    clusters, found, start = sample_clusters(judging), [], 0
+    for name, kept, some in ways:
+        rows = right[start : start + len(some)]
+        start += len(some)
+        retrieval = accuracy(rows[0]) if len(some) == 1 else cluster_mean(rows.mean(0), clusters)
+        found.append(Selection(name, kept, retrieval, retained(rows.mean(0), right[0], clusters)))
+    tokens = np.maximum(anywhere.sum(1, keepdims=True) / max(1, sum(per_layer)), 1)  # of each sample
+    picked = {f"{h.layer}.{h.index}": float(x) for h, x in zip(anatomy.heads, (anywhere / tokens).mean(0), strict=True)}
+    union: dict[str, float] = {
+        "answering": int((answering.sum(0) > 0).sum()),
+        "anywhere": int((anywhere.sum(0) > 0).sum()),
+        "answering_one_sample": float((answering > 0).sum(1).mean()),
+    }
+    return SelectionComparison(share, per_layer, tuple(found), picked, union)
+
+
+def _list_ways(
+    anatomy: Anatomy, ranking: Ranking, totals: Mapping[str, np.ndarray], per_layer: Sequence[int], share: float
+) -> list[tuple[str, str, Sequence[Intervention]]]:
+    """Return name, heads kept (as text) and interventions of each way to select heads; random ones have one for each seed.
+
+    Args:
+        anatomy: The model's.
+        ranking: The ranking that static sets are taken from.
+        totals: Number of tokens at which dynamic selection kept each head, [heads], while answering and anywhere.
+        per_layer: Heads selected at each token, of each attention layer.
+        share: Share of the heads of each layer to keep.
+    """
+    total, every, keep = sum(per_layer), len(anatomy.heads), partial(_keep, share)
+    same, seeds = f"{total} of {every}, " + "+".join(map(str, per_layer)), range(RANDOM_ORDERS)
+    by = ranking.method or "the ranking"
+    ways: list[tuple[str, str, Sequence[Intervention]]] = [
+        ("all heads", f"{every} of {every}", [NONE]),
+        ("dynamic: entropy", same, [keep()]),
+        ("dynamic: entropy beside the first token", same, [keep(sinks=1)]),
+        (f"static: {by}", same, [keep(by=ranking)]),
+        (f"static: {by}, in whichever layers", f"{total} of {every}", [keep_only(ranking.top(total), anatomy)]),
+    ]
+    for when, counts in totals.items():
+        order = Ranking.by_scores(dict(zip(anatomy.heads, counts.tolist(), strict=True)))
+        ways.append((f"static: most picked {when}", same, [keep(by=order)]))
+    for when, counts in totals.items():
+        picked = [head for head, count in zip(anatomy.heads, counts, strict=True) if count]
+        ways.append((f"static: all picked {when}", f"{len(picked)} of {every}", [keep_only(picked, anatomy)]))
+    ways.append(("static: random", same, [keep(by="random", draw="trial", seed=seed) for seed in seeds]))
+    ways.append(("dynamic: random", same, [keep(by="random", seed=seed) for seed in seeds]))
+    return ways
+
+
+def _keep(share: float, **how: Any) -> KeepHeads:
+    return KeepHeads(**{"fraction": share, **how})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -128,28 +127,7 @@ def question_span(item: Item) -> tuple[int, int]:
     return max(0, end - _TAIL), end
 
 
-def _requests(items: Sequence[Item]) -> list[Request]:
-    requests = []
-    for number, item in enumerate(items):
-        if item.ending is None or not item.spans.get("needle"):
-            raise NeedleworkError(f"{item.id}: ranking by attention needs a needle's span, and how an answer ends (item.ending)")
-        spans = {"needle": item.spans["needle"], "question": (question_span(item),)}
-        requests.append(Request(item.prompt, max_new_tokens=item.ending[0], stop=item.ending[1], spans=spans, sample=number))
-    return requests
-
-
-def _without_question(subject: Subject, item: Item, request: Request) -> Request:
-    """Return the request with its question replaced by one without content, as in QRHead's calibration."""
-    (start, end), language = request.spans["question"][0], toy.is_toy(subject.tokenizer)
-    null = token_ids(subject.tokenizer, NULL_QUESTION[language])
-    prompt = (*request.prompt[:start], *null, *request.prompt[end:])
-    moved = len(null) - (end - start)
-    needle = tuple((a, b) if b <= start else (a + moved, b + moved) for a, b in request.spans["needle"])
-    spans = {"needle": needle, "question": ((start, start + len(null)),)}
-    return replace(request, prompt=prompt, spans=spans, max_new_tokens=1)
-
-
-_newest: WeakKeyDictionary[Any, tuple[tuple[Item, ...], dict[bool, AttentionSums]]] = WeakKeyDictionary()  # cache
+_latest: WeakKeyDictionary[Any, tuple[tuple[Item, ...], dict[bool, AttentionSums]]] = WeakKeyDictionary()
 
 
 def observe_samples(subject: Subject, items: Sequence[Item], progress: Progress, null: bool = False) -> AttentionSums:
@@ -157,20 +135,30 @@ def observe_samples(subject: Subject, items: Sequence[Item], progress: Progress,
 
     The latest samples of each model are cached, so that all methods that rank by attention share one run.
     """
-    key = tuple(items)
-    known, found = _newest.get(subject, ((), {}))
-    if known != key:
+    known, found = _latest.get(subject, ((), {}))
+    if known != tuple(items):
         found = {}
-        _newest[subject] = (key, found)
+        _latest[subject] = (tuple(items), found)
     if null not in found:
         found[null] = join_observers(map_samples(subject, partial(_observe, null=null), items, progress))
     return found[null]
 
 
 def _observe(subject: Subject, items: Sequence[Item], progress: Progress, null: bool) -> AttentionSums:
-    observer, requests = AttentionSums(len(items)), _requests(items)
-    if null:
-        requests = [_without_question(subject, *pair) for pair in zip(items, requests, strict=True)]
+    requests = []
+    for number, item in enumerate(items):
+        if item.ending is None or not item.spans.get("needle"):
+            raise NeedleworkError(f"{item.id}: ranking by attention needs a needle's span, and how an answer ends (item.ending)")
+        prompt, needle, (start, end) = item.prompt, item.spans["needle"], question_span(item)
+        if null:  # as in QRHead's calibration
+            empty = token_ids(subject.tokenizer, NULL_QUESTION[toy.is_toy(subject.tokenizer)])
+            prompt = (*prompt[:start], *empty, *prompt[end:])
+            moved = len(empty) - (end - start)
+            needle = tuple((a, b) if b <= start else (a + moved, b + moved) for a, b in needle)
+            end = start + len(empty)
+        spans, most = {"needle": needle, "question": ((start, end),)}, 1 if null else item.ending[0]
+        requests.append(Request(prompt, max_new_tokens=most, stop=item.ending[1], spans=spans, sample=number))
+    observer = AttentionSums(len(items))
     with observing(subject, observer):
         run_requests(subject, requests, [item.id for item in items], progress)
     return observer

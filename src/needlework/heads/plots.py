@@ -10,8 +10,8 @@ import numpy as np
 
 from needlework.anatomy import Head, heads_of_share
 from needlework.errors import NeedleworkError
-from needlework.heads.evaluation import RANDOM, SHARE, Curve
-from needlework.heads.recurrent import RecurrentSide, each_group
+from needlework.heads.evaluation import RANDOM, SHARE, RetrievalCurve
+from needlework.heads.recurrent import RecurrentSide
 from needlework.heads.survey import Survey
 from needlework.reports.picture_files import STYLE, light_colors, save_plot
 from needlework.stats import Estimate, percent
@@ -115,7 +115,7 @@ def draw_curves(survey: Survey) -> Any:
     return plot
 
 
-def _draw_curve(ax: Any, curve: Curve, color: str, style: str, aside: float) -> None:
+def _draw_curve(ax: Any, curve: RetrievalCurve, color: str, style: str, aside: float) -> None:
     """Draw a curve with error bars, shifted by `aside` points; a shift in data units would vary on the logarithmic axis."""
     from matplotlib.transforms import ScaledTranslation
 
@@ -179,7 +179,7 @@ def _draw_group_map(side: RecurrentSide, ax: Any, plot: Any) -> None:
 
     widest = 1 + max(group.index for group in side.groups)
     cells = np.full((len(side.layers), widest), np.nan)
-    for group, drop in each_group(side):
+    for group, drop in side.group_losses():
         cells[side.layers.index(group.layer), group.index] = drop.value
     most = max(10 * LINEAR_NATS, float(np.nanmax(np.abs(cells))))
     scale = SymLogNorm(LINEAR_NATS, vmin=-most, vmax=most)  # losses of groups differ by factors of 100

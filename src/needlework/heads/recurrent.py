@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from rich.console import Console
 
 from needlework.anatomy import Anatomy, Group, GroupKind, heads_of_share
 from needlework.errors import NeedleworkError
+from needlework.heads.evaluation import bootstrap_mean
 from needlework.heads.samples import answer_tokens
 from needlework.interventions import NONE, AblateRecurrent, AblateRecurrentGroups, Intervention
-from needlework.measure import run_requests
+from needlework.measure import Progress, no_progress, run_requests
 from needlework.requests import Request
-from needlework.stats import Estimate, Floats, cluster_sums, gain, interval, resample, retained, wilson
+from needlework.stats import Estimate, Floats, gain, retained, wilson
 from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
 Site = Literal["conv", "state", "memory"]
 SITES: tuple[Site, ...] = ("conv", "state", "memory")
 SHARES = (0.05, 0.10, 0.25)
+DRAWS = 5
 RETRIEVAL = "retrieval"
 TESTABLE = 0.5  # least accuracy without intervention (lower bound) for a verdict
 ENOUGH = 0.95  # retained share of retrieval from which on an ablated part counts as not needed
@@ -47,8 +50,8 @@ class Ability:
 
     def said(self, *done: str) -> Estimate:
         """Estimate accuracy; the mean over several conditions has an interval at least as wide as Wilson's for the samples."""
-        columns = [self.outcomes[x].said for x in done]
-        mean, sure = self._mean(columns), wilson(float(np.mean(columns, 0).sum()), len(columns[0]))
+        each = np.mean([self.outcomes[x].said for x in done], 0)
+        mean, sure = bootstrap_mean(each, self.clusters), wilson(float(each.sum()), len(each))
         return sure if len(done) == 1 else replace(mean, low=min(mean.low, sure.low), high=max(mean.high, sure.high))
 
     def retained(self, done: str) -> Estimate:
@@ -57,7 +60,8 @@ class Ability:
 
     def drop(self, *done: str) -> Estimate:
         """Estimate the mean loss of log-likelihood of the correct answers under the conditions, in nats."""
-        return self._mean([self.outcomes["none"].log_p - self.outcomes[x].log_p for x in done])
+        each = np.mean([self.outcomes["none"].log_p - self.outcomes[x].log_p for x in done], 0)
+        return bootstrap_mean(each, self.clusters)
 
     def gap(self, top: str, random: Sequence[str]) -> Estimate:
         """Estimate accuracy with random groups ablated minus accuracy with the top groups ablated, paired by sample."""
@@ -67,13 +71,6 @@ class Ability:
         """Return the loss of log-likelihood of each sample with each group ablated, [samples, groups]."""
         untouched = self.outcomes["none"].log_p
         return np.stack([untouched - self.outcomes[name_of(group)].log_p for group in groups], 1)
-
-    def _mean(self, columns: Sequence[Floats]) -> Estimate:
-        """Estimate the mean over samples and columns with a cluster bootstrap."""
-        each = np.mean(np.stack(columns), 0)
-        sums = resample(cluster_sums(self.clusters, [each]))
-        low, high = interval(sums[:, 0] / sums[:, 1])
-        return Estimate(float(each.mean()), low, high, len(each))
 
 
 @dataclass(frozen=True)
@@ -101,7 +98,11 @@ class RecurrentSide:
     @cached_property
     def ranking(self) -> tuple[Group, ...]:
         """Groups by the log P that retrieval loses without them, largest loss first."""
-        return ranked(self.groups, self.retrieval.drops(self.groups))
+        return rank_groups(self.groups, self.retrieval.drops(self.groups))
+
+    def group_losses(self) -> list[tuple[Group, Estimate]]:
+        """Return groups in the order of the ranking, each with the log P that retrieval loses without it."""
+        return [(group, self.retrieval.drop(name_of(group))) for group in self.ranking]
 
     def random(self, share: float) -> list[str]:
         return [f"random {share} {draw}" for draw in range(self.draws)]
@@ -131,6 +132,10 @@ class RecurrentSide:
 
     def to_dict(self) -> dict[str, Any]:
         """Return all results, JSON-compatible: estimates of each condition, and each sample's loss without each group."""
+
+        def estimates(ability: Ability, *done: str) -> dict[str, Any]:
+            return {"said": ability.said(*done).to_dict(), "drop": ability.drop(*done).to_dict()}
+
         word, why = self.segregated
         return {
             "groups": [list(group) for group in self.groups],
@@ -143,8 +148,8 @@ class RecurrentSide:
             "abilities": {
                 ability.name: {
                     "samples": len(ability.clusters),
-                    "conditions": {done: _figures(ability, done) for done in ability.outcomes},
-                    "random": {str(share): _figures(ability, *self.random(share)) for share in self.sizes},
+                    "conditions": {done: estimates(ability, done) for done in ability.outcomes},
+                    "random": {str(share): estimates(ability, *self.random(share)) for share in self.sizes},
                     "gaps": {str(share): ability.gap(f"top {share}", self.random(share)).to_dict() for share in self.sizes},
                     "drops": ability.drops(self.groups).round(5).tolist(),
                 }
@@ -154,31 +159,21 @@ class RecurrentSide:
 
     def text(self) -> str:
         """Return the tables of `needlework.heads.tables` as text."""
-        from needlework.heads.tables import recurrent_text
+        from needlework.heads.tables import recurrent_table
 
-        return recurrent_text(self)
+        console = Console(width=160, no_color=True, highlight=False, force_terminal=False)
+        with console.capture() as captured:
+            console.print(recurrent_table(self))
+        return captured.get()
 
 
 def name_of(group: Group) -> str:
     return f"{group.layer}.{group.index}"
 
 
-def ranked(groups: Sequence[Group], drops: Floats) -> tuple[Group, ...]:
+def rank_groups(groups: Sequence[Group], drops: Floats) -> tuple[Group, ...]:
     """Return groups by their mean loss over samples, largest first; drops: [samples, groups]."""
-    order = np.argsort(-drops.mean(0), kind="stable")
-    return tuple(groups[i] for i in order)
-
-
-def _figures(ability: Ability, *done: str) -> dict[str, Any]:
-    return {"said": ability.said(*done).to_dict(), "drop": ability.drop(*done).to_dict()}
-
-
-def each_group(side: RecurrentSide) -> Iterator[tuple[Group, Estimate]]:
-    """Return groups in the order of the ranking, each with the log P that retrieval loses without it."""
-    return ((group, side.retrieval.drop(name_of(group))) for group in side.ranking)
-
-
-DRAWS = 5
+    return tuple(groups[i] for i in np.argsort(-drops.mean(0), kind="stable"))
 
 
 def recurrent_side(
@@ -189,7 +184,7 @@ def recurrent_side(
     seed: int = 0,
     draws: int = DRAWS,
     shares: Sequence[float] = SHARES,
-    progress: Callable[[float], None] = lambda share: None,
+    progress: Progress = no_progress,
 ) -> RecurrentSide:
     """Measure a model with each recurrent group ablated, its memory cut, and its top groups or as many random ones ablated.
 
@@ -204,29 +199,53 @@ def recurrent_side(
         progress: Called with the share of the work that is done.
     """
     anatomy = subject.anatomy
-    _check(anatomy, items, draws, shares)
+    if not anatomy.groups:
+        reasons = {part.no_groups_reason for _, part in anatomy.recurrent_parts()} | {anatomy.no_mixer_reason}
+        why = "; ".join(sorted(reasons - {""})) or "it has no separate recurrent layers"
+        raise NeedleworkError(f"{anatomy.architecture} has no recurrent groups to leave out: {why}")
+    if len(items) < 2 or draws < 1 or not shares or not all(0 < share < 1 for share in shares):
+        raise NeedleworkError("give at least two samples, one random draw and shares of the groups between 0 and 1")
     sizes = {share: heads_of_share(share, len(anatomy.groups)) for share in sorted(shares)}
-    halves = _halves(items, seed)
+    halves = _split_clusters(items, seed)
     conditions, refused = _conditions(anatomy, sizes, seed, draws)
     samples = {RETRIEVAL: list(items), **{name: list(some) for name, some in (beside or {}).items()}}
-    trials = [(name, i, done) for done in conditions for name, some in samples.items() for i in range(len(some))]
-    rest = sum(len(some) for some in samples.values()) * len(sizes)
-    runner = _ConditionRunner(subject, samples, len(trials) + rest, progress)
-    found = runner.ask(trials, conditions)
-    tops, tested = _top_conditions(anatomy.groups, sizes, found[RETRIEVAL], halves, samples)
-    found_tops = runner.ask(tested, tops)
-    abilities = []
-    for name, some in samples.items():
-        outcomes = dict(found[name])
-        for share in sizes:
-            outcomes[f"top {share}"] = _joined(found_tops[name], share, len(some))
-        abilities.append(Ability(name, tuple(item.cluster for item in some), _as_outcomes(outcomes)))
+    answers = {name: [answer_tokens(subject, item) for item in some] for name, some in samples.items()}
+    found: dict[str, dict[str, Outcome]] = {name: {} for name in samples}
+    count = sum(map(len, samples.values()))
+    done, total = 0, count * (len(conditions) + len(sizes))
+
+    def run(trials: Sequence[tuple[str, int, str, Intervention]]) -> None:
+        """Run trials (ability, sample, condition, intervention) and keep their outcomes."""
+        nonlocal done
+        requests = [Request(samples[name][i].prompt, act, options=(answers[name][i],)) for name, i, _, act in trials]
+        ids = [samples[name][i].id for name, i, _, _ in trials]
+        got = run_requests(subject, requests, ids, lambda share: progress((done + share * len(trials)) / total))
+        done += len(trials)
+        for (name, i, condition, _), answer in zip(trials, got, strict=True):
+            outcome = found[name].setdefault(condition, Outcome(*np.zeros((2, len(samples[name])))))
+            outcome.log_p[i], outcome.said[i] = answer.totals[0], float(answer.greedy[0])
+
+    run([(name, i, word, act) for word, act in conditions.items() for name, some in samples.items() for i in range(len(some))])
+    abilities = tuple(Ability(name, tuple(item.cluster for item in some), found[name]) for name, some in samples.items())
+    drops = abilities[0].drops(anatomy.groups)
+    rankers = {"first half": halves[0], "second half": halves[1], "all": [*halves[0], *halves[1]]}
+    orders = {who: rank_groups(anatomy.groups, drops[some]) for who, some in rankers.items()}
+    trials: list[tuple[str, int, str, Intervention]] = []
+    tops: dict[str, str] = {}
+    for share, size in sizes.items():
+        acts = {who: AblateRecurrentGroups(groups=order[:size]) for who, order in orders.items()}
+        tops |= {f"top {share}, ranked by {who}": str(act) for who, act in acts.items()}
+        for half, other in zip(halves, ("second half", "first half"), strict=True):
+            trials += [(RETRIEVAL, i, f"top {share}", acts[other]) for i in half]
+        for name, some in samples.items():
+            trials += [(name, i, f"top {share}", acts["all"]) for i in range(len(some)) if name != RETRIEVAL]
+    run(trials)
     return RecurrentSide(
         groups=anatomy.groups,
         kinds=tuple(sorted({part.group_kind for _, part in anatomy.recurrent_parts()})),
         layers=tuple(layer for layer, _ in anatomy.recurrent_parts()),
-        abilities=tuple(abilities),
-        interventions={done: str(act) for done, act in {**conditions, **tops}.items()},
+        abilities=abilities,
+        interventions={word: str(act) for word, act in conditions.items()} | tops,
         sizes=sizes,
         draws=draws,
         refused=refused,
@@ -234,49 +253,12 @@ def recurrent_side(
     )
 
 
-Answers = dict[int, tuple[float, float]]  # sample -> log-likelihood of its correct answer, and 1.0 if greedy decoding gives it
-
-
-class _ConditionRunner:
-    """Runs samples under conditions and reports progress over several rounds."""
-
-    def __init__(
-        self, subject: Subject, samples: Mapping[str, Sequence[Item]], total: int, progress: Callable[[float], None]
-    ) -> None:
-        self.subject, self.samples, self.total, self.progress, self.done = subject, samples, total, progress, 0
-        self.right = {name: [answer_tokens(subject, item) for item in some] for name, some in samples.items()}
-
-    def ask(
-        self, trials: Sequence[tuple[str, int, str]], conditions: Mapping[str, Intervention]
-    ) -> dict[str, dict[str, Answers]]:
-        requests = [
-            Request(self.samples[name][i].prompt, conditions[done], options=(self.right[name][i],)) for name, i, done in trials
-        ]
-        names = [self.samples[name][i].id for name, i, _ in trials]
-        part = lambda share: self.progress((self.done + share * len(trials)) / self.total)  # noqa: E731
-        answers = run_requests(self.subject, requests, names, part)
-        self.done += len(trials)
-        found: dict[str, dict[str, Answers]] = {name: {} for name in self.samples}
-        for (name, i, done), answer in zip(trials, answers, strict=True):
-            found[name].setdefault(done, {})[i] = (answer.totals[0], float(answer.greedy[0]))
-        return found
-
-
-def _check(anatomy: Anatomy, items: Sequence[Item], draws: int, shares: Sequence[float]) -> None:
-    if not anatomy.groups:
-        reasons = sorted({part.no_groups_reason for _, part in anatomy.recurrent_parts()} | {anatomy.no_mixer_reason} - {""})
-        why = "; ".join(reason for reason in reasons if reason) or "it has no separate recurrent layers"
-        raise NeedleworkError(f"{anatomy.architecture} has no recurrent groups to leave out: {why}")
-    if len(items) < 2 or draws < 1 or not shares or not all(0 < share < 1 for share in shares):
-        raise NeedleworkError("give at least two samples, one random draw and shares of the groups between 0 and 1")
-
-
 def _conditions(
     anatomy: Anatomy, sizes: Mapping[float, int], seed: int, draws: int
 ) -> tuple[dict[str, Intervention], dict[str, str]]:
     """Return all conditions that need no ranking, and the cuts that the model does not support, with reasons."""
-    done: dict[str, Intervention] = {"none": NONE}
-    done |= {name_of(group): AblateRecurrentGroups(groups=(group,)) for group in anatomy.groups}
+    found: dict[str, Intervention] = {"none": NONE}
+    found |= {name_of(group): AblateRecurrentGroups(groups=(group,)) for group in anatomy.groups}
     refused: dict[str, str] = {}
     for site in SITES:
         try:
@@ -284,67 +266,21 @@ def _conditions(
         except NeedleworkError as error:
             refused[site] = str(error)
             continue
-        done[site] = AblateRecurrent(site=site)
-        done |= {f"{site}@{layer}": AblateRecurrent(site=site, layers=(layer,)) for layer, _ in anatomy.recurrent_parts()}
+        found[site] = AblateRecurrent(site=site)
+        found |= {f"{site}@{layer}": AblateRecurrent(site=site, layers=(layer,)) for layer, _ in anatomy.recurrent_parts()}
     for share, count in sizes.items():
         for draw in range(draws):
             chosen = np.random.default_rng([seed, count, draw]).choice(len(anatomy.groups), count, replace=False)
-            done[f"random {share} {draw}"] = AblateRecurrentGroups(groups=tuple(anatomy.groups[i] for i in chosen))
-    return done, refused
+            found[f"random {share} {draw}"] = AblateRecurrentGroups(groups=tuple(anatomy.groups[i] for i in chosen))
+    return found, refused
 
 
-def _halves(items: Sequence[Item], seed: int) -> tuple[list[int], list[int]]:
+def _split_clusters(items: Sequence[Item], seed: int) -> tuple[list[int], list[int]]:
     """Return the indices of two halves of the samples that share no cluster."""
     clusters = sorted({item.cluster for item in items})
     order = np.random.default_rng([seed, len(clusters)]).permutation(len(clusters))
     second = {clusters[i] for i in order[1::2]}
     if not second:
         raise NeedleworkError("all samples are of one cluster, so no ranking can be tried on other samples; give more")
-    return (
-        [i for i, item in enumerate(items) if item.cluster not in second],
-        [i for i, item in enumerate(items) if item.cluster in second],
-    )
-
-
-def _top_conditions(
-    groups: Sequence[Group],
-    sizes: Mapping[float, int],
-    found: Mapping[str, Answers],
-    halves: tuple[list[int], list[int]],
-    samples: Mapping[str, Sequence[Item]],
-) -> tuple[dict[str, Intervention], list[tuple[str, int, str]]]:
-    """Return the conditions that ablate top groups, ranked by each half or by all retrieval samples, and their trials."""
-
-    def order_of(some: Sequence[int]) -> tuple[Group, ...]:
-        drops = [[found["none"][i][0] - found[name_of(group)][i][0] for group in groups] for i in some]
-        return ranked(groups, np.array(drops))
-
-    orders = {"first half": order_of(halves[0]), "second half": order_of(halves[1]), "all": order_of([*halves[0], *halves[1]])}
-    tops: dict[str, Intervention] = {}
-    trials = []
-    for share, count in sizes.items():
-        for who, order in orders.items():
-            tops[f"top {share}, ranked by {who}"] = AblateRecurrentGroups(groups=order[:count])
-        for half, other in zip(halves, ("second half", "first half"), strict=True):
-            trials += [(RETRIEVAL, i, f"top {share}, ranked by {other}") for i in half]
-        for name, some in samples.items():
-            trials += [(name, i, f"top {share}, ranked by all") for i in range(len(some)) if name != RETRIEVAL]
-    return tops, trials
-
-
-def _joined(found: Mapping[str, Answers], share: float, count: int) -> Answers:
-    """Join the answers of all samples under the top groups of one share, whichever samples ranked them."""
-    joined: Answers = {}
-    for done, answers in found.items():
-        if done.startswith(f"top {share},"):
-            joined |= answers
-    if len(joined) != count:
-        raise RuntimeError(f"{len(joined)} of {count} samples were asked under the top groups")
-    return joined
-
-
-def _as_outcomes(found: Mapping[str, Answers]) -> dict[str, Outcome]:
-    def column(answers: Answers, which: int) -> Floats:
-        return np.array([answers[i][which] for i in range(len(answers))], dtype=np.float64)
-
-    return {done: Outcome(column(answers, 0), column(answers, 1)) for done, answers in found.items()}
+    first, other = ([i for i, item in enumerate(items) if (item.cluster in second) == half] for half in (False, True))
+    return first, other

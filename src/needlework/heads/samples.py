@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from needlework.errors import NeedleworkError, did_you_mean
-from needlework.interventions.base import NONE, Intervention
+from needlework.errors import NeedleworkError
 from needlework.measure import Progress, Sample, make_samples, measure, require_tokenizer, run_requests
 from needlework.requests import Request
-from needlework.stats import accuracy
+from needlework.stats import Estimate, accuracy
 from needlework.tasks import toy
 from needlework.tasks.base import Item, Task, make_task
 from needlework.tasks.prompts import token_ids
@@ -23,26 +20,16 @@ if TYPE_CHECKING:
 LEAST_RETRIEVAL = 0.5  # least accuracy without intervention: below it, too little retrieval is left to rank heads by
 MOST_SAMPLES = 100_000
 _DEPTHS = (0, 25, 50, 75, 100)
-_NIAH: dict[str, dict[str, Any]] = {
-    "toy": {"kind": "niah", "lengths": (64, 128, 192), "depths": _DEPTHS, "distractors": 3},
-    "english": {"kind": "niah", "lengths": (192, 256), "depths": _DEPTHS, "reserve_tokens": 60},
-}
-_RECALL: dict[str, Any] = {"sizes": (4, 8, 16)}
+_NIAH_TOY = {"kind": "niah", "lengths": (64, 128, 192), "depths": _DEPTHS, "distractors": 3}
+_NIAH_ENGLISH = {"kind": "niah", "lengths": (192, 256), "depths": _DEPTHS, "reserve_tokens": 60}
 NAMES = ("niah", "recall")
 
 
 def named_tasks(name: str, subject: Subject) -> list[Task]:
-    """Return the tasks of a name ("niah", or "recall" for key-value lists), in the model's language."""
-    if name not in NAMES:
-        raise NeedleworkError(f"there is no task {name!r} to rank heads by; {did_you_mean(name, NAMES)} Or give a plan")
+    """Return the tasks of one of NAMES ("niah", or "recall" for key-value lists), in the model's language."""
     if name == "niah":
-        return [make_task(_NIAH["toy" if toy.is_toy(require_tokenizer(subject)) else "english"])]
-    return [make_task({"kind": kind, **_RECALL}) for kind in ("mqar", "phone_book")]
-
-
-def retrieval_tasks(tasks: Sequence[Task]) -> list[Task]:
-    """Return the retrieval tasks among these whose answers are generated."""
-    return [task for task in tasks if task.ability == "retrieval" and task.mode == "generate"]
+        return [make_task(_NIAH_TOY if toy.is_toy(require_tokenizer(subject)) else _NIAH_ENGLISH)]
+    return [make_task({"kind": kind, "sizes": (4, 8, 16)}) for kind in ("mqar", "phone_book")]
 
 
 def draw_samples(
@@ -66,7 +53,17 @@ def draw_samples(
     drawn: list[Sample] = []
     for number, task in enumerate(tasks):
         wanted = samples * (number + 1) // len(tasks) - samples * number // len(tasks)
-        drawn += _spread(list(_of_task(subject, task, wanted, seed, without)), wanted)
+        extent = task.extent()
+        if extent is not None and "samples" in type(task).model_fields:
+            each: int = task.samples  # type: ignore[attr-defined]
+            task = task.model_copy(update={"samples": -(-wanted * each // extent.samples)})
+        found: dict[tuple[int, ...], Sample] = {}
+        for sample in make_samples(subject, task, seed):
+            item = sample.item
+            if item.facts.get("in_window", True) and item.spans.get("needle") and item.prompt not in without:
+                found.setdefault(item.prompt, sample)
+        some = list(found.values())
+        drawn += some if len(some) <= wanted else [some[i * len(some) // wanted] for i in range(wanted)]
     if not drawn and without:
         raise NeedleworkError(
             f"no samples are left that nothing was ranked or chosen by ({len(without)} were drawn already): give the task"
@@ -87,38 +84,15 @@ def check_count(samples: int) -> None:
         raise NeedleworkError(f"samples={samples!r} must be a whole number, at least 1 and at most {MOST_SAMPLES:,}")
 
 
-def _of_task(subject: Subject, task: Task, wanted: int, seed: int, without: Collection[tuple[int, ...]]) -> Iterator[Sample]:
-    extent = task.extent()
-    if extent is not None and "samples" in type(task).model_fields:
-        each: int = task.samples  # type: ignore[attr-defined]
-        task = task.model_copy(update={"samples": -(-wanted * each // extent.samples)})
-    seen = set(without)
-    for sample in make_samples(subject, task, seed):
-        item = sample.item
-        if item.facts.get("in_window", True) and item.spans.get("needle") and item.prompt not in seen:
-            seen.add(item.prompt)
-            yield sample
-
-
-def _spread(items: list[Sample], count: int) -> list[Sample]:
-    return items if len(items) <= count else [items[i * len(items) // count] for i in range(count)]
-
-
-def measure_correct(subject: Subject, samples: Sequence[Sample], acts: Sequence[Intervention], progress: Progress) -> np.ndarray:
-    """Return whether each sample is answered correctly under each intervention, [acts, samples]."""
-    return measure(subject, samples, acts, progress=progress).values("correct")
-
-
-def measure_baseline(subject: Subject, samples: Sequence[Sample], progress: Progress) -> np.ndarray:
-    """Return which samples the model answers correctly without intervention, [samples]; raise if they are too few."""
-    right: np.ndarray = measure_correct(subject, samples, [NONE], progress)[0]
-    share = accuracy(right)
+def measure_baseline(subject: Subject, samples: Sequence[Sample], progress: Progress) -> Estimate:
+    """Return the accuracy of the model without intervention; raise if it is too low."""
+    share = accuracy(measure(subject, samples, progress=progress).values()[0])
     if share.value < LEAST_RETRIEVAL:
         raise NeedleworkError(
             f"with nothing done to it the model retrieves {share.text()}: no ranking can be had from a task that it cannot do"
             f" (at least {LEAST_RETRIEVAL:.0%}); give a plan with shorter or other tasks (--task), or a model that retrieves"
         )
-    return right
+    return share
 
 
 def sample_clusters(samples: Sequence[Sample]) -> list[str]:
@@ -127,8 +101,8 @@ def sample_clusters(samples: Sequence[Sample]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Question:
-    """A sample that the model answers correctly, with the log-likelihood of its answer."""
+class AnsweredItem:
+    """A sample with the tokens of its correct answer and their log-likelihood."""
 
     place: int  # index among the given items
     item: Item
@@ -156,21 +130,25 @@ def answer_tokens(subject: Subject, item: Item) -> tuple[int, ...]:
     return token_ids(tokenizer, item.target)
 
 
-def correct_questions(subject: Subject, items: Sequence[Item]) -> list[Question]:
+def select_correct(subject: Subject, items: Sequence[Item]) -> list[AnsweredItem]:
     """Return the samples whose correct answer greedy decoding gives without intervention, in order; raise if there are none."""
     answers = [answer_tokens(subject, item) for item in items]
-    asked = [Request(item.prompt, options=(answer,)) for item, answer in zip(items, answers, strict=True)]
-    got = run_requests(subject, asked, [item.id for item in items])
-    return require_nonempty(
-        [Question(i, item, answers[i], got[i].totals[0]) for i, item in enumerate(items) if got[i].greedy[0]], items
-    )
+    requests = [Request(item.prompt, options=(answer,)) for item, answer in zip(items, answers, strict=True)]
+    got = run_requests(subject, requests, [item.id for item in items])
+    found = [AnsweredItem(i, item, answers[i], got[i].totals[0]) for i, item in enumerate(items) if got[i].greedy[0]]
+    return require_correct(found, items)
 
 
-def require_nonempty(right: list[Question], items: Sequence[Item]) -> list[Question]:
-    """Return the questions; raise if there are none."""
-    if not right:
+def require_correct(found: list[AnsweredItem], items: Sequence[Item]) -> list[AnsweredItem]:
+    """Return the samples that are answered correctly; raise if there are none."""
+    if not found:
         raise NeedleworkError(
             f"the model answers none of the {len(items)} samples right, so no head can be credited with it; choose an easier"
             " task (shorter lengths), or a model that retrieves"
         )
-    return right
+    return found
+
+
+def evidence(used: Sequence[AnsweredItem], items: Sequence[Item]) -> dict[str, Any]:
+    """Return which samples a method used, for the ranking file: those that the model answers correctly."""
+    return {"given": len(items), "used": [x.place for x in used]}

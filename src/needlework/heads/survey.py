@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from needlework.anatomy import Anatomy, Head
+from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
-from needlework.heads.dynamic import Comparison, compare_selections
 from needlework.heads.evaluation import (
     RANDOM,
     RANDOM_ORDERS,
     Agreement,
-    Curve,
+    RetrievalCurve,
+    SelectionComparison,
     SmallestSet,
-    compare_all_rankings,
     compare_rankings,
+    compare_selections,
     evaluate_rankings,
     smallest_set,
 )
@@ -28,7 +28,7 @@ from needlework.heads.methods import Method, Scores
 from needlework.heads.samples import check_count, check_heads, draw_samples, measure_baseline, sample_clusters
 from needlework.interventions.ranking import Origin, Ranking, jsonable
 from needlework.measure import Progress, Sample
-from needlework.stats import Estimate, accuracy, cluster_sums, resample
+from needlework.stats import Estimate, cluster_sums, resample
 from needlework.tasks.base import Task
 from needlework.terminal import Bar
 
@@ -38,47 +38,24 @@ if TYPE_CHECKING:
 DRAWS = 2000
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """A ranking with the scores that it is computed from."""
-
-    ranking: Ranking
-    scores: Scores
-    heads: tuple[Head, ...]  # head of each score
-
-    def half(self, odd: bool) -> Ranking | None:
-        """Return the ranking by every second sample; None for methods without per-sample scores."""
-        each = self.scores.each
-        if each is None or len(each) < 2:
-            return None
-        return Ranking.by_scores(_by_head(self.heads, each[int(odd) :: 2].mean(0)))
-
-
-class ProgressSteps:
+class ProgressSteps(Bar):
     """Progress bar over steps of unequal length, each of which reports its own share."""
 
     def __init__(self, count: int, shown: bool) -> None:
-        self.bar = Bar(count, "steps", shown=shown)
-        self._share = 0.0
-
-    def __enter__(self) -> ProgressSteps:
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.__exit__(*error)
+        super().__init__(count, "steps", shown=shown)
 
     @contextmanager
     def step(self, name: str) -> Iterator[Progress]:
-        self._share = 0.0
-        self.bar.show(name, lambda: self._share)
+        done = 0.0
 
         def progress(share: float) -> None:
-            self._share = min(1.0, share)
+            nonlocal done
+            done = min(1.0, share)
 
+        self.show(name, lambda: done)
         yield progress
-        self._share = 0.0
-        self.bar.advance()
+        done = 0.0
+        self.advance()
 
 
 def origin(subject: Subject, name: str = "") -> Origin:
@@ -88,42 +65,47 @@ def origin(subject: Subject, name: str = "") -> Origin:
     return Origin(name=named, architecture=subject.anatomy.architecture, weights=subject.body.weights)
 
 
-def rank_by(subject: Subject, method: Method, samples: Sequence[Sample], seed: int, progress: Progress, of: Origin) -> Ranked:
-    """Rank the model's heads by a method; raise if it does not return one finite score for each head."""
-    items, heads = [sample.item for sample in samples], subject.anatomy.heads
-    scores = method.score(subject, items, seed=seed, progress=progress)
+def rank_by(
+    subject: Subject, method: Method, samples: Sequence[Sample], seed: int, progress: Progress, of: Origin
+) -> tuple[Ranking, Agreement | None]:
+    """Rank the model's heads by a method; raise if it does not return one finite score for each head.
+
+    Returns:
+        The ranking; and the agreement of the rankings by either half of the samples, None without per-sample scores.
+    """
+    heads = subject.anatomy.heads
+    scores = method.score(subject, [sample.item for sample in samples], seed=seed, progress=progress)
     if scores.values.shape != (len(heads),) or not np.isfinite(scores.values).all():
         raise NeedleworkError(
             f"the method {method.name!r} gave scores of shape {scores.values.shape}, or none that are numbers; it must give one"
             f" finite number for each of the {len(heads)} heads"
         )
+    halves, intervals = None, {}
+    if scores.each is not None and len(scores.each) > 1:
+        first, second = (Ranking.by_scores(dict(zip(heads, scores.each[i::2].mean(0).tolist(), strict=True))) for i in (0, 1))
+        halves = compare_rankings(first, second)
+        low, high = _bounds(scores, samples)
+        intervals = {f"{h.layer}.{h.index}": [float(low[i]), float(high[i])] for i, h in enumerate(heads)}
     ranking = Ranking.by_scores(
-        _by_head(heads, scores.values),
+        dict(zip(heads, scores.values.tolist(), strict=True)),
         method=method.name,
         model=of,
         task=" + ".join(dict.fromkeys(sample.task.kind for sample in samples)),
         samples=len(samples),
         seed=seed,
-        evidence={**scores.evidence, "intervals": _intervals(scores, samples, heads)},
+        evidence={**scores.evidence, "intervals": intervals},
     )
-    return Ranked(ranking, scores, heads)
+    return ranking, halves
 
 
-def _by_head(heads: Sequence[Head], values: np.ndarray) -> dict[Head, float]:
-    return {head: float(value) for head, value in zip(heads, values, strict=True)}
-
-
-def _intervals(scores: Scores, samples: Sequence[Sample], heads: Sequence[Head]) -> dict[str, list[float]]:
-    """Return 95 % intervals of each head's mean per-sample score, by a cluster bootstrap; empty without per-sample scores."""
-    if scores.each is None or len(scores.each) < 2:
-        return {}
-    used = scores.evidence.get("used", range(len(samples)))
-    names = sample_clusters([samples[i] for i in used])
-    if len(names) != len(scores.each):  # per-sample scores that do not match the samples: no clusters are known
-        names = [str(i) for i in range(len(scores.each))]
-    totals = resample(cluster_sums(names, list(scores.each.T)), draws=DRAWS)
-    low, high = np.quantile(totals[:, :-1] / totals[:, -1:], [0.025, 0.975], axis=0)
-    return {f"{h.layer}.{h.index}": [float(low[i]), float(high[i])] for i, h in enumerate(heads)}
+def _bounds(scores: Scores, samples: Sequence[Sample]) -> np.ndarray:
+    """Return the 95 % interval of each head's mean per-sample score by a cluster bootstrap, [2, heads]."""
+    assert scores.each is not None
+    clusters = sample_clusters([samples[i] for i in scores.evidence.get("used", range(len(samples)))])
+    if len(clusters) != len(scores.each):  # per-sample scores that do not match the samples: no clusters are known
+        clusters = [str(i) for i in range(len(scores.each))]
+    totals = resample(cluster_sums(clusters, list(scores.each.T)), draws=DRAWS)
+    return np.quantile(totals[:, :-1] / totals[:, -1:], [0.025, 0.975], axis=0)
 
 
 # Offsets to the seed: each purpose has its own samples, so that nothing is evaluated on the samples it was chosen by.
@@ -132,7 +114,7 @@ CHEAP = ("attention", "contribution")  # kinds of methods that are run a second 
 
 
 @dataclass(frozen=True)
-class Settings:
+class SurveySettings:
     """Settings of a survey: numbers of samples, and what is measured."""
 
     samples: int = 60  # to rank heads on
@@ -168,18 +150,19 @@ class Survey:
 
     model: Origin
     anatomy: Anatomy
-    settings: Settings
+    settings: SurveySettings
     tasks: list[str]
     baseline: Estimate
     rankings: dict[str, Ranking] = field(default_factory=dict)
     retests: dict[str, Retest] = field(default_factory=dict)
-    curves: dict[str, Curve] = field(default_factory=dict)
+    curves: dict[str, RetrievalCurve] = field(default_factory=dict)
     smallest: SmallestSet | None = None
-    dynamic: Comparison | None = None
+    dynamic: SelectionComparison | None = None
 
     @property
     def agreements(self) -> dict[str, dict[str, Agreement]]:
-        return compare_all_rankings(self.rankings)
+        """Agreement of every pair of rankings."""
+        return {a: {b: compare_rankings(one, other) for b, other in self.rankings.items()} for a, one in self.rankings.items()}
 
     @property
     def best(self) -> str:
@@ -199,12 +182,12 @@ class Survey:
             "untouched": asdict(self.baseline),
             "rankings": {name: ranking.to_dict() for name, ranking in self.rankings.items()},
             "retest": {name: asdict(found) for name, found in self.retests.items()},
-            "agreement": {a: {b: found.to_dict() for b, found in row.items()} for a, row in self.agreements.items()},
+            "agreement": {a: {b: asdict(found) for b, found in row.items()} for a, row in self.agreements.items()},
             "curves": {name: curve.to_dict() for name, curve in self.curves.items()},
             "above_random": {name: asdict(c.above(floor)) for name, c in self.curves.items() if floor and name != RANDOM},
             "best": self.best if self.curves else None,
             "smallest_set": self.smallest.to_dict() if self.smallest else None,
-            "static_or_dynamic": self.dynamic.to_dict() if self.dynamic else None,
+            "static_or_dynamic": asdict(self.dynamic) if self.dynamic else None,
         }
         plain: dict[str, Any] = jsonable(found)
         return plain
@@ -214,7 +197,7 @@ def survey(
     subject: Subject,
     tasks: Sequence[Task],
     methods: Sequence[Method],
-    settings: Settings,
+    settings: SurveySettings,
     *,
     given: Mapping[str, Ranking] = {},
     name: str = "",
@@ -233,7 +216,6 @@ def survey(
     """
     if not methods and not given:
         raise NeedleworkError("give at least one method to rank heads by, or a ranking to be judged")
-    ranked = _Samples(subject, tasks, settings)
     check_heads(subject)
     for label, ranking in given.items():
         ranking.check(subject.anatomy, subject.body.weights)
@@ -241,60 +223,42 @@ def survey(
             raise NeedleworkError(
                 f"{label}: this ranking is of samples of seed {ranking.seed}, which it would be judged on; give another --seed"
             )
+    drawn: dict[int, list[Sample]] = {}
+
+    def samples_for(purpose: int) -> list[Sample]:
+        if purpose not in drawn:
+            count = settings.samples if purpose in (RANKED, AGAIN) else settings.held_out
+            taken = {sample.item.prompt for some in drawn.values() for sample in some}  # some tasks ignore the seed
+            drawn[purpose] = draw_samples(subject, tasks, count, settings.seed + purpose, taken)
+        return drawn[purpose]
+
     again = [method for method in methods if settings.retest and method.kind in CHEAP]
     with ProgressSteps(1 + len(methods) + len(again) + 2 * settings.judge + settings.dynamic, shown) as steps:
         with steps.step("asking the untouched model") as progress:
-            samples = ranked.at(RANKED)
-            right = measure_baseline(subject, samples, progress)
+            baseline = measure_baseline(subject, samples_for(RANKED), progress)
         of = origin(subject, name)
-        found = Survey(of, subject.anatomy, settings, [task.kind for task in tasks], accuracy(right))
+        found = Survey(of, subject.anatomy, settings, [task.kind for task in tasks], baseline)
         for method in methods:
             with steps.step(f"ranking by {method.name}") as progress:
-                one = rank_by(subject, method, samples, settings.seed, progress, of)
-            found.rankings[method.name] = one.ranking
-            found.retests[method.name] = Retest(_halves(one), None)
+                ranking, halves = rank_by(subject, method, samples_for(RANKED), settings.seed, progress, of)
+            found.rankings[method.name], found.retests[method.name] = ranking, Retest(halves, None)
         found.rankings |= given
         for method in again:
             with steps.step(f"again by {method.name}") as progress:
-                second = rank_by(subject, method, ranked.at(AGAIN), settings.seed + AGAIN, progress, of)
-            both = compare_rankings(found.rankings[method.name], second.ranking)
+                second, _ = rank_by(subject, method, samples_for(AGAIN), settings.seed + AGAIN, progress, of)
+            both = compare_rankings(found.rankings[method.name], second)
             found.retests[method.name] = Retest(found.retests[method.name].halves, both)
         if settings.judge:
             with steps.step("judging rankings") as progress:
-                found.curves = evaluate_rankings(subject, found.rankings, ranked.at(CHOSEN), progress, settings.random_orders)
-            found.smallest = _smallest(subject, found, ranked, settings.keep, steps)
+                judged = evaluate_rankings(subject, found.rankings, samples_for(CHOSEN), progress, settings.random_orders)
+            found.curves = judged
+            with steps.step("looking for the smallest set") as progress:
+                fewest = lambda name: (judged[name].smallest(settings.keep), -judged[name].area.value)  # noqa: E731
+                best = min(found.rankings, key=fewest)
+                both_samples = (samples_for(CHOSEN), samples_for(JUDGED))
+                found.smallest = smallest_set(subject, found.rankings[best], judged[best], *both_samples, settings.keep, progress)
         if settings.dynamic:
             with steps.step("static or dynamic") as progress:
-                best = found.rankings[found.best]
-                where = (samples, ranked.at(JUDGED), settings.share)
-                found.dynamic = compare_selections(subject, best, *where, progress)
+                where = (samples_for(RANKED), samples_for(JUDGED), settings.share)
+                found.dynamic = compare_selections(subject, found.rankings[found.best], *where, progress)
     return found
-
-
-class _Samples:
-    """Samples of each purpose, drawn on first use; no prompt is drawn for two purposes."""
-
-    def __init__(self, subject: Subject, tasks: Sequence[Task], settings: Settings) -> None:
-        self.subject, self.tasks, self.settings = subject, tasks, settings
-        self._drawn: dict[int, list[Sample]] = {}
-
-    def at(self, purpose: int) -> list[Sample]:
-        if purpose not in self._drawn:
-            count = self.settings.samples if purpose in (RANKED, AGAIN) else self.settings.held_out
-            taken = {sample.item.prompt for drawn in self._drawn.values() for sample in drawn}  # some tasks ignore the seed
-            self._drawn[purpose] = draw_samples(self.subject, self.tasks, count, self.settings.seed + purpose, taken)
-        return self._drawn[purpose]
-
-
-def _halves(ranked: Ranked) -> Agreement | None:
-    first, second = ranked.half(odd=False), ranked.half(odd=True)
-    return compare_rankings(first, second) if first and second else None
-
-
-def _smallest(subject: Subject, found: Survey, ranked: _Samples, keep: float, steps: ProgressSteps) -> SmallestSet:
-    with steps.step("looking for the smallest set") as progress:
-        judged = [found.curves[name] for name in found.rankings]
-        best = min(judged, key=lambda curve: (curve.smallest(keep), -curve.area.value)).name
-        return smallest_set(
-            subject, found.rankings[best], found.curves[best], ranked.at(CHOSEN), ranked.at(JUDGED), keep, progress
-        )

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from markupsafe import Markup
-from rich.console import Console, Group
+from rich.console import Group
 from rich.text import Text
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.files import atomic_write, file_name, new_directory
 from needlework.heads import foreign, plots
 from needlework.heads.evaluation import RANDOM, Agreement
-from needlework.heads.methods import table
+from needlework.heads.methods import all_methods
 from needlework.heads.plots import CUTS
-from needlework.heads.recurrent import RecurrentSide, each_group
+from needlework.heads.recurrent import RecurrentSide
 from needlework.heads.survey import Survey
 from needlework.reports.page import render_template
 from needlework.stats import Estimate, number, percent
@@ -109,7 +109,7 @@ def _dynamic(survey: Survey) -> Table:
 
 def methods() -> Table:
     """Return the table of all registered methods."""
-    rows = [(m.name, m.kind, m.about) for m in table().values()]
+    rows = [(m.name, m.kind, m.about) for m in all_methods().values()]
     return Table(("method", "looks at", "measures"), rows, "ways to rank heads")
 
 
@@ -171,7 +171,7 @@ def recurrent_table(side: RecurrentSide) -> Group:
         add(f"top {count} groups ({percent(share)})", f"top {share}")
         add(f"{count} groups at random, {side.draws} draws", *side.random(share))
     kinds = "/".join(side.kinds)
-    missed = [(f"layer {group.layer}, {group.index}", _nats(drop)) for group, drop in list(each_group(side))[:MOST_GROUPS]]
+    missed = [(f"layer {group.layer}, {group.index}", _nats(drop)) for group, drop in side.group_losses()[:MOST_GROUPS]]
     title = f"\ngroups ({kinds}) that retrieval misses most"
     best = Table(("group", "nats that retrieval loses without it"), missed, title, left=("group",))
     word, why = side.segregated
@@ -180,13 +180,6 @@ def recurrent_table(side: RecurrentSide) -> Group:
         f"\nsamples: {samples}; 95 % intervals over samples; top groups are ranked by other samples\nsegregated: {word} ({why})"
     )
     return Group(rows, best, Text(notes))
-
-
-def recurrent_text(side: RecurrentSide) -> str:
-    console = Console(width=160, no_color=True, highlight=False, force_terminal=False)
-    with console.capture() as captured:
-        console.print(recurrent_table(side))
-    return captured.get()
 
 
 def save_recurrent(side: RecurrentSide, out: Path, title: str = "") -> list[Path]:

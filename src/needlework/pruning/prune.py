@@ -14,7 +14,7 @@ import torch
 from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import new_directory
-from needlework.heads.methods import chosen
+from needlework.heads.methods import find_methods
 from needlework.heads.samples import draw_samples, named_tasks
 from needlework.heads.survey import ProgressSteps, origin, rank_by
 from needlework.interventions.base import NONE
@@ -144,9 +144,9 @@ def _check(ranking: Ranking, anatomy: Anatomy, weights: str) -> None:
 def by_needle_mass(subject: Subject, progress: bool = False) -> Ranking:
     """Rank heads by their attention on the needle while the model answers without intervention."""
     samples = draw_samples(subject, named_tasks("niah", subject), RANKING_SAMPLES, RANKING_SEED)
-    (method,) = chosen([METHOD])
+    (method,) = find_methods([METHOD])
     with ProgressSteps(1, progress) as steps, steps.step("ranking heads") as tell:
-        return rank_by(subject, method, samples, RANKING_SEED, tell, origin(subject)).ranking
+        return rank_by(subject, method, samples, RANKING_SEED, tell, origin(subject))[0]
 
 
 RECORD = "pruning.json"
