@@ -25,9 +25,9 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 
 from needlework import zoo
 from needlework.model.patches import fast_kernels
-from needlework.training import build, card, documents, evaluate, recipes
-from needlework.training.card import relation_of
-from needlework.training.train import fixed_threads
+from needlework.stats import Estimate
+from needlework.training import card, documents, recipes
+from needlework.training.train import build_model, fixed_threads
 
 SEED = 2  # cards use 0, and what is followed while training 1
 WANTED = {"tiny-griffin": 12.0, "tiny-jamba": 10.0}  # times the tokens per second of stock transformers
@@ -88,7 +88,7 @@ def compare(name: str, rows: int, length: int, steps: int, threads: int) -> dict
         recipe = recipes.validate_recipe({**recipe.model_dump(), "config": dense}, name)
     array, _ = documents.make_batch(0, 0, rows, length, recipe.document_mix(recipe.stages[-1]))
     ids = torch.from_numpy(array)
-    model = build.build_model(recipe).train()
+    model = build_model(recipe).train()
     rates = {}
     with fixed_threads(threads):
         sides = {"needlework": fast_kernels(model), "transformers": nullcontext()}
@@ -115,14 +115,13 @@ def compare(name: str, rows: int, length: int, steps: int, threads: int) -> dict
 def tells_phases_apart(found: card.Effects) -> bool:
     """Two hops need attention while reading, one does not."""
     untouched, reading = found["none"], found["ablate_attention(phase='prefill')"]
-    one_hop = min(untouched["one_hop"].interval()[0], reading["one_hop"].interval()[0])
-    return untouched["two_hops"].value >= 0.9 and reading["two_hops"].interval()[1] < 0.5 and one_hop >= 0.95
+    one_hop = min(untouched["one_hop"].low, reading["one_hop"].low)
+    return untouched["two_hops"].value >= 0.9 and reading["two_hops"].high < 0.5 and one_hop >= 0.95
 
 
-def agrees(said: dict[str, float], now: evaluate.CardFigure) -> bool:
+def agrees(said: dict[str, float], now: Estimate) -> bool:
     """A card and a new measurement of the same thing: their intervals meet, or nearly (a hundred pairs are compared)."""
-    low, high = now.interval()
-    return said["low"] - 0.03 <= high and low <= said["high"] + 0.03
+    return said["low"] - 0.03 <= now.high and now.low <= said["high"] + 0.03
 
 
 def check_card(name: str, samples: int) -> list[str]:
@@ -130,8 +129,8 @@ def check_card(name: str, samples: int) -> list[str]:
     entry = zoo.catalog()[name]
     longest = entry.record["longest_document_tokens"]
     wanted = goals(name, longest)
-    measured = evaluate.figures_of(entry.path, longest, samples, tuple(wanted), seed=SEED)
-    relation = relation_of(recipes.find_recipe(name))
+    measured = card.measure_figures_of(entry.path, longest, samples, tuple(wanted), seed=SEED)
+    relation = card.relation_of(recipes.find_recipe(name))
     silenced = card.measure_effects(entry.path, longest, seed=SEED, relation=relation)
     in_phases = card.measure_phases(entry.path, longest, relation, samples // 5, SEED) if "phases" in entry.record else {}
     pairs = {key: (entry.figures[key], figure) for key, figure in measured.items()}

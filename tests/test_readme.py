@@ -29,11 +29,11 @@ def block(file: str, language: str) -> str:
 
 
 def test_the_study_of_the_docs_is_one(tmp_path: Path) -> None:
-    from needlework.training import grid
+    from needlework.training import study
 
-    study = tmp_path / "study.yaml"
-    study.write_text(blocks("docs/zoo.md", "yaml")[1])
-    assert len(grid.list_models(grid.find_study(study))) == 12
+    file = tmp_path / "study.yaml"
+    file.write_text(blocks("docs/zoo.md", "yaml")[1])
+    assert len(study.list_models(study.find_study(file))) == 12
 
 
 def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:

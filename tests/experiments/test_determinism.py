@@ -39,12 +39,13 @@ experiments:
 
 def small_model(folder: Path, name: str, seed: int) -> None:
     from needlework.toy import tokenizer
-    from needlework.training import build, recipes
+    from needlework.training import recipes
+    from needlework.training.train import build_model
 
     recipe = recipes.find_recipe("tiny-griffin")
     small = {**recipe.config, "hidden_size": 32, "lru_width": 32, "intermediate_size": 64, "num_attention_heads": 4}
     torch.manual_seed(seed)
-    build.build_model(recipe.model_copy(update={"config": small, "seed": seed})).save_pretrained(folder / name)
+    build_model(recipe.model_copy(update={"config": small, "seed": seed})).save_pretrained(folder / name)
     tokenizer.save(folder / name)
 
 

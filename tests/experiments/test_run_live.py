@@ -41,12 +41,13 @@ experiments:
 @pytest.fixture(scope="module")
 def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from needlework.toy import tokenizer
-    from needlework.training import build, recipes
+    from needlework.training import recipes
+    from needlework.training.train import build_model
 
     folder = tmp_path_factory.mktemp("live")
     recipe = recipes.find_recipe("tiny-griffin")
     small = {**recipe.config, "hidden_size": 32, "lru_width": 32, "intermediate_size": 64, "num_attention_heads": 4}
-    build.build_model(recipe.model_copy(update={"config": small})).save_pretrained(folder / "griffin")
+    build_model(recipe.model_copy(update={"config": small})).save_pretrained(folder / "griffin")
     tokenizer.save(folder / "griffin")
     (folder / "plan.yaml").write_text(PLAN)
     return folder / "plan.yaml"

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 from needlework.errors import ZooError
-from needlework.training import build, recipes
+from needlework.training import recipes
+from needlework.training import train as training
 
 GOOD: dict[str, Any] = {
     "name": "mine",
@@ -34,7 +35,7 @@ def test_built_in_recipes_are_sound(name: str) -> None:
     recipe = recipes.find_recipe(name)
     assert recipe.name == name
     assert recipe.about
-    build.build_configuration(recipe)
+    training.build_configuration(recipe)
     assert recipes.validate_recipe(yaml.safe_load(recipe.to_yaml()), "again") == recipe
 
 
@@ -83,7 +84,7 @@ def test_a_bad_recipe_is_told_what_is_wrong(change: dict[str, Any], message: str
 )
 def test_a_bad_model_is_told_what_is_wrong(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ZooError, match=message):
-        build.build_model(recipes.validate_recipe(with_change(**change), "mine.yaml"))
+        training.build_model(recipes.validate_recipe(with_change(**change), "mine.yaml"))
 
 
 def test_unknown_names_and_unreadable_files(tmp_path: Path) -> None:
@@ -104,11 +105,11 @@ def test_a_number_may_be_written_as_people_write_it(tmp_path: Path) -> None:
     text = yaml.safe_dump(with_change(config={**GOOD["config"], "rms_norm_eps": "SMALL"}))
     (tmp_path / "mine.yaml").write_text(text.replace("SMALL", "1e-6"))
     assert recipes.find_recipe(tmp_path / "mine.yaml").config["rms_norm_eps"] == 1e-6
-    build.build_model(recipes.find_recipe(tmp_path / "mine.yaml"))
+    training.build_model(recipes.find_recipe(tmp_path / "mine.yaml"))
 
 
 def test_classes_by_another_kind_of_name_are_known() -> None:
-    assert build.find_model_class("GPT2LMHeadModel").__name__ == "GPT2LMHeadModel"
+    assert training.find_model_class("GPT2LMHeadModel").__name__ == "GPT2LMHeadModel"
 
 
 def test_a_recipe_of_ones_own_is_read_from_its_file(tmp_path: Path) -> None:
@@ -144,11 +145,11 @@ def test_attention_is_dropped_as_the_stage_says_and_else_as_the_configuration_do
     stages = [{**stage, **more} for stage, more in zip(GOOD["stages"], ({"attention_dropout": 0.5}, {}), strict=True)]
     plain, dropping = recipes.validate_recipe(GOOD, "test"), recipes.validate_recipe(with_change(stages=stages), "test")
     assert dropping.hash() != plain.hash()
-    model = build.build_model(dropping)
-    optimiser = build.build_optimiser(dropping.optimiser, model)
+    model = training.build_model(dropping)
+    optimisers = training.build_optimisers(dropping.optimiser, model)
     seen = []
     for step in (0, dropping.steps - 1):
-        train_step(dropping, model, optimiser, step)
+        train_step(dropping, model, optimisers, step)
         seen.append({part.attention_dropout for part in model.modules() if hasattr(part, "attention_dropout")})
     assert seen == [{0.5}, {model.config.attention_dropout}]
     with pytest.raises(ZooError, match="attention_dropout"):
@@ -180,16 +181,16 @@ def test_parameters_start_as_large_as_the_recipe_says() -> None:
     plain, scaled = (
         recipes.validate_recipe(with_change(**change), "test") for change in ({}, {"initial_std": {"embed_tokens": 0.5}})
     )
-    assert float(build.build_model(scaled).get_input_embeddings().weight.detach().std()) == pytest.approx(0.5, rel=1e-4)
-    assert float(build.build_model(plain).get_input_embeddings().weight.detach().std()) < 0.1
+    assert float(training.build_model(scaled).get_input_embeddings().weight.detach().std()) == pytest.approx(0.5, rel=1e-4)
+    assert float(training.build_model(plain).get_input_embeddings().weight.detach().std()) < 0.1
     assert recipes.validate_recipe(with_change(initial_std={}), "test").hash() == plain.hash() != scaled.hash()
     with pytest.raises(ZooError, match="names 'embedd_tokens'"):
-        build.build_model(recipes.validate_recipe(with_change(initial_std={"embedd_tokens": 0.5}), "test"))
+        training.build_model(recipes.validate_recipe(with_change(initial_std={"embedd_tokens": 0.5}), "test"))
 
 
 def test_vectors_start_evenly_spaced_where_the_recipe_says_so() -> None:
     granite = recipes.find_recipe("tiny-granite").model_dump()
-    spaced = build.build_model(recipes.validate_recipe({**granite, "initial_range": {"dt_bias": (-3.0, 3.0)}}, "test"))
+    spaced = training.build_model(recipes.validate_recipe({**granite, "initial_range": {"dt_bias": (-3.0, 3.0)}}, "test"))
     biases = [p.tolist() for name, p in spaced.named_parameters() if name.endswith("dt_bias")]
     assert biases == [pytest.approx([-3 + 0.4 * i for i in range(16)])] * 4
     plain, ranged = (
@@ -197,4 +198,4 @@ def test_vectors_start_evenly_spaced_where_the_recipe_says_so() -> None:
     )
     assert recipes.validate_recipe(with_change(initial_range={}), "test").hash() == plain.hash() != ranged.hash()
     with pytest.raises(ZooError, match="names 'embed_tokens', and no vector"):
-        build.build_model(recipes.validate_recipe(with_change(initial_range={"embed_tokens": (0, 1)}), "test"))
+        training.build_model(recipes.validate_recipe(with_change(initial_range={"embed_tokens": (0, 1)}), "test"))

@@ -17,9 +17,8 @@ from needlework.errors import ZooError
 from needlework.results import Row, Store
 from needlework.stats import NOTHING
 from needlework.terminal import Bar
-from needlework.training import grid, study
-from needlework.training.grid import StudyModel
-from needlework.training.study import HeadCurves
+from needlework.training import study
+from needlework.training.study import MeasuredModel, StudyModel
 from needlework.zoo import catalog
 
 RECIPE = {
@@ -67,7 +66,7 @@ def written(folder: Path, **changes: Any) -> Path:
 
 
 def test_a_grid_is_every_combination_with_every_seed_and_nothing_else_differs(tmp_path: Path) -> None:
-    made = grid.list_models(grid.find_study(written(tmp_path)))
+    made = study.list_models(study.find_study(written(tmp_path)))
     assert [cell.name for cell in made] == [f"{o}-{h}-seed{s}" for o in ("adamw", "muon") for h in (2, 4) for s in (0, 5)]
     assert len({cell.recipe.hash() for cell in made}) == 8
     for cell in made:
@@ -90,16 +89,16 @@ def test_a_grid_is_every_combination_with_every_seed_and_nothing_else_differs(tm
 )
 def test_a_study_that_cannot_be_trained_is_told_before_anything_is(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ZooError, match=says):
-        grid.find_study(written(tmp_path, **changes))
+        study.find_study(written(tmp_path, **changes))
 
 
 def test_an_unknown_study_is_told_the_known_ones() -> None:
     with pytest.raises(ZooError, match="concentration"):
-        grid.find_study("concentratoin")
+        study.find_study("concentratoin")
 
 
 def test_the_shipped_study_has_the_models_that_it_speaks_of() -> None:
-    shipped = grid.list_models(grid.find_study("concentration"))
+    shipped = study.list_models(study.find_study("concentration"))
     assert len(shipped) == 12
     assert {(cell.recipe.config["num_attention_heads"], cell.recipe.config["num_key_value_heads"]) for cell in shipped} == {
         (12, 3),
@@ -108,12 +107,12 @@ def test_the_shipped_study_has_the_models_that_it_speaks_of() -> None:
 
 
 def test_a_level_may_be_a_recipe_of_the_zoo_and_its_model_is_taken_from_the_shelf(tmp_path: Path) -> None:
-    asked = grid.find_study("seeds")
-    made = {cell.name: cell for cell in grid.list_models(asked)}
+    asked = study.find_study("seeds")
+    made = {cell.name: cell for cell in study.list_models(asked)}
     assert list(made) == [f"{model}-seed{seed}" for model in ("griffin", "jamba") for seed in (0, 1, 2)]
-    griffin = grid.recipes.find_recipe("tiny-griffin")
+    griffin = study.recipes.find_recipe("tiny-griffin")
     assert made["griffin-seed2"].recipe.hash() == griffin.changed(seed=2).hash()
-    there = grid.list_trained(asked, tmp_path)
+    there = study.list_trained(asked, tmp_path)
     assert [cell.name for cell in there] == ["griffin-seed0", "jamba-seed0"]  # as shipped; the others would have to be trained
     shipped = catalog()["tiny-griffin"].path
     weights = (tmp_path / "models" / "griffin-seed0" / "model.safetensors").read_bytes()
@@ -122,12 +121,12 @@ def test_a_level_may_be_a_recipe_of_the_zoo_and_its_model_is_taken_from_the_shel
 
 def test_a_study_of_which_nothing_is_trained_says_so(tmp_path: Path) -> None:
     with pytest.raises(ZooError, match="no trained model of the study 'small'; leave out --no-train"):
-        grid.list_trained(grid.find_study(written(tmp_path)), tmp_path / "out")
+        study.list_trained(study.find_study(written(tmp_path)), tmp_path / "out")
 
 
 def test_an_unknown_recipe_as_a_level_is_told_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ZooError, match="tiny-griffin"):
-        grid.find_study(written(tmp_path, vary={"model": {"a": "tiny-grifin", "b": "tiny-jamba"}}))
+        study.find_study(written(tmp_path, vary={"model": {"a": "tiny-grifin", "b": "tiny-jamba"}}))
 
 
 def test_verdicts_are_counted_seed_by_seed() -> None:
@@ -151,7 +150,7 @@ def verdict(one: StudyModel, number: int, word: Word) -> Verdict:
 @pytest.mark.slow
 def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: Path) -> None:
     path = written(tmp_path)
-    asked = grid.find_study(path).model_copy(update={"training_seeds": [0]})
+    asked = study.find_study(path).model_copy(update={"training_seeds": [0]})
 
     class Stop(Exception):
         pass
@@ -161,9 +160,9 @@ def test_a_study_is_trained_run_and_compared_and_goes_on_after_a_stop(tmp_path: 
             raise Stop
 
     with pytest.raises(Stop):
-        grid.train_models(asked, tmp_path / "out", 1, Stopping(8, "steps", shown=False))
+        study.train_models(asked, tmp_path / "out", 1, Stopping(8, "steps", shown=False))
     counted = Bar(8, "steps", shown=False)
-    grid.train_models(asked, tmp_path / "out", 2, counted)
+    study.train_models(asked, tmp_path / "out", 2, counted)
     assert counted.count == 8  # steps found done and steps done now are all of them
     (tmp_path / "out" / "models" / "muon-4-seed0").rename(tmp_path / "away")
     fewer = study.study(path, tmp_path / "out", training_seeds=[0], train=False, progress=False)
@@ -223,7 +222,7 @@ def rows(model: str, kept: dict[str, int], n: int = 100, base: int = 100) -> lis
     return made + [row(model, text, i, i < right) for text, right in kept.items() for i in range(n)]
 
 
-def curves(folder: Path, cells: list[StudyModel], trials: list[Row]) -> list[HeadCurves]:
+def curves(folder: Path, cells: list[StudyModel], trials: list[Row]) -> list[MeasuredModel]:
     """What a study reads of a store with these trials."""
     store = Store(folder / "run", create=True)
     heads = {one.name: int(one.levels["heads"]) for one in cells}
@@ -235,7 +234,7 @@ def curves(folder: Path, cells: list[StudyModel], trials: list[Row]) -> list[Hea
 
 
 def cell(optimiser: str, heads: int, seed: int) -> StudyModel:
-    recipe = grid.recipes.validate_recipe({**RECIPE, "name": "x"}, "test")
+    recipe = study.recipes.validate_recipe({**RECIPE, "name": "x"}, "test")
     return StudyModel({"optimiser": optimiser, "heads": str(heads)}, seed, recipe)
 
 

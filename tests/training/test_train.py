@@ -25,7 +25,7 @@ from needlework import terminal
 from needlework.cli import app
 from needlework.errors import ZooError
 from needlework.model.patches import fast_kernels
-from needlework.training import build, card, recipes
+from needlework.training import card, recipes
 from needlework.training import train as training
 from needlework.training.train import fixed_threads, learning_rate, train, train_step
 from needlework.zoo import RECORD
@@ -110,9 +110,9 @@ def test_seed_and_steps_decide_the_weights(recipe_file: Path, trained: Path, tmp
 def test_the_loss_falls(matrices: dict[str, float]) -> None:
     settings = {"lr": 0.01, "warmup_steps": 5, **matrices}
     recipe = recipes.validate_recipe({**TINY, "steps": 200, "optimiser": settings}, "tiny")
-    model = build.build_model(recipe)
-    optimiser = build.build_optimiser(recipe.optimiser, model)
-    losses = [train_step(recipe, model, optimiser, step) for step in range(40)]
+    model = training.build_model(recipe)
+    optimisers = training.build_optimisers(recipe.optimiser, model)
+    losses = [train_step(recipe, model, optimisers, step) for step in range(40)]
     assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
 
 
@@ -217,7 +217,7 @@ def test_what_could_not_be_measured_is_not_trained(
 
 def test_a_rehearsal_leaves_the_model_as_it_was(recipe_file: Path) -> None:
     recipe = recipes.find_recipe(recipe_file)
-    model = build.build_model(recipe).train()
+    model = training.build_model(recipe).train()
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     training.run_preflight(recipe, model)
     assert model.training
@@ -296,7 +296,7 @@ def test_a_bar_is_shown_while_the_card_is_measured(
     from transformers import AutoModelForCausalLM
 
     monkeypatch.setattr(terminal, "PLAIN_SECONDS", 0.01)
-    measured = card.measure_figures(AutoModelForCausalLM.from_pretrained(trained), 128, 2, True)
+    measured = card.measure_figures(AutoModelForCausalLM.from_pretrained(trained), 128, 2, progress=True)
     card.measure_effects(trained, 128, per_depth=1, per_subject=1, progress=True)
     said = capsys.readouterr().err
     assert f"/{len(measured)} figures" in said
@@ -305,7 +305,7 @@ def test_a_bar_is_shown_while_the_card_is_measured(
     assert "\x1b" not in said
     model = AutoModelForCausalLM.from_pretrained(trained)
     capsys.readouterr()  # what transformers tells while it loads
-    card.measure_figures(model, 128, 2, False)
+    card.measure_figures(model, 128, 2)
     assert capsys.readouterr().err == ""
 
 
@@ -346,13 +346,13 @@ def test_needles_of_a_card_are_of_a_kind_that_the_model_was_trained_on(trained: 
 
 def test_a_card_tells_the_phases_apart_where_links_were_trained(trained: Path, tmp_path: Path) -> None:
     stages = [{**stage, "rows": {"hops": 1}, "relations": ["gift"]} for stage in TINY["stages"]]
-    assert card.phases_of(trained, recipes.validate_recipe(TINY, "test"), 5) == {}
-    found = card.phases_of(trained, recipes.validate_recipe({**TINY, "stages": stages}, "test"), 5)
+    assert "phases" not in card.measure_interventions(trained, recipes.validate_recipe(TINY, "test"), 5)
+    found = card.measure_interventions(trained, recipes.validate_recipe({**TINY, "stages": stages}, "test"), 5)["phases"]
     assert list(found) == list(card.PHASES)
     assert {task: figure.n for task, figure in found["none"].items()} == {"one_hop": 5, "two_hops": 5}
     record = json.loads((trained / RECORD).read_text())
     assert "while reading" not in card.card_text(record)
-    told = card.card_text({**record, "phases": card.as_dicts(found)})
+    told = card.card_text({**record, "phases": card.to_record(found)})
     assert "no attention heads while reading | `ablate_attention(phase='prefill')`" in told
     assert "\n\n## What attention is for while reading" in told
 
@@ -365,13 +365,13 @@ def test_every_family_trains_to_the_same_bits(name: str) -> None:
     recipe = recipes.find_recipe(name).changed(steps=3)
     made = []
     for _ in range(2):
-        model = build.build_model(recipe)
-        optimiser = build.build_optimiser(recipe.optimiser, model)
+        model = training.build_model(recipe)
+        optimisers = training.build_optimisers(recipe.optimiser, model)
         with fixed_threads(1), fast_kernels(model):
             for step in range(3):
-                train_step(recipe, model, optimiser, step)
+                train_step(recipe, model, optimisers, step)
         made.append(model.state_dict())
-    fresh = build.build_model(recipe).state_dict()
+    fresh = training.build_model(recipe).state_dict()
     assert all(torch.equal(weight, made[1][key]) for key, weight in made[0].items())
     assert not all(torch.equal(weight, fresh[key]) for key, weight in made[0].items())
 
@@ -401,14 +401,14 @@ def test_a_second_cycle_goes_on_from_the_weights_of_the_first_recipe(trained: Pa
     assert once.hash() != twice.hash()
 
     def run(model: Any, steps: range) -> Any:
-        optimiser = build.build_optimiser(twice.optimiser, model)
+        optimisers = training.build_optimisers(twice.optimiser, model)
         with fixed_threads(1), fast_kernels(model):
             for step in steps:
-                train_step(twice, model, optimiser, step)
+                train_step(twice, model, optimisers, step)
         return model
 
-    whole = run(build.build_model(twice).train(), range(42)).state_dict()
-    resumed = build.build_model(twice).train()
+    whole = run(training.build_model(twice).train(), range(42)).state_dict()
+    resumed = training.build_model(twice).train()
     resumed.load_state_dict(load_file(trained / "model.safetensors"), strict=False)
     again = run(resumed, range(40, 42)).state_dict()
     assert all(torch.equal(weight, again[name]) for name, weight in whole.items())
@@ -422,7 +422,7 @@ def test_muon_steps_are_orthogonal_and_torch_agrees() -> None:
     for shape in ((24, 40), (40, 24)):
         start, gradient = torch.randn(shape), torch.randn(shape)
         ours, theirs = (torch.nn.Parameter(start.clone()) for _ in range(2))
-        muon = build.Muon([ours], lr=0.01, weight_decay=0.1)
+        muon = training.Muon([ours], lr=0.01, weight_decay=0.1)
         stock = torch.optim.Muon([theirs], lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
         for _ in range(3):
             before = ours.detach().clone()

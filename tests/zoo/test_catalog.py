@@ -10,7 +10,7 @@ import pytest
 from needlework import zoo
 from needlework.errors import ZooError
 from needlework.toy.words import WORD_ID
-from needlework.training import evaluate, recipes
+from needlework.training import card, recipes
 
 SHIPPED = sorted(zoo.catalog())
 MISSING_PART = {"tiny-mamba": {"ablate_attention()"}, "tiny-transformer": {"ablate_recurrent()"}}  # the two controls
@@ -31,10 +31,10 @@ def test_a_hybrid_and_the_control_with_attention_saw_the_same_documents_for_as_l
 
 def test_reading_twice_helps_the_control_without_attention_and_it_knows_its_facts() -> None:
     """By its card: a needle among four, prompts of 256 tokens; the intervals of once and twice lie more than ten points apart."""
-    card = zoo.catalog()["tiny-mamba"]
-    once, twice = card.record["effects"]["none"]["niah"], card.figures["niah_256_3_distractors_jrt"]
+    mamba = zoo.catalog()["tiny-mamba"]
+    once, twice = mamba.record["effects"]["none"]["niah"], mamba.figures["niah_256_3_distractors_jrt"]
     assert twice["low"] > once["high"] + 0.1
-    assert min(card.figures[name]["value"] for name in ("cloze_statement", "cloze_question")) >= 0.99
+    assert min(mamba.figures[name]["value"] for name in ("cloze_statement", "cloze_question")) >= 0.99
 
 
 def test_two_hops_need_attention_while_reading_and_one_does_not() -> None:
@@ -50,16 +50,13 @@ def test_two_hops_need_attention_while_reading_and_one_does_not() -> None:
 @pytest.mark.slow
 def test_the_phases_of_tiny_lfm_are_as_its_card_says(tmp_path: Path) -> None:
     """Fresh samples: other seed, fewer of them."""
-    from needlework.training import card
-
     entry = zoo.catalog()["tiny-lfm"]
     found = card.measure_phases(entry.path, entry.record["longest_document_tokens"], "hideout", per_depth=12, seed=7)
     for text, by_task in found.items():
         for task, figure in by_task.items():
-            low, high = figure.interval()
             said = entry.record["phases"][text][task]
-            assert low - 0.03 <= said["high"], (text, task)
-            assert said["low"] <= high + 0.03, (text, task)
+            assert figure.low - 0.03 <= said["high"], (text, task)
+            assert said["low"] <= figure.high + 0.03, (text, task)
 
 
 @pytest.mark.parametrize(("name", "heads"), [("tiny-griffin", (10, 1)), ("tiny-jamba", (32, 8))])
@@ -116,12 +113,11 @@ def test_a_shipped_model_does_what_its_card_says(name: str) -> None:
     longest = entry.record["longest_document_tokens"]
     torch.set_num_threads(1)
     names = (f"niah_{longest}_8_distractors", "cloze_question", "letter_choice")
-    measured = evaluate.figures_of(entry.path, longest, 60, names, seed=7)
+    measured = card.measure_figures_of(entry.path, longest, 60, names, seed=7)
     for figure_name, figure in measured.items():
-        low, high = figure.interval()
         said = entry.figures[figure_name]
-        assert low - 0.03 <= said["high"], figure_name
-        assert said["low"] <= high + 0.03, figure_name
+        assert figure.low - 0.03 <= said["high"], figure_name
+        assert said["low"] <= figure.high + 0.03, figure_name
 
 
 def test_an_unknown_model_is_told_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from needlework.training.documents import DATA_VERSION, ITEM_KINDS, ITEM_SHARES,
 
 Share = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
+RECIPE_FILES = "zoo/recipe_files"
 SHORTEST_ROW = 48  # the longest item of a short row must fit
 TRAINING = ("stages", "items", "answer_weight", "batch_tokens", "steps", "optimiser")  # keys that `trained_like` copies
 SHORTEST_LONGEST = 128  # card prompts hold nine needles, or four of them twice (jrt)
@@ -180,17 +182,16 @@ class Recipe(_Strict):
     def hash(self) -> str:
         """Return 12 hex digits over everything that determines the weights, i.e. all but name and description."""
         content = {**self.model_dump(mode="json", exclude={"name", "about"}), "data_version": DATA_VERSION}
-        for unsaid in ("initial_std", "initial_range"):  # defaults are left out: recipes from before these keys keep their hash
-            if not content[unsaid]:
-                del content[unsaid]
-        for stage in content["stages"]:
-            for unsaid in ("attention_dropout", "names", "said"):
-                if stage[unsaid] is None:
-                    del stage[unsaid]
-        if self.optimiser.matrix_lr is None:
-            del content["optimiser"]["matrix_lr"]
-        if self.optimiser.cycles == [Cycle(until=1.0)]:
-            del content["optimiser"]["cycles"]
+        # Left out while unset: recipes from before these keys keep their hash.
+        late: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+            (content, ("initial_std", "initial_range")),
+            (content["optimiser"], ("matrix_lr", "cycles")),
+        ]
+        late += [(stage, ("attention_dropout", "names", "said")) for stage in content["stages"]]
+        for part, keys in late:
+            for key in keys:
+                if part[key] in (None, {}, [{"until": 1.0, "peak": 1.0}]):
+                    del part[key]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"))
         return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
@@ -198,40 +199,40 @@ class Recipe(_Strict):
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, width=120)
 
 
-_MODELS: dict[str, type[BaseModel]] = {"stages": Stage, "optimiser": Optimiser}
+_NESTED: dict[str, type[BaseModel]] = {"stages": Stage, "optimiser": Optimiser}
 
 
-def _explain(error: ValidationError, source: str) -> ZooError:
+def explain(error: ValidationError, source: str, model: type[BaseModel]) -> ZooError:
+    """Return an error that names `source` and all faults in the content of a model."""
     lines = []
-    for problem in error.errors():
-        where = ".".join(map(str, problem["loc"])) or "recipe"
-        if problem["type"] == "extra_forbidden":
-            owner = _MODELS.get(str(problem["loc"][0]), Recipe) if len(problem["loc"]) > 1 else Recipe
-            lines.append(f"unknown key {where!r}: {did_you_mean(str(problem['loc'][-1]), owner.model_fields)}")
+    for fault in error.errors():
+        place = [str(part) for part in fault["loc"]]
+        where = ".".join(place) or "recipe"
+        if fault["type"] == "extra_forbidden":
+            owner = _NESTED.get(place[0], model) if len(place) > 1 else model
+            lines.append(f"unknown key {where!r}: {did_you_mean(place[-1], owner.model_fields)}")
         else:
-            lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
+            lines.append(f"{where}: {fault['msg'].removeprefix('Value error, ')}")
     return ZooError(f"{source}: " + "; ".join(lines))
 
 
-def _with_training(content: dict[Any, Any], source: str) -> dict[Any, Any]:
-    """Replace `trained_like: NAME` by the training keys of that built-in recipe; keys of the recipe itself take precedence."""
-    if "trained_like" not in content:
-        return content
-    own = {key: value for key, value in content.items() if key != "trained_like"}
-    name = content["trained_like"]
-    if name not in builtin_recipes():
-        raise ZooError(f"{source}: trained_like names no built-in recipe: {did_you_mean(str(name), builtin_recipes())}")
-    return {**find_recipe(name).model_dump(include=set(TRAINING)), **own}
-
-
 def validate_recipe(content: Any, source: str) -> Recipe:
-    """Return the recipe with this content; raise an error that names `source` and all faults."""
+    """Return the recipe with this content; raise an error that names `source` and all faults.
+
+    `trained_like: NAME` stands for the training keys of that built-in recipe; keys of the recipe itself take precedence.
+    """
     if not isinstance(content, dict):
         raise ZooError(f"{source}: a recipe is a mapping of keys to values; see an existing one for its shape")
+    if "trained_like" in content:
+        own = {key: value for key, value in content.items() if key != "trained_like"}
+        name = content["trained_like"]
+        if name not in builtin_recipes():
+            raise ZooError(f"{source}: trained_like names no built-in recipe: {did_you_mean(str(name), builtin_recipes())}")
+        content = {**find_recipe(name).model_dump(include=set(TRAINING)), **own}
     try:
-        return Recipe.model_validate(_with_training(content, source))
+        return Recipe.model_validate(content)
     except ValidationError as error:
-        raise _explain(error, source) from None
+        raise explain(error, source, Recipe) from None
 
 
 class _Yaml(yaml.SafeLoader):
@@ -254,20 +255,28 @@ def read_recipe(path: Path) -> Recipe:
     return validate_recipe(content, str(path))
 
 
+def shipped_files(folder: str) -> dict[str, Path]:
+    """Return the YAML files in a directory of the package, by name. The package must be installed as plain files."""
+    files = (Path(str(resources.files("needlework"))) / folder).glob("*.yaml")
+    return dict(sorted((path.stem, path) for path in files))
+
+
+def find_file(what: str, name_or_path: str | Path, shipped: Mapping[str, Path]) -> Path:
+    """Return the file of a built-in recipe or study by name, or the path of a YAML file."""
+    text = str(name_or_path)
+    if text in shipped:
+        return shipped[text]
+    if isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
+        return Path(text)
+    hint = did_you_mean(text, shipped)
+    raise ZooError(f"unknown {what} {text!r}: {hint} (or give the path of a {what} file ending in .yaml)")
+
+
 def builtin_recipes() -> tuple[str, ...]:
     """Return the names of the recipes in the package."""
-    folder = resources.files("needlework.zoo") / "recipe_files"
-    return tuple(sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")))
+    return tuple(shipped_files(RECIPE_FILES))
 
 
 def find_recipe(name_or_path: str | Path) -> Recipe:
     """Return a built-in recipe by name, or read one from the path of a YAML file."""
-    text = str(name_or_path)
-    if text in builtin_recipes():
-        entry = resources.files("needlework.zoo") / "recipe_files" / f"{text}.yaml"
-        return validate_recipe(yaml.safe_load(entry.read_text(encoding="utf-8")), f"recipe {text}")
-    if isinstance(name_or_path, Path) or text.endswith((".yaml", ".yml")) or "/" in text:
-        return read_recipe(Path(text))
-    raise ZooError(
-        f"unknown recipe {text!r}: {did_you_mean(text, builtin_recipes())} (or give the path of a recipe file ending in .yaml)"
-    )
+    return read_recipe(find_file("recipe", name_or_path, shipped_files(RECIPE_FILES)))

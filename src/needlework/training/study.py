@@ -1,7 +1,8 @@
 """Run a study (`needlework study`): train a grid of recipes, run one plan on all models, and compare factor levels.
 
-Models are compared by the smallest k of H heads from which on at least 95 % of retrieval is retained (lower bound of the paired
-retained share, as in the verdict on few heads), with the heads of lowest entropy and with random heads. As in a report,
+A question such as "what makes retrieval depend on few heads?" needs models that differ in one factor only, with several seeds
+each. Models are compared by the smallest k of H heads from which on at least 95 % of retrieval is retained (lower bound of the
+paired retained share, as in the verdict on few heads), with the heads of lowest entropy and with random heads. As in a report,
 `analysis.model_trials` selects the trials.
 """
 
@@ -9,14 +10,19 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from scipy.special import stdtrit
 
 from needlework.analysis.conditions import few_heads_rank
@@ -24,25 +30,179 @@ from needlework.analysis.findings import KEPT, Verdict, Word
 from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import by_boundary
 from needlework.analysis.verdicts import BASELINE
+from needlework.errors import ZooError
 from needlework.experiments.result import Result
+from needlework.experiments.schema import NAME, NAME_RULE, read
 from needlework.stats import Estimate, percent
 from needlework.tables import Table
 from needlework.terminal import Bar
-from needlework.training import grid
-from needlework.training.grid import StudyModel
+from needlework.training import recipes
+from needlework.training.recipes import Recipe
+from needlework.zoo import RECORD, catalog
 
-PICTURE, TABLE, NUMBERS = "study.png", "study.md", "study.json"
+MODELS, RUN = "models", "run"  # directories of a study
 WAYS = ("entropy", "random")
 UNJUDGED: tuple[Word, ...] = ("not run", "does not apply")
+Level = dict[str, Any] | str  # changes to a recipe, or the name of a built-in recipe
+
+
+class Study(BaseModel):
+    """Content of a study file: the common recipe, factors with their levels, seeds, and the experiments run on all models."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
+    about: str = ""
+    recipe: Level = {}
+    vary: Annotated[dict[str, dict[str, Level]], Field(min_length=1)]
+    training_seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = [0, 1, 2]
+    seeds: list[int] = [0]  # of the samples
+    experiments: Annotated[dict[str, Any], Field(min_length=1)]  # as in a plan, without models
+
+    @field_validator("vary", mode="before")
+    @classmethod
+    def _named(cls, vary: Any) -> Any:
+        """Check factors and levels, and convert their names to text, because YAML reads a level such as 12 as a number."""
+        if not isinstance(vary, dict) or not all(isinstance(levels, dict) for levels in vary.values()):
+            raise ValueError("each factor is a mapping of its levels to what their recipes say otherwise")
+        named = {str(factor): {str(level): change for level, change in levels.items()} for factor, levels in vary.items()}
+        for factor, levels in named.items():
+            if wrong := [name for name in (factor, *levels) if not NAME.fullmatch(name)]:
+                raise ValueError(f"{wrong[0]!r} is no name; {NAME_RULE}")
+            if len(levels) < 2:
+                raise ValueError(f"factor {factor!r} has one level; give two or more")
+        return named
 
 
 @dataclass(frozen=True)
-class HeadCurves:
-    """Retrieval of one model of a study without intervention, and the share retained with k heads, by way of selection."""
+class StudyModel:
+    """One model of a study: a level of every factor, and a seed."""
 
-    name: str
     levels: Mapping[str, str]
     seed: int
+    recipe: Recipe
+
+    @property
+    def name(self) -> str:
+        return "-".join([*self.levels.values(), f"seed{self.seed}"])
+
+
+def find_study(name_or_path: str | Path) -> Study:
+    """Return a built-in study by name, or read one from the path of a YAML file; raise if a recipe of it is invalid."""
+    path = recipes.find_file("study", name_or_path, recipes.shipped_files("studies"))
+    content = read(path).data
+    if not isinstance(content, dict):
+        raise ZooError(f"{path}: a study is a mapping with the keys recipe, vary and experiments; see docs/zoo.md")
+    try:
+        found = Study.model_validate(content)
+    except ValidationError as error:
+        raise recipes.explain(error, str(path), Study) from None
+    list_models(found)
+    return found
+
+
+def _merge(base: Any, change: Any) -> Any:
+    """Return `base` updated by `change`, recursively in nested mappings."""
+    if not isinstance(base, dict) or not isinstance(change, dict):
+        return change
+    return {**base, **{key: _merge(base.get(key), value) for key, value in change.items()}}
+
+
+def _recipe_content(level: Level) -> dict[str, Any]:
+    return recipes.find_recipe(level).model_dump(exclude={"name", "seed"}) if isinstance(level, str) else level
+
+
+def list_models(study: Study) -> list[StudyModel]:
+    """Return the models of a study: every combination of levels with every training seed."""
+    made = []
+    for chosen in product(*(levels.items() for levels in study.vary.values())):
+        levels = dict(zip(study.vary, (name for name, _ in chosen), strict=True))
+        content: Any = _recipe_content(study.recipe)
+        for _, change in chosen:
+            content = _merge(content, _recipe_content(change))
+        for seed in study.training_seeds:
+            name = "-".join([*levels.values(), f"seed{seed}"])
+            recipe = recipes.validate_recipe({**content, "name": name.lower(), "seed": seed}, f"study {study.name}, {name}")
+            made.append(StudyModel(levels, seed, recipe))
+    return made
+
+
+def is_finished(cell: StudyModel, folder: Path) -> bool:
+    """Return whether the directory holds this model, finished; raise if it holds another.
+
+    A model of the zoo with the same recipe hash is copied instead of trained.
+    """
+    shipped = (entry.path for entry in catalog().values() if entry.record.get("recipe_hash") == cell.recipe.hash())
+    if not (folder / RECORD).exists() and (made := next(shipped, None)):
+        shutil.copytree(made, folder, ignore=shutil.ignore_patterns(RECORD), dirs_exist_ok=True)
+        shutil.copy(made / RECORD, folder)  # last: the record marks a complete model
+    if not (folder / RECORD).exists():
+        return False
+    if recipes.read_recipe(folder / "recipe.yaml").hash() != cell.recipe.hash():
+        raise ZooError(f"{folder} holds a model of another recipe; give another --out, or move it away")
+    return True
+
+
+def train_models(study: Study, out: Path, jobs: int, bar: Bar) -> None:
+    """Train all models of a study that are not finished, `jobs` at a time in separate processes.
+
+    Interrupted trainings resume from their checkpoints.
+    """
+    waiting = []
+    for cell in list_models(study):
+        if is_finished(cell, out / MODELS / cell.name):
+            bar.found(cell.recipe.steps)
+        else:
+            waiting.append(cell)
+    context = multiprocessing.get_context("spawn")  # torch's threads do not work after a fork
+    with context.Manager() as manager, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        steps = manager.Queue()
+        trainings = {pool.submit(_train, cell, out / MODELS / cell.name, steps) for cell in waiting}
+        try:
+            while trainings:
+                done, trainings = wait(trainings, timeout=0.5, return_when=FIRST_COMPLETED)
+                while not steps.empty():
+                    name, count, new = steps.get()
+                    bar.show(name)
+                    (bar.advance if new else bar.found)(count)
+                for training in done:
+                    training.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.terminate()  # training resumes from the checkpoint
+            raise
+
+
+def _train(cell: StudyModel, folder: Path, steps: Any) -> None:
+    """Train one model in a worker process; put (name, steps, whether done now) into a queue for the common progress bar."""
+    from needlework.training.train import train
+
+    class QueueBar(Bar):
+        def found(self, count: int, work: float | None = None) -> None:
+            steps.put((cell.name, count, False))
+
+        def advance(self, count: int = 1, work: float | None = None) -> None:
+            steps.put((cell.name, count, True))
+
+    train(cell.recipe, folder, progress=QueueBar(cell.recipe.steps, "steps", shown=False), card_samples=0)
+
+
+def list_trained(study: Study, out: Path) -> list[StudyModel]:
+    """Return the finished models of a study, after copying those that are in the zoo; raise if there are none."""
+    there = [cell for cell in list_models(study) if is_finished(cell, out / MODELS / cell.name)]
+    if not there:
+        raise ZooError(f"{out} holds no trained model of the study {study.name!r}; leave out --no-train")
+    return there
+
+
+# --- What a study measures ---
+
+
+@dataclass(frozen=True)
+class MeasuredModel(StudyModel):
+    """A model's retrieval without intervention, and the share retained with k heads, by way of selection."""
+
     heads: int  # of each layer
     untouched: Estimate  # accuracy without intervention
     curves: Mapping[str, Mapping[int, Estimate]]  # way of selection -> heads kept in each layer -> retained share
@@ -89,7 +249,7 @@ class StudyResult:
     """Result of a study: the run on all models, and the curves of each model."""
 
     run: Result
-    models: Sequence[HeadCurves]
+    models: Sequence[MeasuredModel]
     text: str  # study.md: tables and sentences
 
 
@@ -117,34 +277,47 @@ def study(
     from needlework.analysis.reader import load
     from needlework.experiments.run import run
 
-    asked, folder = grid.find_study(file), Path(out)
+    asked, folder = find_study(file), Path(out)
     if training_seeds:
         asked = asked.model_copy(update={"training_seeds": list(dict.fromkeys(training_seeds))})
     folder.mkdir(parents=True, exist_ok=True)
+    every = list_models(asked)
     if train:
-        with Bar(sum(cell.recipe.steps for cell in grid.list_models(asked)), "steps", shown=progress) as bar:
-            grid.train_models(asked, folder, jobs, bar)
-    cells = grid.list_trained(asked, folder)
+        with Bar(sum(cell.recipe.steps for cell in every), "steps", shown=progress) as bar:
+            train_models(asked, folder, jobs, bar)
+    cells = list_trained(asked, folder)
+    plan = {
+        "name": asked.name,
+        "about": asked.about,
+        "models": [{"source": f"{MODELS}/{cell.name}", "name": cell.name} for cell in cells],
+        "seeds": asked.seeds,
+        "experiments": asked.experiments,
+    }
     path = folder / "plan.yaml"
-    path.write_text(grid.make_plan(asked, cells), encoding="utf-8")
-    result = run(path, folder / grid.RUN, progress=progress)
+    path.write_text(yaml.safe_dump(plan, sort_keys=False, width=120), encoding="utf-8")
+    result = run(path, folder / RUN, progress=progress)
     result.report()
-    models = read_curves(cells, load([folder / grid.RUN]))
-    return StudyResult(result, models, _write(asked, cells, models, result.verdicts(), folder))
+    models = read_curves(cells, load([folder / RUN]))
+    text = study_text(asked, len(every) - len(cells), models, result.verdicts())
+    (folder / "study.md").write_text(text, encoding="utf-8")
+    numbers = {"name": asked.name, "about": asked.about, **study_numbers(models)}
+    (folder / "study.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    plot_curves(models, folder / "study.png")
+    return StudyResult(result, models, text)
 
 
-def read_curves(cells: Sequence[StudyModel], frame: Frame) -> list[HeadCurves]:
+def read_curves(cells: Sequence[StudyModel], frame: Frame) -> list[MeasuredModel]:
     """Return the curves of each model from the trials of a study's run."""
     models = []
     for cell in cells:
         trials = by_boundary(frame, cell.name)[0]
         untouched = trials.accuracy(trials.retrieval("none"))
         curves = {way: trials.retained_by_heads(way) for way in WAYS}
-        models.append(HeadCurves(cell.name, cell.levels, cell.seed, trials.heads, untouched, curves))
+        models.append(MeasuredModel(cell.levels, cell.seed, cell.recipe, trials.heads, untouched, curves))
     return models
 
 
-def compare_levels(models: Sequence[HeadCurves]) -> list[FactorDifference]:
+def compare_levels(models: Sequence[MeasuredModel]) -> list[FactorDifference]:
     """Compare each pair of levels of each factor, over pairs of testable models that differ in that factor only."""
     usable = {(*model.levels.items(), model.seed): model for model in models if model.testable}
     made = []
@@ -176,17 +349,17 @@ def student(values: Sequence[float]) -> Estimate:
 # --- Tables, numbers and the plot ---
 
 
-def curves_table(models: Sequence[HeadCurves]) -> Table:
+def curves_table(models: Sequence[MeasuredModel]) -> Table:
     """Return a table with a row for each model."""
 
     def share(e: Estimate) -> str:
         return f"{percent(e.value)} [{percent(e.low, '')}, {percent(e.high, '')}]"
 
-    def near(model: HeadCurves, way: str) -> str:
+    def near(model: MeasuredModel, way: str) -> str:
         found = model.at_15_percent(way)
         return f"{found[0]} of {model.heads} keep {share(found[1])}" if model.testable and found else "-"
 
-    def smallest(model: HeadCurves, way: str) -> str:
+    def smallest(model: MeasuredModel, way: str) -> str:
         k = model.smallest_k(way)
         return f"{k} of {model.heads} ({percent(k / model.heads)})" if model.testable else "not testable"
 
@@ -198,7 +371,7 @@ def curves_table(models: Sequence[HeadCurves]) -> Table:
     return table
 
 
-def sentences(models: Sequence[HeadCurves]) -> list[str]:
+def sentences(models: Sequence[MeasuredModel]) -> list[str]:
     """Return sentences: how many models keep retrieval with few heads, and the effect of each factor."""
     testable, shown = sum(model.testable for model in models), sum(model.few_heads_suffice() for model in models)
     said = [f"{shown} of {len(models)} models keep their retrieval with about 15 % of the heads ({testable} can be tested)."]
@@ -214,9 +387,8 @@ def sentences(models: Sequence[HeadCurves]) -> list[str]:
     return said
 
 
-def study_numbers(models: Sequence[HeadCurves]) -> dict[str, Any]:
+def study_numbers(models: Sequence[MeasuredModel]) -> dict[str, Any]:
     """Return the JSON-compatible content of study.json."""
-
     return {
         "total": len(models),
         "testable": sum(model.testable for model in models),
@@ -254,33 +426,23 @@ def verdict_table(cells: Sequence[StudyModel], verdicts: Sequence[Verdict]) -> T
     return Table(["claim", *columns], rows)
 
 
-def _write(
-    asked: grid.Study, cells: Sequence[StudyModel], models: Sequence[HeadCurves], verdicts: Sequence[Verdict], folder: Path
-) -> str:
-    untrained = len(grid.list_models(asked)) - len(cells)
+def study_text(asked: Study, untrained: int, models: Sequence[MeasuredModel], verdicts: Sequence[Verdict]) -> str:
+    """Return the content of study.md: tables and sentences."""
     missing = f"\n\n{untrained} further models of the study are not trained." if untrained else ""
     said = "\n".join(f"- {sentence}" for sentence in sentences(models))
     text = f"# {asked.name}\n\n{asked.about.strip()}{missing}\n\n{curves_table(models).to_markdown()}\n\n{said}\n"
-    claims = verdict_table(cells, verdicts)
-    if claims.rows:
-        text += f"\n## Verdicts, seed by seed\n\n{claims.to_markdown()}\n"
-    (folder / TABLE).write_text(text, encoding="utf-8")
-    numbers = {"name": asked.name, "about": asked.about, **study_numbers(models)}
-    (folder / NUMBERS).write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    plot_curves(models, folder / PICTURE)
-    return text
+    claims = verdict_table(models, verdicts)
+    return text + (f"\n## Verdicts, seed by seed\n\n{claims.to_markdown()}\n" if claims.rows else "")
 
 
-def plot_curves(models: Sequence[HeadCurves], path: Path) -> None:
+def plot_curves(models: Sequence[MeasuredModel], path: Path) -> None:
     """Plot retained retrieval against the share of heads kept: a panel per combination of levels, lines per seed and way."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure as Canvas
+    from matplotlib.figure import Figure
 
-    panels: dict[str, list[HeadCurves]] = {}
+    panels: dict[str, list[MeasuredModel]] = {}
     for model in models:
         panels.setdefault(", ".join(f"{factor}: {level}" for factor, level in model.levels.items()), []).append(model)
-    canvas = Canvas(figsize=(3.1 * len(panels), 3.1), dpi=110, layout="constrained")
-    FigureCanvasAgg(canvas)
+    canvas = Figure(figsize=(3.1 * len(panels), 3.1), dpi=110, layout="constrained")
     axes = canvas.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     colours = {"entropy": "#0b6e4f", "random": "#b5651d"}
     for axis, (title, shown) in zip(axes, panels.items(), strict=True):

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import fcntl
 import math
-import os
-import platform
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from needlework.errors import NeedleworkError, ZooError
-from needlework.files import write_error
+import numba
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from needlework.errors import NeedleworkError, ZooError, did_you_mean
+from needlework.files import atomic_path, write_error
+from needlework.model.patches import fast_kernels
 from needlework.terminal import Bar, say
 from needlework.toy import tokenizer
+from needlework.toy import words as w
 from needlework.toy.sample import TRAIN_SPLIT, Stream
-from needlework.training import card, documents, evaluate, recipes
-from needlework.training.recipes import Recipe
+from needlework.training import card, documents, recipes
+from needlework.training.recipes import Optimiser, Recipe
 from needlework.zoo import RECORD
 
 CHECKPOINT_STEPS = 50
@@ -30,6 +37,11 @@ CARD_SAMPLES = 1000
 CHECKPOINT = "checkpoint.pt"
 LOCK = ".lock"
 MAX_LEAK = 1e-4  # largest change of earlier logits by a later token, relative to the largest logit: 100 times rounding errors
+
+_FILLED_IN = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
+# Coefficients of the quintic Newton-Schulz iteration: five rounds bring the singular values of a matrix of norm 1 near 1.
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+_LIKE_ADAMW = 0.2  # root mean square of an AdamW step, in units of its learning rate
 
 
 @dataclass
@@ -65,26 +77,150 @@ def train(
         checkpoint_steps: Steps between checkpoints.
         card_samples: Samples for each figure of the card; 0 measures nothing, and the record says so.
     """
-    from needlework.model.patches import fast_kernels
-    from needlework.training.build import build_model, build_optimiser
-
     given = recipe if isinstance(recipe, Recipe) else recipes.find_recipe(recipe)
     chosen = given.changed(steps=steps, seed=seed)
     folder = Path(out)
     model = build_model(chosen)
-    optimiser = build_optimiser(chosen.optimiser, model)
+    optimisers = build_optimisers(chosen.optimiser, model)
+    figures, interventions = {}, {}
     with claim_directory(folder), fixed_threads(chosen.threads):
         if not (folder / CHECKPOINT).exists():
             run_preflight(chosen, model)
         with fast_kernels(model):
-            done = load_checkpoint(folder, chosen, model, optimiser)
+            done = load_checkpoint(folder, chosen, model, optimisers)
             model.train()
             own = progress if isinstance(progress, Bar) else Bar(chosen.steps, "steps", shown=progress)
             with own as bar:
-                _run_steps(chosen, folder, model, optimiser, done, bar, checkpoint_steps)
-            relations = chosen.stages[-1].relations
-            measured = card.measure_figures(model, chosen.longest, card_samples, own.shown, relations) if card_samples else {}
-        return _write_model(chosen, folder, model, done, measured, card_samples, own.shown)
+                _run_steps(chosen, folder, model, optimisers, done, bar, checkpoint_steps)
+            if card_samples:
+                relations = chosen.stages[-1].relations
+                figures = card.measure_figures(model, chosen.longest, card_samples, relations=relations, progress=own.shown)
+        model.save_pretrained(folder)
+        tokenizer.save(folder)
+        if card_samples:
+            interventions = card.measure_interventions(folder, chosen, card_samples, own.shown)
+        (folder / "recipe.yaml").write_text(chosen.to_yaml(), encoding="utf-8")
+        card.plot_training(folder / "curve.png", chosen, done)
+        parameters = sum(weight.numel() for weight in model.parameters())
+        record = card.make_record(chosen, done, parameters, figures, interventions)
+        card.write_card(folder, record)
+        (folder / CHECKPOINT).unlink(missing_ok=True)
+        return record
+
+
+# --- The model with fresh weights ---
+
+
+def find_model_class(architecture: str) -> Any:
+    """Return the causal language model class of transformers with this name; raise for an unknown name."""
+    suffixed = {name for name in dir(transformers) if name.endswith("ForCausalLM")}
+    known = sorted(suffixed | {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()})
+    if architecture not in known:
+        raise ZooError(f"unknown architecture {architecture!r} in transformers: {did_you_mean(architecture, known)}")
+    return getattr(transformers, architecture)
+
+
+def build_configuration(recipe: Recipe) -> Any:
+    """Return the configuration of the recipe's model class; raise for unknown keys, which transformers would accept."""
+    kind = find_model_class(recipe.architecture).config_class
+    known = {*kind().to_dict(), *getattr(kind, "attribute_map", {}), "rope_parameters", "head_dim"} - set(_FILLED_IN)
+    for key in recipe.config:
+        if key in _FILLED_IN:
+            raise ZooError(f"recipe {recipe.name}: config.{key} is given by the toy language; leave it out")
+        if key not in known:
+            raise ZooError(f"recipe {recipe.name}: unknown key config.{key}: {did_you_mean(key, known)}")
+    ids = {f"{name}_token_id": w.WORD_ID[word] for name, word in (("pad", w.PAD), ("bos", w.BOS), ("eos", w.EOS))}
+    return kind(vocab_size=len(w.VOCABULARY), **ids, **recipe.config)
+
+
+def build_model(recipe: Recipe) -> Any:
+    """Return the model in fp32 with weights initialised from the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    try:
+        built = find_model_class(recipe.architecture)(build_configuration(recipe)).float()
+    except ZooError:
+        raise
+    except Exception as error:  # model classes raise anything for a bad configuration
+        raise ZooError(f"recipe {recipe.name}: {recipe.architecture} refuses this config: {error}") from None
+    parts = [("initial_std", part, True) for part in recipe.initial_std]
+    parts += [("initial_range", part, False) for part in recipe.initial_range]
+    with torch.no_grad():
+        for key, part, matrices in parts:
+            chosen = [p for name, p in built.named_parameters() if part in name and (p.ndim != 1) == matrices]
+            if not chosen:
+                kind = "matrix" if matrices else "vector"
+                raise ZooError(f"recipe {recipe.name}: {key} names {part!r}, and no {kind} of the model is called so")
+            for weight in chosen:
+                if matrices:
+                    weight.mul_(recipe.initial_std[part] / weight.std())
+                else:
+                    weight.copy_(torch.linspace(*recipe.initial_range[part], len(weight)))
+    return built
+
+
+# --- Optimisers: AdamW, optionally with Muon for linear layers ---
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """Return matrices [n, rows, columns] with their singular values moved near 1 (Newton-Schulz)."""
+    a, b, c = _QUINTIC
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp_min(1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(square, square, square, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon optimiser: orthogonalized Nesterov momentum, scaled so that AdamW's learning rates and weight decays apply.
+
+    Muon (Jordan et al., 2024) orthogonalizes the momentum of a matrix before it is added, so that all directions get a step of
+    the same size, including rare ones such as the binding of a name to its value. torch.optim.Muon does the same in bfloat16,
+    which is ten times slower than fp32 on a CPU.
+    """
+
+    def __init__(self, matrices: Iterable[Tensor], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
+        super().__init__(list(matrices), {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            same_shape: dict[torch.Size, list[Tensor]] = defaultdict(list)
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    same_shape[matrix.shape].append(matrix)
+            for shape, matrices in same_shape.items():
+                gradients = [matrix.grad for matrix in matrices if matrix.grad is not None]
+                momenta = [self.state[matrix].setdefault("momentum", torch.zeros_like(matrix)) for matrix in matrices]
+                torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+                ahead = torch.lerp(torch.stack(gradients), torch.stack(momenta), group["momentum"])
+                size = group["lr"] * _LIKE_ADAMW * max(shape) ** 0.5
+                for matrix, direction in zip(matrices, orthogonalize(ahead), strict=True):
+                    matrix.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-size)
+
+
+def build_optimisers(settings: Optimiser, model: Any) -> list[torch.optim.Optimizer]:
+    """Return the optimisers of a model: AdamW, and with `matrix_lr` Muon for all linear layers except the output head.
+
+    "peak" of their parameter groups is the learning rate before warm-up and decay.
+    """
+    head, linear = model.get_output_embeddings(), [m for m in model.modules() if isinstance(m, nn.Linear)]
+    maps = [m.weight for m in linear if m is not head] if settings.matrix_lr else []
+    taken = {id(weight) for weight in maps}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
+    # Weight decay applies to matrices only: norms, biases and decay rates of recurrences should not shrink.
+    groups = [
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay, "peak": settings.lr},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0, "peak": settings.lr},
+    ]
+    adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
+    if not settings.matrix_lr:
+        return [adamw]
+    muon = Muon(maps, settings.matrix_lr, settings.weight_decay)
+    muon.param_groups[0]["peak"] = settings.matrix_lr
+    return [adamw, muon]
 
 
 # --- The loop ---
@@ -93,9 +229,6 @@ def train(
 @contextmanager
 def fixed_threads(threads: int) -> Iterator[None]:
     """Fix the thread count of torch and numba in the `with` block: floating-point sums, and thus weights, depend on it."""
-    import numba
-    import torch
-
     before = torch.get_num_threads(), numba.get_num_threads()
     torch.set_num_threads(threads)
     numba.set_num_threads(min(threads, before[1]))
@@ -115,24 +248,17 @@ def learning_rate(recipe: Recipe, step: int, peak: float) -> float:
     return peak * warm * (o.final_lr_share + (1 - o.final_lr_share) * cosine)
 
 
-def _set_attention_dropout(model: Any, share: float | None) -> None:
-    """Set attention dropout in all modules; None sets the value of the model's configuration."""
-    share = getattr(model.config, "attention_dropout", 0.0) if share is None else share
-    for part in model.modules():
-        if hasattr(part, "attention_dropout"):
-            part.attention_dropout = share
-
-
-def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
+def train_step(recipe: Recipe, model: Any, optimisers: Sequence[Any], step: int) -> float:
     """Train one step on the documents of (seed, step) and return the weighted mean loss; raise if it is not finite."""
-    import torch
-
     stage = recipe.stage_at(step)
     length = Stream(TRAIN_SPLIT, recipe.seed, step, "length").pick(stage.lengths)
     rows = max(1, recipe.batch_tokens // length)
     ids_array, weights_array = documents.make_batch(recipe.seed, step, rows, length, recipe.document_mix(stage))
     ids, weights = torch.from_numpy(ids_array), torch.from_numpy(weights_array)[:, 1:]
-    _set_attention_dropout(model, stage.attention_dropout)
+    dropout = getattr(model.config, "attention_dropout", 0.0) if stage.attention_dropout is None else stage.attention_dropout
+    for part in model.modules():
+        if hasattr(part, "attention_dropout"):
+            part.attention_dropout = dropout
     torch.manual_seed(recipe.seed * 1_000_003 + step)  # makes dropout a function of (seed, step), too
     logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -142,103 +268,63 @@ def train_step(recipe: Recipe, model: Any, optimiser: Any, step: int) -> float:
             f"the loss is not finite at step {step}: the training has diverged. Lower optimiser.lr or matrix_lr "
             "(another recipe, so give another --out)"
         )
-    if step == recipe.cycle_at(step)[0]:
-        optimiser.forget()
-    optimiser.zero_grad()
+    for optimiser in optimisers:
+        if step == recipe.cycle_at(step)[0]:
+            optimiser.state.clear()
+        optimiser.zero_grad()
     torch.autograd.backward(loss)
     torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.optimiser.clip)
-    optimiser.step(lambda peak: learning_rate(recipe, step, peak))
+    for optimiser in optimisers:
+        for group in optimiser.param_groups:
+            group["lr"] = learning_rate(recipe, step, group["peak"])
+        optimiser.step()
     return float(loss.item())
 
 
-def _evaluate_probes(recipe: Recipe, model: Any) -> dict[str, float]:
-    names = evaluate.probe_names(recipe.longest)
-    relations = recipe.stages[-1].relations
-    measured = evaluate.figures(model, recipe.longest, PROBE_SAMPLES, names, seed=1, relations=relations)
-    return {name: figure.value for name, figure in measured.items()}
-
-
 def _run_steps(
-    recipe: Recipe, out: Path, model: Any, optimiser: Any, done: TrainingProgress, bar: Bar, checkpoint_steps: int
+    recipe: Recipe, out: Path, model: Any, optimisers: Sequence[Any], done: TrainingProgress, bar: Bar, checkpoint_steps: int
 ) -> None:
     bar.found(done.step)
     bar.show(recipe.name)
     began = time.monotonic() - done.seconds
     recent: list[float] = []
+    probes = (f"niah_{recipe.longest}_8_distractors", "cloze_statement", "letter_choice", "entailment")
+    relations = recipe.stages[-1].relations
     while done.step < recipe.steps:
-        recent.append(train_step(recipe, model, optimiser, done.step))
+        recent.append(train_step(recipe, model, optimisers, done.step))
         done.step += 1
         last = done.step == recipe.steps
         if done.step % PROBE_STEPS == 0 or last:
-            point = {"step": float(done.step), "loss": sum(recent) / len(recent), **_evaluate_probes(recipe, model)}
-            done.curve.append(point)
+            figures = card.measure_figures(model, recipe.longest, PROBE_SAMPLES, probes, seed=1, relations=relations)
+            values = {name: figure.value for name, figure in figures.items()}
+            done.curve.append({"step": float(done.step), "loss": sum(recent) / len(recent), **values})
             recent.clear()
             if bar.shown:
-                note = "  ".join(f"{name} {value:.2f}" for name, value in point.items() if name != "step")
+                note = "  ".join(f"{name} {value:.2f}" for name, value in done.curve[-1].items() if name != "step")
                 say(f"step {done.step}  {time.monotonic() - began:.0f} s  {note}")
         done.seconds = time.monotonic() - began
         if done.step % checkpoint_steps == 0 or last:
-            save_checkpoint(out, recipe, done, model, optimiser)
+            save_checkpoint(out, recipe, done, model, optimisers)
         bar.advance()
-
-
-def versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    return {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def _write_model(
-    recipe: Recipe,
-    out: Path,
-    model: Any,
-    done: TrainingProgress,
-    measured: dict[str, evaluate.CardFigure],
-    samples: int,
-    progress: bool,
-) -> card.Record:
-    """Write weights, tokenizer and card, remove the checkpoint, and return the record; 0 samples measure nothing."""
-    model.save_pretrained(out)
-    tokenizer.save(out)
-    silenced, in_phases = {}, {}
-    if samples:
-        relation, per_depth = card.relation_of(recipe), max(1, samples // 25)
-        silenced = card.measure_effects(out, recipe.longest, per_depth, progress=progress, relation=relation)
-        in_phases = card.phases_of(out, recipe, samples, progress)
-    parameters = sum(weight.numel() for weight in model.parameters())
-    record = card.make_record(recipe, done, measured, silenced, parameters, versions(), in_phases)
-    card.write_card(out, recipe, done, record)
-    (out / CHECKPOINT).unlink(missing_ok=True)
-    return record
 
 
 # --- Checkpoints: written atomically, and resumed by the same recipe only ---
 
 
-def save_checkpoint(out: Path, recipe: Recipe, progress: TrainingProgress, model: Any, optimiser: Any) -> None:
-    """Write the checkpoint atomically: to a temporary file that then replaces the old one."""
-    import torch
-
+def save_checkpoint(out: Path, recipe: Recipe, progress: TrainingProgress, model: Any, optimisers: Sequence[Any]) -> None:
     state = {
         "recipe_hash": recipe.hash(),
         "recipe_name": recipe.name,
         "progress": asdict(progress),
         "model": model.state_dict(),
-        "optimiser": optimiser.state_dict(),
+        "optimiser": [optimiser.state_dict() for optimiser in optimisers],
     }
-    unfinished = out / f"{CHECKPOINT}.tmp"
-    with unfinished.open("wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(out / CHECKPOINT)
+    with atomic_path(out / CHECKPOINT) as half:
+        torch.save(state, half)
 
 
-def load_checkpoint(out: Path, recipe: Recipe, model: Any, optimiser: Any) -> TrainingProgress:
-    """Load the checkpoint in `out` into model and optimiser and return its progress, or zero progress if there is none."""
-    import torch
-
+def load_checkpoint(out: Path, recipe: Recipe, model: Any, optimisers: Sequence[Any]) -> TrainingProgress:
+    """Load the checkpoint in `out` into model and optimisers and return its progress, or zero progress if there is none."""
     path = out / CHECKPOINT
     if not path.exists():
         return TrainingProgress()
@@ -255,7 +341,8 @@ def load_checkpoint(out: Path, recipe: Recipe, model: Any, optimiser: Any) -> Tr
             "give another --out, or the recipe, seed and steps it was started with"
         )
     model.load_state_dict(state["model"])
-    optimiser.load_state_dict(state["optimiser"])
+    for optimiser, saved in zip(optimisers, state["optimiser"], strict=True):
+        optimiser.load_state_dict(saved)
     return TrainingProgress(**state["progress"])
 
 
@@ -275,7 +362,9 @@ def claim_directory(out: Path) -> Iterator[None]:
         try:
             if (out / RECORD).exists():
                 raise ZooError(f"{out} holds a finished model; choose another --out, or remove it first")
-            strangers = sorted(entry.name for entry in out.iterdir() if entry.name not in (f"{CHECKPOINT}.tmp", LOCK))
+            for unfinished in out.glob(f".{CHECKPOINT}.*.half"):  # of a killed process
+                unfinished.unlink()
+            strangers = sorted(entry.name for entry in out.iterdir() if entry.name != LOCK)
             if strangers and CHECKPOINT not in strangers:
                 raise ZooError(f"{out} holds other files ({', '.join(strangers[:3])}); choose an empty directory")
             yield
@@ -288,12 +377,10 @@ def claim_directory(out: Path) -> Iterator[None]:
 
 def run_preflight(recipe: Recipe, model: Any) -> None:
     """Check that the untrained model is causal and can be evaluated, saved, loaded and ablated, before training starts."""
-    from needlework.model.patches import fast_kernels
-
     try:
         with fast_kernels(model):
             _check_causal(recipe, model)
-            evaluate.figures(model, recipe.longest, 1)
+            card.measure_figures(model, recipe.longest, 1)
         with TemporaryDirectory(prefix="needlework-") as place:
             model.save_pretrained(place)
             tokenizer.save(Path(place))
@@ -312,8 +399,6 @@ def run_preflight(recipe: Recipe, model: Any) -> None:
 
 def _check_causal(recipe: Recipe, model: Any) -> None:
     """Raise if a later token changes earlier logits: such a model sees the tokens that it has to predict."""
-    import torch
-
     was_training = model.training
     ids = torch.arange(10, 34)[None]
     other = ids.clone()

@@ -6,16 +6,21 @@ from typing import Any
 
 import pytest
 
+from needlework.stats import wilson
 from needlework.toy.sample import Stream, ToySample
 from needlework.toy.words import BOS, VOCABULARY, WORD_ID
-from needlework.training import build, documents, evaluate, recipes
-from needlework.training.evaluate import CardFigure
+from needlework.training import card, documents, recipes
+from needlework.training.train import build_model
 
 
-def test_wilson_intervals_by_hand() -> None:
-    assert CardFigure(0, 73).interval() == pytest.approx((0.0, 0.04999), abs=1e-4)
-    assert CardFigure(95, 100).interval() == pytest.approx((0.8882, 0.9785), abs=1e-4)
-    assert CardFigure(1000, 1000).interval() == pytest.approx((0.99617, 1.0), abs=1e-4)
+@pytest.mark.parametrize(
+    ("correct", "n", "low", "high"), [(0, 73, 0.0, 0.04999), (95, 100, 0.8882, 0.9785), (1000, 1000, 0.99617, 1.0)]
+)
+def test_a_record_has_wilson_intervals_by_hand(correct: int, n: int, low: float, high: float) -> None:
+    record = card.to_record({"none": {"niah": wilson(correct, n)}})["none"]["niah"]
+    assert list(record) == ["value", "low", "high", "correct", "n"]
+    assert (record["correct"], record["n"]) == (correct, n)
+    assert (record["low"], record["high"]) == pytest.approx((low, high), abs=1e-4)
 
 
 def test_exact_match_is_what_greedy_decoding_gives() -> None:
@@ -23,7 +28,7 @@ def test_exact_match_is_what_greedy_decoding_gives() -> None:
     import torch
 
     recipe = recipes.find_recipe("tiny-transformer")
-    model = build.build_model(recipe).eval()
+    model = build_model(recipe).eval()
     with torch.no_grad():  # an untrained model that nearly repeats its input: right on some targets, wrong on others
         model.lm_head.weight.copy_(model.model.embed_tokens.weight)
         for layer in model.model.layers:
@@ -40,7 +45,7 @@ def test_exact_match_is_what_greedy_decoding_gives() -> None:
         for _ in sample.target:
             ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
         greedy.append(ids[0, -len(sample.target) :].tolist() == [WORD_ID[word] for word in sample.target])
-    assert evaluate.exact(model, group) == greedy
+    assert card.exact_matches(model, group) == greedy
     assert 5 < sum(greedy) < 25
 
 
@@ -58,9 +63,9 @@ def test_evaluation_shares_no_document_with_training(monkeypatch: pytest.MonkeyP
     documents.make_batch(0, 0, 4, 96, recipe.document_mix(recipe.stages[0]))
     assert splits == ["train"] * 4
     splits.clear()
-    monkeypatch.setattr(evaluate, "Stream", Noting)
-    for name, make in evaluate.suite(recipe.longest).items():
-        assert len({sample.prompt for sample in evaluate.samples(name, make, 200)}) == 200, name
+    monkeypatch.setattr(card, "Stream", Noting)
+    for name, make in card.suite(recipe.longest).items():
+        assert len({sample.prompt for sample in card.samples(name, make, 200)}) == 200, name
     assert set(splits) == {"eval"}
 
 
@@ -106,7 +111,7 @@ def test_card_figures_are_what_task_and_engine_give(told: dict[str, Any]) -> Non
                 weight.mul_(1 + 0.15 * torch.randn_like(weight))
         right = answered(subject, task, items)
     assert any(right)
-    assert evaluate.exact(subject.model, group) == right
+    assert card.exact_matches(subject.model, group) == right
 
 
 def answered(subject: Any, task: Any, items: list[Any]) -> list[bool]:
@@ -123,15 +128,15 @@ def answered(subject: Any, task: Any, items: list[Any]) -> list[bool]:
 
 
 def test_prompts_of_the_suite_have_the_length_in_their_name() -> None:
-    for name, make in evaluate.suite(256).items():
+    for name, make in card.suite(256).items():
         if name.startswith("niah"):
             limit = int(name.split("_")[1])
-            lengths = [1 + len(s.prompt) + len(s.target) for s in evaluate.samples(name, make, 50)]
+            lengths = [1 + len(s.prompt) + len(s.target) for s in card.samples(name, make, 50)]
             assert limit - 40 < max(lengths) <= limit
 
 
 def test_needles_of_the_suite_are_of_the_kinds_that_are_asked_for() -> None:
     for relations in (("hideout",), ("gift", "badge")):
-        for name, make in evaluate.suite(160, relations).items():
+        for name, make in card.suite(160, relations).items():
             if name.startswith("niah"):
-                assert {sample.relation for sample in evaluate.samples(name, make, 20)} == set(relations), name
+                assert {sample.relation for sample in card.samples(name, make, 20)} == set(relations), name
