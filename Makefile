@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 export TRANSFORMERS_VERBOSITY := error
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo docs check test test-fast test-wheel audit bench clean
+.PHONY: setup demo docs site check test test-fast test-wheel audit bench clean
 
 setup: $(STAMP)
 
@@ -32,11 +32,17 @@ demo: $(STAMP)
 docs: demo
 	$(BIN)/python docs/figures.py runs/demo
 
+# The documentation site, readable from disk: runs/site/index.html.
+site: $(STAMP)
+	$(BIN)/python docs/commands.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 check: $(STAMP)
 	$(BIN)/ruff check src tests benchmarks docs
 	$(BIN)/ruff format --check src tests benchmarks docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Tests that kill processes, drive a browser or measure memory disturb each other: they run alone, after the others.
 test: $(BROWSER)

@@ -1,0 +1,39 @@
+"""Commands that show documentation."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markdown import Markdown
+
+from needlework.cli.options import Json, command
+from needlework.terminal import plain
+
+
+@command("needlework explain \"ablate_recurrent(site='conv')\"")
+def explain(
+    topic: Annotated[
+        str,
+        typer.Argument(help="An intervention, task, ranking method, rule ('rule 2'), column, plan key; none: list all names."),
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Print what the documentation says about a name."""
+    from needlework.explain import entries
+    from needlework.explain import explain as look_up
+
+    found = look_up(topic) if topic else list(entries())
+    if as_json:
+        return typer.echo(json.dumps([entry.to_dict() for entry in found], indent=1))
+    console = Console()
+    if not topic:
+        for page in dict.fromkeys(entry.page for entry in found):
+            names = dict.fromkeys(name for entry in found if entry.page == page for name in entry.names)
+            console.print(f"[bold]{page}[/]: {', '.join(names)}\n", highlight=False)
+        return None
+    for entry in found:
+        console.print(Markdown(plain(f"**{entry.title}** (docs/{entry.page}.md, {entry.section})\n\n{entry.text}\n\n---")))
+    return None
