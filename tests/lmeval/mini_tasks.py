@@ -14,8 +14,8 @@ from typing import Any
 
 from needlework.lmeval.mini import FOLDER
 from needlework.tasks.base import make_task
-from needlework.tasks.knowledge import Questions
-from needlework.toy import facts, judgements
+from needlework.tasks.toy import Questions
+from needlework.toy import facts
 from needlework.toy.sample import ToySample
 
 SEED = 0
@@ -74,7 +74,7 @@ def _first(named: list[tuple[str, ToySample]], subject: str) -> list[str]:
 
 def files() -> Iterator[tuple[str, str]]:
     """Every file of lmeval/tasks, as (path, text)."""
-    for form in (*FORMS, LOOKUP, *judgements.KINDS):
+    for form in (*FORMS, LOOKUP, *facts.JUDGEMENTS):
         lines = {split: ",\n".join(json.dumps(d) for d in split_docs) for split, split_docs in docs(form).items()}
         text = ",\n".join(f'"{split}": [\n{rows}\n]' for split, rows in lines.items())
         yield f"data/{form}.json", f"{{\n{text}\n}}\n"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from token_kinds import make
 
 from needlework.errors import NeedleworkError
-from needlework.tasks import english, haystack
+from needlework.tasks import haystack
 from needlework.tasks.prompts import Piece, token_ids
 from needlework.toy.sample import Stream
 
@@ -58,7 +58,7 @@ def test_sentences_joined_again_are_the_text(text: str) -> None:
 @given(tokens=st.integers(0, 600), depth=st.floats(0, 100), seed=st.integers(0, 9), kind=st.sampled_from(["byte", "unigram"]))
 def test_a_needle_goes_in_after_the_nearest_sentence_end(tokens: int, depth: float, seed: int, kind: str) -> None:
     tokenizer = make(kind)
-    hay = haystack.cut_haystack(tokenizer, english.sentences(Stream("hay", seed)), tokens)
+    hay = haystack.cut_haystack(tokenizer, haystack.generate_sentences(Stream("hay", seed)), tokens)
     assert len(token_ids(tokenizer, hay.text)) == hay.tokens == tokens
     slot = hay.slot(depth)
     assert hay.depth_percent(slot) <= depth
@@ -70,15 +70,15 @@ def test_a_needle_goes_in_after_the_nearest_sentence_end(tokens: int, depth: flo
 
 
 def test_whole_sentences_when_asked() -> None:
-    hay = haystack.cut_haystack(make("byte"), english.sentences(Stream("hay")), 200, whole=True)
+    hay = haystack.cut_haystack(make("byte"), haystack.generate_sentences(Stream("hay")), 200, whole=True)
     assert hay.text.endswith(".")
     assert 150 < hay.tokens <= 200
 
 
 def test_built_in_sentences_depend_on_the_seed_alone() -> None:
-    first, again, other = ("".join(islice(english.sentences(Stream("s", n)), 50)) for n in (1, 1, 2))
+    first, again, other = ("".join(islice(haystack.generate_sentences(Stream("s", n)), 50)) for n in (1, 1, 2))
     assert first == again != other
-    assert len(set(islice(english.sentences(Stream("s")), 2000))) > 1500
+    assert len(set(islice(haystack.generate_sentences(Stream("s")), 2000))) > 1500
 
 
 def test_a_tokenizer_that_knows_no_word_is_an_error_and_no_endless_loop() -> None:
@@ -88,4 +88,4 @@ def test_a_tokenizer_that_knows_no_word_is_an_error_and_no_endless_loop() -> Non
     core = Tokenizer(models.BPE({"<unk>": 0}, [], unk_token="<unk>", fuse_unk=True))
     mute = PreTrainedTokenizerFast(tokenizer_object=core)
     with pytest.raises(NeedleworkError, match="only 1 tokens, and more text makes no more"):
-        haystack.cut_haystack(mute, english.sentences(Stream("x")), 64)
+        haystack.cut_haystack(mute, haystack.generate_sentences(Stream("x")), 64)

@@ -11,7 +11,7 @@ from token_kinds import make, shown
 
 from needlework.errors import NeedleworkError
 from needlework.experiments.trials import item_digest
-from needlework.tasks import english, make_task
+from needlework.tasks import haystack, make_task
 from needlework.toy.sample import Stream
 
 SENTENCE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
@@ -25,7 +25,7 @@ KINDS = ("byte", "joined", "unigram")  # byte-level BPE; BPE without word border
 def essays(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two files; the first alone is longer than any prompt, and has "." inside of tokens and words, too."""
     folder = tmp_path_factory.mktemp("essays")
-    sentences = list(islice(english.sentences(Stream("essays")), 1400))
+    sentences = list(islice(haystack.generate_sentences(Stream("essays")), 1400))
     sentences[5::7] = [f"{sentence}\n" for sentence in sentences[5::7]]
     (folder / "a.txt").write_text("".join(sentences).strip() + "\n")
     (folder / "b.txt").write_text("The other essay is never reached. " * 30)

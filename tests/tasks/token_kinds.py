@@ -11,9 +11,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from needlework.requests import Answer
-from needlework.tasks import english
-from needlework.tasks.niah import KEY, NEEDLE, OTHERS, QUESTION, VALUE, filled
-from needlework.tasks.retrieval import BASE_LEAD, CHAT_END
+from needlework.tasks import haystack
+from needlework.tasks.niah import BASE_LEAD, CHAT_END, KEY, NEEDLE, OTHERS, QUESTION, VALUE, filled
 from needlework.toy.sample import Stream
 
 CHAT = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} [end]{% endfor %}[bot]"
@@ -28,11 +27,11 @@ def _texts() -> list[str]:
     frame = "[user] [end][bot]"
     return [
         frame,
-        "".join(islice(english.sentences(Stream("corpus")), 400)),
+        "".join(islice(haystack.generate_sentences(Stream("corpus")), 400)),
         *needles,
         prompt,
         digits,
-        " ".join(english.NOUNS),
+        " ".join(haystack.NOUNS),
     ]
 
 

@@ -11,7 +11,7 @@ from itertools import pairwise
 import pytest
 
 from needlework.tasks import toy
-from needlework.toy import facts, judgements, needles, recall
+from needlework.toy import facts, needles
 from needlework.toy.sample import Stream, ToySample, Words, WordSpan
 from needlework.toy.words import VOCABULARY
 
@@ -38,10 +38,10 @@ MAKERS: dict[str, Maker] = {
     "cloze": lambda s: facts.make_cloze(s, before=needles.make_sentence(s)),
     "letter": lambda s: facts.make_letter_choice(s, before=needles.make_sentence(s)),
     "lookup": lambda s: facts.make_letter_lookup(s),
-    **{kind: lambda s, k=kind: judgements.make_judgement(s, k, before=needles.make_sentence(s)) for kind in judgements.KINDS},
-    "pairs": lambda s: recall.make_key_values(s, 12, 3)[s.below(3)],
-    "phone": lambda s: recall.make_phone_book(s, 6, 3)[s.below(3)],
-    "copy": lambda s: recall.make_copy(s, 14),
+    **{kind: lambda s, k=kind: facts.make_judgement(s, k, before=needles.make_sentence(s)) for kind in facts.JUDGEMENTS},
+    "pairs": lambda s: needles.make_key_values(s, 12, 3)[s.below(3)],
+    "phone": lambda s: needles.make_phone_book(s, 6, 3)[s.below(3)],
+    "copy": lambda s: needles.make_copy(s, 14),
 }
 each_kind = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
 NIAH = [name for name in MAKERS if name.startswith("niah")]
@@ -208,11 +208,11 @@ def test_every_line_of_a_letter_list_is_true() -> None:
 
 
 def test_judgements_are_balanced_and_true() -> None:
-    for kind in judgements.KINDS:
-        made = [judgements.make_judgement(Stream("test", kind, i), kind) for i in range(400)]
+    for kind in facts.JUDGEMENTS:
+        made = [facts.make_judgement(Stream("test", kind, i), kind) for i in range(400)]
         assert 0.4 < sum(s.target == ("yes",) for s in made) / 400 < 0.6
     for i in range(200):
-        sample = judgements.make_judgement(Stream("test", i), "entailment")
+        sample = facts.make_judgement(Stream("test", i), "entailment")
         first, second = (words_of(sample, sample.named(name)[0]) for name in ("first", "second"))
         left_out_only = all(word in first for word in second) and first[: len(second) - 3] == second[: len(second) - 3]
         if sample.target == ("yes",):
@@ -222,7 +222,7 @@ def test_judgements_are_balanced_and_true() -> None:
 
 
 def test_series_prompts_continue_each_other() -> None:
-    for made in (recall.make_key_values(Stream("test"), 10, 4), recall.make_phone_book(Stream("test"), 5, 4)):
+    for made in (needles.make_key_values(Stream("test"), 10, 4), needles.make_phone_book(Stream("test"), 5, 4)):
         for before, after in pairwise(made):
             told = (*before.prompt, *before.target)
             assert after.prompt[: len(told)] == told

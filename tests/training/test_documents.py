@@ -8,7 +8,7 @@ import re
 import numpy as np
 import pytest
 
-from needlework.toy import facts, needles, recall
+from needlework.toy import facts, needles
 from needlework.toy.sample import Stream
 from needlework.toy.words import BOS, LETTERS, NAMES, PAD, VOCABULARY, WORD_ID
 from needlework.training import documents
@@ -56,7 +56,7 @@ def statement_ends() -> set[str]:
     ends = set()
     for subject in facts.SUBJECTS.values():
         for template in subject.statements:
-            last = template.split()[-1]
+            last = template[-1]
             ends |= set(subject.keys) if last == "{k}" else {last}
     return ends
 
@@ -95,7 +95,7 @@ def test_rows_of_few_needles_ask_for_one_of_two_to_four_in_the_layout_that_they_
 def test_lists_of_any_kind_meet_in_every_combination_and_are_answered_by_what_stands_behind_the_key() -> None:
     seen = set()
     for i in range(300):
-        lines = recall.make_any_pairs(Stream("test", "any", i), 6)
+        lines = needles.make_any_pairs(Stream("test", "any", i), 6)
         named = "question" in lines[0][0]
         listed = lines[0][0][:-9] if named else lines[0][0][2:-4]
         pairs = dict(zip(listed[::2], listed[1::2], strict=True))

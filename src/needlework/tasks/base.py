@@ -6,6 +6,7 @@ Plans name a task by its kind. Other packages register tasks through the entry p
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -119,6 +120,15 @@ class Task(BaseModel):
         return 0.0
 
 
+@contextmanager
+def prefix_errors(where: str) -> Iterator[None]:
+    """Raise errors of this block as NeedleworkError with `where` before the message."""
+    try:
+        yield
+    except ValueError as error:
+        raise NeedleworkError(f"{where}: {error}") from None
+
+
 GROUP = "needlework.tasks"
 TASKS: dict[str, type[Task]] = {}
 T = TypeVar("T", bound=type[Task])
@@ -165,17 +175,13 @@ def make_task(spec: Mapping[str, Any]) -> Task:
     try:
         return cls(**fields)
     except ValidationError as error:
-        raise NeedleworkError(f"task {kind!r}: {_explained(error, cls)}") from None
+        messages = []
+        for problem in error.errors():
+            where = ".".join(map(str, problem["loc"]))
+            if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+                messages.append(f"unknown key {where!r}; {did_you_mean(where, list(cls.model_fields))}")
+            else:
+                messages.append(f"{where}: {problem['msg']}".removeprefix(": "))
+        raise NeedleworkError(f"task {kind!r}: {'; '.join(messages)}") from None
     except TypeError as error:  # a key that is no string
         raise NeedleworkError(f"task {kind!r}: {error}") from None
-
-
-def _explained(error: ValidationError, cls: type[Task]) -> str:
-    messages = []
-    for problem in error.errors():
-        where = ".".join(map(str, problem["loc"]))
-        if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-            messages.append(f"unknown key {where!r}; {did_you_mean(where, list(cls.model_fields))}")
-        else:
-            messages.append(f"{where}: {problem['msg']}".removeprefix(": "))
-    return "; ".join(messages)

@@ -1,6 +1,7 @@
-"""Haystacks: text from files or from the built-in generator, cut to a number of tokens, into which needles are inserted.
+"""Haystacks: text from files or generated from a small grammar, cut to a number of tokens, into which needles are inserted.
 
 A needle is inserted after a sentence end. The toy language follows the same rule (`needlework.toy.needles.hide_needles`).
+Generated text is not taken from elsewhere.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from itertools import chain, cycle, islice
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import read_text
-from needlework.tasks import english
 from needlework.tasks.base import Tokenizer
 from needlework.tasks.prompts import Piece, token_offsets
 from needlework.toy.sample import Stream
@@ -82,7 +82,7 @@ def split_sentences(text: str) -> list[str]:
 def iterate_sentences(source: str | None, stream: Stream, start_anywhere: bool, appended: bool = False) -> Iterator[str]:
     """Yield sentences without end: of the files, repeated when they run out, or generated ones if `source` is None."""
     if source is None:
-        return english.sentences(stream)
+        return generate_sentences(stream)
     parts = read_sentences(source, appended)
     first = stream.below(len(parts)) if start_anywhere else 0
     return chain(parts[first:], cycle(parts))
@@ -138,6 +138,23 @@ def _cut(text: str, parts: Sequence[str], offsets: Sequence[tuple[int, int]]) ->
     return Haystack(text[:length], len(offsets), tuple(ends))
 
 
+def fill_template(template: str, **words: str) -> str:
+    """Replace each {name}; braces of other names are kept."""
+    for name, word in words.items():
+        template = template.replace(f"{{{name}}}", word)
+    return template
+
+
+def needle_pieces(template: str, span: str = "needle", marked: str = "value", **words: str) -> list[Piece]:
+    """Return a filled template as pieces of a span; in a needle, the word `marked` belongs to the span "value", too."""
+    before, found, after = template.partition(f"{{{marked}}}")
+    pieces = [Piece(fill_template(before, **words), (span,))]
+    if found:
+        pieces.append(Piece(words[marked], (span, "value") if span == "needle" else (span,)))
+    pieces.append(Piece(fill_template(after, **words), (span,)))
+    return [piece for piece in pieces if piece.text]
+
+
 def insert_needles(hay: Haystack, hidden: Sequence[tuple[int, Sequence[Piece]]]) -> list[Piece]:
     """Return the haystack with each needle after the sentence end of its slot; needles of one slot keep their order."""
     pieces: list[Piece] = []
@@ -151,3 +168,85 @@ def insert_needles(hay: Haystack, hidden: Sequence[tuple[int, Sequence[Piece]]])
     if not rest and pieces and pieces[-1] == Piece(" "):
         pieces.pop()
     return [piece for piece in (*pieces, Piece(rest)) if piece.text]
+
+
+# --- Generated text ---
+
+
+def _split(text: str, mark: str = "|") -> tuple[str, ...]:
+    return tuple(text.split(mark))
+
+
+PEOPLE = _split(
+    "the baker|a neighbour|the old teacher|my cousin|the driver|a young nurse|the gardener|our landlord|the librarian|"
+    "a tired clerk|the ferry captain|her brother|the night guard|a travelling salesman|the twins|an engineer|the judge|"
+    "a quiet student|the carpenter|their aunt|the postman|a retired pilot|the innkeeper|the choir"
+)
+ACTS = _split(
+    "repaired the fence|waited for the train|wrote a long letter|counted the boxes|painted the kitchen wall|"
+    "looked for a lost glove|cleaned the windows|read the newspaper|planted a row of beans|forgot an umbrella|"
+    "carried the bags upstairs|asked for directions|boiled some water|closed the shop|measured the table|"
+    "told a story about the sea|swept the yard|bought a kettle|listened to the radio|sorted the mail|"
+    "mended an old coat|walked along the canal|drew a map of the village|missed the first lecture"
+)
+TIMES = _split(
+    "in the morning|after lunch|late in the evening|on Tuesday|before the rain began|during the holidays|last winter|"
+    "at the end of the month|while the others slept|early in spring|that afternoon|the day after"
+)
+PLACES = _split(
+    "near the station|behind the school|at the market|on the second floor|across the river|beside the chapel|"
+    "in a small office|by the harbour|outside the town hall|under the bridge|at the edge of the field|in the hall"
+)
+REASONS = _split(
+    "because nobody else had the time|since the weather was mild|although the road was closed|and then went home|"
+    "without saying a word|so that everything would be ready|and nobody minded|as it had always been done|"
+    "but it took longer than planned|and the work was soon finished|while the clock struck nine|"
+    "even though the lamp was broken"
+)
+THINGS = _split(
+    "The bridge|The house on the corner|The old clock|The garden|The road to the coast|The library|The new roof|"
+    "The orchard|The market hall|The path through the wood|The water tower|The harbour wall"
+)
+STATES = _split(
+    "is older than most people think|was built in a single summer|needs a coat of paint|has been closed for a year|"
+    "looks best in autumn|can be seen from the hill|belongs to two families|was once much larger|"
+    "is quiet at this hour|has changed very little|keeps the wind away|was sold and bought again"
+)
+# Keys of RULER needles and words of lists: nouns that do not occur in the sentences above.
+NOUNS = _split(
+    "anchor apple arrow badge basket beacon bottle bucket button cabin candle canvas carpet castle cellar circle "
+    "copper cotton cradle curtain dagger desert dragon engine falcon feather forest fountain gravel ginger guitar "
+    "hammer hazel helmet island jacket jungle kitten ladder lantern lemon magnet marble meadow mirror mountain "
+    "needle oyster orange palace pebble pencil pepper pillow planet pocket puzzle rabbit ribbon rudder rocket saddle "
+    "sailor shadow silver spider sponge stable saucer temple thunder ticket timber tunnel turtle valley velvet violin "
+    "wagon walnut willow whistle walrus wizard",
+    " ",
+)
+FIRST_NAMES = _split(
+    "Ada Alan Anna Boris Carla Chen David Elena Emil Fatima Felix Grace Hana Henry Ivan Julia Karim Laura Leon Maria "
+    "Nadia Oscar Paula Peter Rosa Samuel Sofia Thomas Vera Victor",
+    " ",
+)
+LAST_NAMES = _split(
+    "Abbot Baker Carver Dale Ellis Fisher Grant Harper Irving Jensen Keller Lambert Marsh Norris Osborn Palmer Quinn "
+    "Reeves Sutton Turner Underwood Vance Walton York",
+    " ",
+)
+
+
+def generate_sentences(stream: Stream) -> Iterator[str]:
+    """Yield sentences of 5 to 27 words without end, each after the first with its separator: a space, or in 10 % a blank line.
+
+    The parts of a sentence are drawn independently, so that none predicts another.
+    """
+    separator = ""
+    while True:
+        if stream.chance(0.25):
+            text = f"{stream.pick(THINGS)} {stream.pick(STATES)}."
+        else:
+            words = [stream.pick(PEOPLE), stream.pick(ACTS)]
+            endings = ((PLACES, 0.5), (TIMES, 0.5), (REASONS, 0.4))
+            words += [stream.pick(options) for options, share in endings if stream.chance(share)]
+            text = " ".join(words) + "."
+        yield f"{separator}{text[0].upper()}{text[1:]}"
+        separator = "\n\n" if stream.chance(0.1) else " "

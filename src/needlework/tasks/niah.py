@@ -1,13 +1,13 @@
 """Needle in a haystack (niah): a sentence inserted at a given depth of a long text, and a question about it.
 
-Lengths, depths, needle, question and scores are the paper's by default. `style: paper` also reproduces its prompts token for
-token (`tasks/paper_prompt.py`); otherwise a needle follows a sentence end, and each cell of the grid has its own haystack. A
-length is nominal: `reserve_tokens` of it are reserved for question and answer. Zoo models get the toy language.
+Lengths, depths, needle, question and scores are the paper's by default. With `style: paper`, its prompts are reproduced token for
+token, too; otherwise a needle follows a sentence end, and each cell of the grid has its own haystack. A length is nominal:
+`reserve_tokens` of it are reserved for question and answer. Zoo models get the toy language.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -15,19 +15,28 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
-from needlework.tasks import paper_prompt, toy
-from needlework.tasks.base import Item, Mode, TaskExtent, Tokenizer, task
-from needlework.tasks.haystack import Haystack, cut_haystack, insert_needles, iterate_sentences, take_tokens
+from needlework.tasks import prompts, toy
+from needlework.tasks.base import Item, Mode, TaskExtent, Tokenizer, prefix_errors, task
+from needlework.tasks.haystack import (
+    cut_haystack,
+    fill_template,
+    insert_needles,
+    iterate_sentences,
+    needle_pieces,
+    take_tokens,
+)
 from needlework.tasks.prompts import Encoded, Piece, token_ids
-from needlework.tasks.retrieval import BASE_LEAD, CHAT_END, Draft, Retrieval, Sizes, choice_companion
-from needlework.tasks.scores import begins, graded, holds, words_right
+from needlework.tasks.retrieval import FRAMES, Draft, Retrieval, Sizes, arranged
+from needlework.tasks.scores import begins, choice_companion, graded, holds, words_right
 from needlework.toy import needles
 from needlework.toy.sample import EVAL_SPLIT, Stream
 
-# The paper's needle. OTHERS are similar needles about other cities, for distractors, wrong options and twins.
+# The paper's needle and prompt. OTHERS are similar needles about other cities, for distractors, wrong options and twins.
 NEEDLE = "The best thing to do in {key} is {value}."
 KEY, VALUE = "San Francisco", "eat a sandwich and sit in Dolores Park on a sunny day"
 QUESTION = "What is the best thing to do in {key}?"
+BASE_LEAD = "ANSWER: Here is the most relevant sentence in the context: "
+CHAT_END = "Output the most relevant sentence in the context, word by word!"
 GRADED = {"eat a sandwich": 1.0, "dolores park": 0.5, "sit in dolores park": 0.5, "on a sunny day": 1.0}
 LENGTHS = (250, 677, 1105, 1532, 1959, 2387, 2814, 3241, 3669, 4096)
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
@@ -65,7 +74,27 @@ OTHERS = tuple(
 
 
 def filled(template: str, key: str, value: str) -> str:
-    return template.replace("{key}", key).replace("{value}", value)
+    return fill_template(template, key=key, value=value)
+
+
+class NiahCell(NamedTuple):
+    """One sample of a grid of lengths and depths."""
+
+    seed: int
+    length: int
+    depth: float
+    i: int
+    window: int | None
+
+    @property
+    def name(self) -> str:
+        return f"length={self.length}/depth={self.depth:g}/{self.i}"
+
+    def stream(self, *parts: str | int) -> Stream:
+        return Stream("/".join(map(str, parts)), self.seed, self.length, f"{self.depth:g}", self.i)
+
+    def facts(self) -> dict[str, Any]:
+        return {"length_tokens": self.length, "depth_percent": self.depth}
 
 
 @task
@@ -97,9 +126,14 @@ class Niah(Retrieval):
             self._check_paper(is_toy)
         make = self._toy if is_toy else self._paper if self.style == "paper" else self._english
         new_tokens = self.ending(tokenizer)[0]
-        for length, depth, i in product(self._lengths(is_toy, max_tokens), self.depths, range(self.samples)):
-            cell = NiahCell(seed, length, depth, i, window)
-            yield self.fitted(make(tokenizer, cell), new_tokens, max_tokens)
+        lengths = self.lengths or LENGTHS
+        if is_toy and self.lengths is None:
+            copies = 2 if self.layout == "jrt" else 1
+            most = TOY_LENGTHS[-1] if max_tokens is None else (max_tokens - self.toy_new_tokens) // copies - QUESTION_ROOM
+            # max_tokens may exceed the length of the training documents
+            lengths = TOY_LENGTHS if most >= TOY_LENGTHS[-1] else tuple(most * part // 4 for part in (1, 2, 3, 4))
+        for length, depth, i in product(lengths, self.depths, range(self.samples)):
+            yield self.fitted(make(tokenizer, NiahCell(seed, length, depth, i, window)), new_tokens, max_tokens)
 
     def extent(self) -> TaskExtent:
         lengths = self.lengths or LENGTHS
@@ -113,16 +147,8 @@ class Niah(Retrieval):
         exact = float(holds(answer.text, item.target))
         return {"correct": exact, "exact": exact, "graded": graded(answer.text, item.target, parts)}
 
-    def _lengths(self, is_toy: bool, max_tokens: int | None) -> tuple[int, ...]:
-        if self.lengths is not None:
-            return self.lengths
-        if not is_toy:
-            return LENGTHS
-        copies = 2 if self.layout == "jrt" else 1
-        most = TOY_LENGTHS[-1] if max_tokens is None else (max_tokens - self.toy_new_tokens) // copies - QUESTION_ROOM
-        if most >= TOY_LENGTHS[-1]:  # max_tokens may exceed the length of the training documents
-            return TOY_LENGTHS
-        return tuple(most * part // 4 for part in (1, 2, 3, 4))
+    def in_context(self) -> int:
+        return self.distractors
 
     def _toy(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
         stream = cell.stream(EVAL_SPLIT, "niah")
@@ -130,7 +156,8 @@ class Niah(Retrieval):
         if relation not in needles.RELATIONS:
             known = ", ".join([*needles.RELATIONS, "any"])
             raise NeedleworkError(f"niah: unknown relation {relation!r}; choose one of {known}")
-        try:
+        name = f"niah/{cell.name}"
+        with prefix_errors(name):
             sample = needles.make_niah(
                 stream,
                 context_tokens=cell.length - (self.reserve_tokens or 0),
@@ -140,10 +167,8 @@ class Niah(Retrieval):
                 layout=self.layout,
                 quote=self.quote,
             )
-        except ValueError as error:
-            raise NeedleworkError(f"{cell.name}: {error}") from None
         facts = {**cell.facts(), "depth_reached_percent": sample.depth_percent}
-        return toy.toy_item(tokenizer, sample, cell.name, absent=self.absent, facts=facts, window=cell.window)
+        return toy.toy_item(tokenizer, sample, name, absent=self.absent, facts=facts, window=cell.window)
 
     def _english(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
         stream = cell.stream("needles")
@@ -151,67 +176,89 @@ class Niah(Retrieval):
         hidden, free = others[: self.distractors], others[self.distractors :]
         if len(hidden) < self.distractors:
             raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(others)} are given")
-        hay, size = self._hay(tokenizer, cell, hidden)
+        sentences = [self._sentence(), *(filled(self.needle, other.key, other.value) for other in hidden)]
+        size = sum(len(token_ids(tokenizer, f" {sentence}")) for sentence in sentences)
+        shared = self.haystack_per == "sample"
+        of_haystack = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
+        source = iterate_sentences(self.haystack, of_haystack, start_anywhere=not shared or cell.i > 0)
+        hay = cut_haystack(tokenizer, source, self._room(cell, size))
         slots = [hay.slot(cell.depth), *(stream.below(len(hay.ends)) for _ in hidden)]
-        facts = {
-            **cell.facts(),
-            "context_tokens": hay.tokens + size,
-            "depth_reached_percent": hay.depth_percent(slots[0]),
-            "needles": len(slots),
-        }
-
-        distractors = [self._pieces(other.key, other.value, "distractor") for other in hidden]
-        needles = [self._pieces(self.key, self.value, "needle"), *distractors]
-        draft = Draft(
-            context=insert_needles(hay, list(zip(slots, needles, strict=True))),
-            question=filled(self.question, self.key, self.value),
-            target=filled(self.needle, self.key, self.value),
-            lead=BASE_LEAD,
-            instruction=CHAT_END,
-            options=self._options(hidden, free),
-            facts=facts,
-            value=self.value if "{value}" in self.needle else "",
-            spare=[other.value for other in free],
-        )
-        cluster = f"niah/haystack={cell.i}" if self.haystack_per == "sample" else cell.name
-        return self.drafted_item(tokenizer, draft, cell.name, cluster, cell.window)
+        pieces = [self._needle_pieces()]
+        pieces += [needle_pieces(self.needle, "distractor", key=other.key, value=other.value) for other in hidden]
+        facts = {"context_tokens": hay.tokens + size, "depth_reached_percent": hay.depth_percent(slots[0]), "needles": len(slots)}
+        context = insert_needles(hay, list(zip(slots, pieces, strict=True)))
+        return self._item(tokenizer, cell, context, hidden, free, facts, shared)
 
     def _paper(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
-        """Return the item with the authors' prompt; all cells of a sample use the same haystack."""
-        sentence = filled(self.needle, self.key, self.value)
-        needle = paper_prompt.needle_ids(tokenizer, sentence)
+        """Return the item with the authors' prompt; all cells of a sample use the same haystack.
+
+        The essay is tokenized and cut. The tokens of the needle between line breaks are inserted after the last "." token before
+        the depth, at the beginning if there is none, and at depth 100 at the very end, even within a word. The result is decoded,
+        put into the prompt as text, and tokenized again as a whole. A chat model gets the instruction once, after the last
+        question.
+        """
+        sentence = self._sentence()
+        needle = token_ids(tokenizer, f"\n{sentence}\n")
         room = self._room(cell, len(needle))
         anywhere = cell.i > 0
         source = iterate_sentences(self.haystack, Stream("haystack", cell.seed, cell.i), anywhere, appended=True)
-        words = take_tokens(tokenizer, source, room, from_start=self.haystack is not None and not anywhere)
-        hidden = paper_prompt.hide(tokenizer, words, needle, cell.depth)
-        if hidden.needle.strip() != sentence:
+        essay = take_tokens(tokenizer, source, room, from_start=self.haystack is not None and not anywhere)
+        place = _place_in_essay(tokenizer, essay, cell.depth)
+        before, to_needle, whole = (
+            str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
+            for ids in (essay[:place], [*essay[:place], *needle], [*essay[:place], *needle, *essay[place:]])
+        )
+        if not (to_needle.startswith(before) and whole.startswith(to_needle)):
             raise NeedleworkError(
-                f"niah: this tokenizer makes {hidden.needle.strip()!r} of the needle; choose words that it keeps"
+                "this tokenizer decodes tokens otherwise when others follow, so no needle can be placed; use style: base"
             )
-        start, end = hidden.needle.split(sentence)
+        shown, after = to_needle[len(before) :], whole[len(to_needle) :]
+        if shown.strip() != sentence:
+            raise NeedleworkError(f"niah: this tokenizer makes {shown.strip()!r} of the needle; choose words that it keeps")
+        start, end = shown.split(sentence)
         # Seed the options by the context, so that cells or seeds with equal prompts have equal options.
-        context = f"{hidden.before}/{hidden.after}"
-        free = Stream("needles", context).mixed(self._others())
+        order = f"{before}/{after}"
+        facts = {
+            "style": "paper",
+            "context_tokens": room + len(needle),
+            "depth_reached_percent": 100 * place / room if room else 0.0,
+            "needles": 1,
+        }
+        context = [Piece(before + start), *self._needle_pieces(), Piece(end + after)]
+        free = Stream("needles", order).mixed(self._others())
+        return self._item(tokenizer, cell, context, (), free, facts, True, order)
+
+    def _item(
+        self,
+        tokenizer: Tokenizer,
+        cell: NiahCell,
+        context: Sequence[Piece],
+        hidden: Sequence[Other],
+        free: Sequence[Other],
+        facts: Mapping[str, Any],
+        shared: bool,
+        order: str = "",
+    ) -> Item:
+        """Return the item of an English context; its options are the needle's sentence with the true value or another one."""
+        spare = [other.value for other in free]
+        values = [("true", self.value), *(("context", other.value) for other in hidden)]
+        values += [("absent", value) for value in spare[: self.absent]]
+        has_value = "{value}" in self.needle
+        if has_value and len(free) < self.absent and self.mode == "choices":
+            raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
         draft = Draft(
-            context=[Piece(hidden.before + start), *self._pieces(self.key, self.value, "needle"), Piece(end + hidden.after)],
+            context=context,
             question=filled(self.question, self.key, self.value),
-            target=sentence,
+            target=self._sentence(),
             lead=BASE_LEAD,
             instruction=CHAT_END,
-            options=self._options((), free),
-            facts={
-                **cell.facts(),
-                "style": "paper",
-                "context_tokens": room + len(needle),
-                "depth_reached_percent": 100 * hidden.place / room if room else 0.0,
-                "needles": 1,
-            },
-            value=self.value if "{value}" in self.needle else "",
-            spare=[other.value for other in free],
+            options=[(kind, filled(self.needle, self.key, value)) for kind, value in values] if has_value else [],
+            facts={**cell.facts(), **facts},
+            value=self.value if has_value else "",
+            spare=spare,
         )
-        cluster = f"niah/haystack={cell.i}"
-        return self.drafted_item(tokenizer, draft, cell.name, cluster, cell.window, order=context)
+        cluster = f"niah/haystack={cell.i}" if shared else f"niah/{cell.name}"
+        return self.drafted_item(tokenizer, draft, f"niah/{cell.name}", cluster, cell.window, order)
 
     def _check_paper(self, is_toy: bool) -> None:
         wrong = {
@@ -226,29 +273,26 @@ class Niah(Retrieval):
                 raise NeedleworkError(f"{self.kind}: style: paper {why}")
 
     def encode(self, tokenizer: Tokenizer, draft: Draft) -> Encoded:
-        if self.style == "paper":
-            return paper_prompt.encode(tokenizer, draft, self.layout)
-        return super().encode(tokenizer, draft)
+        """Tokenize the prompt; in `style: paper` as a whole: tokens that contain needle and other text belong to the needle."""
+        if self.style != "paper":
+            return super().encode(tokenizer, draft)
+        chat = prompts.has_chat(tokenizer)
+        pieces = arranged(draft.context, draft.question, self.layout, FRAMES[draft.world])
+        if chat:  # replace the last two pieces, the question and the blank line after it
+            whole = prompts.in_chat(tokenizer, [*pieces[:-2], Piece(f"{draft.question} {CHAT_END}", ("question",))])
+        else:
+            whole = [*pieces, Piece(draft.lead)]
+        return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "question"), split=False)
 
     def _room(self, cell: NiahCell, size: int) -> int:
         """Return the tokens left for the haystack of a cell whose needles have `size` tokens."""
         reserve = RESERVE if self.reserve_tokens is None else self.reserve_tokens
         if cell.length - reserve < size:
             raise NeedleworkError(
-                f"{cell.name}: {cell.length} tokens less {reserve} kept free do not hold needles of {size} tokens; "
+                f"niah/{cell.name}: {cell.length} tokens less {reserve} kept free do not hold needles of {size} tokens; "
                 "choose a greater length or a smaller reserve_tokens"
             )
         return cell.length - reserve - size
-
-    def _hay(self, tokenizer: Tokenizer, cell: NiahCell, hidden: Sequence[Other]) -> tuple[Haystack, int]:
-        """Return the haystack of a cell and the number of tokens of its needles."""
-        needles = [(self.key, self.value), *((other.key, other.value) for other in hidden)]
-        size = sum(len(token_ids(tokenizer, " " + filled(self.needle, *needle))) for needle in needles)
-        room = self._room(cell, size)
-        shared = self.haystack_per == "sample"
-        stream = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
-        source = iterate_sentences(self.haystack, stream, start_anywhere=not shared or cell.i > 0)
-        return cut_haystack(tokenizer, source, room), size
 
     def _others(self) -> tuple[Other, ...]:
         """Return the other needles of the plan, or the built-in ones if the needle's template is the paper's."""
@@ -256,49 +300,27 @@ class Niah(Retrieval):
             return self.others
         return OTHERS if self.needle == NEEDLE else ()
 
-    def _pieces(self, key: str, value: str, name: str) -> list[Piece]:
-        before, placeholder, after = self.needle.partition("{value}")
-        parts = [Piece(filled(before, key, value), (name,))]
-        if placeholder:
-            inside = (name, "value") if name == "needle" else (name,)
-            parts += [Piece(value, inside), Piece(filled(after, key, value), (name,))]
-        return [part for part in parts if part.text]
+    def _sentence(self) -> str:
+        return filled(self.needle, self.key, self.value)
 
-    def _options(self, hidden: Sequence[Other], free: Sequence[Other]) -> list[tuple[str, str]]:
-        """Return (kind, text) of each option: the needle's sentence with the true value or another one."""
-        if "{value}" not in self.needle:
-            return []
-        values = [("true", self.value), *(("context", other.value) for other in hidden)]
-        values += [("absent", other.value) for other in free[: self.absent]]
-        if len(free) < self.absent and self.mode == "choices":
-            raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
-        return [(kind, filled(self.needle, self.key, value)) for kind, value in values]
-
-    def in_context(self) -> int:
-        return self.distractors
+    def _needle_pieces(self) -> list[Piece]:
+        return needle_pieces(self.needle, key=self.key, value=self.value)
 
 
 NiahChoice = choice_companion(Niah)
 
 
-class NiahCell(NamedTuple):
-    """One sample of the grid of lengths and depths."""
-
-    seed: int
-    length: int
-    depth: float
-    i: int
-    window: int | None
-
-    @property
-    def name(self) -> str:
-        return f"niah/length={self.length}/depth={self.depth:g}/{self.i}"
-
-    def stream(self, *parts: str) -> Stream:
-        return Stream("/".join(parts), self.seed, self.length, f"{self.depth:g}", self.i)
-
-    def facts(self) -> dict[str, Any]:
-        return {"length_tokens": self.length, "depth_percent": self.depth}
+def _place_in_essay(tokenizer: Any, essay: Sequence[int], depth: float) -> int:
+    """Return the index of the essay's token before which the paper's authors insert the needle."""
+    if depth == 100:
+        return len(essay)
+    stop = tokenizer.convert_tokens_to_ids(".")
+    if stop is None or stop == getattr(tokenizer, "unk_token_id", None):
+        raise NeedleworkError('style: paper puts needles after tokens that are ".", and this tokenizer has none; use style: base')
+    place = int(len(essay) * (depth / 100))
+    while place and essay[place - 1] != stop:
+        place -= 1
+    return place
 
 
 def _score_in_toy(item: Item, answer: Answer) -> dict[str, float]:
@@ -326,11 +348,11 @@ class Linked(Retrieval):
         toy.demand_toy(tokenizer, self.kind)
         new_tokens = self.ending(tokenizer)[0]
         for length, depth, i in product(self.lengths, self.depths, range(self.samples)):
-            name = f"linked/hops={self.hops}/length={length}/depth={depth:g}/{i}"
-            stream = Stream(EVAL_SPLIT, "linked", self.hops, seed, length, f"{depth:g}", i)
-            try:
+            cell = NiahCell(seed, length, depth, i, window)
+            name = f"linked/hops={self.hops}/{cell.name}"
+            with prefix_errors(name):
                 sample = needles.make_niah(
-                    stream,
+                    cell.stream(EVAL_SPLIT, "linked", self.hops),
                     context_tokens=length,
                     distractors=self.distractors,
                     depth_percent=depth,
@@ -338,9 +360,7 @@ class Linked(Retrieval):
                     layout=self.layout,
                     hops=self.hops,
                 )
-            except ValueError as error:
-                raise NeedleworkError(f"{name}: {error}") from None
-            facts = {"length_tokens": length, "depth_percent": depth, "hops": self.hops}
+            facts = {**cell.facts(), "hops": self.hops}
             item = toy.toy_item(tokenizer, sample, name, absent=self.absent, facts=facts, window=window)
             yield self.fitted(item, new_tokens, max_tokens)
 

@@ -82,26 +82,13 @@ class Own(Task):
             pieces = prompts.in_chat(tokenizer, pieces)
         encoded = prompts.encode(tokenizer, pieces, special=not self.chat)
         options = Stream("options", name).mixed(line.options or ())
-        tokens = tuple(prompts.token_ids(tokenizer, option) for option in options)
-        if len(set(tokens)) < len(options):
+        if len({prompts.token_ids(tokenizer, option) for option in options}) < len(options):
             raise NeedleworkError(f"two of the options {line.options} are the same tokens to this tokenizer; choose other words")
         kinds = ["true" if _same(option, line.target) else "other" for option in options]
-        return Item(
-            id=name,
-            cluster=name if line.cluster is None else str(line.cluster),
-            prompt=encoded.ids,
-            prompt_text=encoded.text,
-            target=line.target,
-            spans=encoded.spans,
-            options=tokens,
-            answer=kinds.index("true") if options else None,
-            facts={
-                "context_tokens": len(encoded.ids),
-                **({"needles": len(encoded.spans["needle"])} if line.needle else {}),
-                **toy.option_facts(kinds, options),
-                **toy.placed_facts(encoded.spans, len(encoded.ids), window),
-            },
-        )
+        facts = {"context_tokens": len(encoded.ids), **({"needles": len(encoded.spans["needle"])} if line.needle else {})}
+        cluster = "" if line.cluster is None else str(line.cluster)
+        pairs = list(zip(kinds, options, strict=True))
+        return prompts.make_item(tokenizer, name, encoded, line.target, pairs, facts, window, cluster=cluster)
 
 
 @task

@@ -1,4 +1,4 @@
-"""Prompts from named pieces of text, whose token spans are computed and not searched for.
+"""Prompts from named pieces of text, whose token spans are computed and not searched for; items from prompts.
 
 The character range of a piece is known from the construction of the text; the tokenizer's offset mapping gives its tokens. If a
 token would contain both needle and other text, the text is split there before it is tokenized. (`style: paper` does not split and
@@ -8,13 +8,14 @@ records such spans.) All other spans are decoded and compared with their text.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Span
-from needlework.tasks.base import Tokenizer
+from needlework.tasks.base import Item, Tokenizer
 
 MARKER = "CONTENTGOESHERE"  # placeholder for the user's text when the chat template is split
 _PLAIN = "ask in plain text (style: base; of kind prompts, chat: false)"
@@ -202,3 +203,53 @@ def in_chat(tokenizer: Any, pieces: Sequence[Piece]) -> list[Piece]:
     if shown(content) != content.join(frame):
         raise NeedleworkError(f"the chat template changes the user's words, so needles cannot be placed; {_PLAIN}")
     return [Piece(frame[0]), *pieces, Piece(frame[1])]
+
+
+def make_item(
+    tokenizer: Tokenizer,
+    name: str,
+    encoded: Encoded,
+    target: str,
+    options: Sequence[tuple[str, str]],
+    facts: Mapping[str, Any],
+    window: int | None,
+    *,
+    cluster: str = "",
+    twin: tuple[tuple[int, ...], str] | None = None,
+    more: Mapping[str, Any] = MappingProxyType({}),
+) -> Item:
+    """Return the item of a prompt, with facts about its options and about the place of its needle.
+
+    Args:
+        tokenizer: the model's tokenizer.
+        name: the item's id.
+        encoded: the prompt.
+        target: the right answer.
+        options: (kind, text) of the continuations to score; kind: "true" (once), "context" (wrong, in the context), "absent" or
+            "other".
+        facts: facts of the task. Those in `more` come last and replace others of the same name.
+        window: tokens of the model's sliding attention window. With several needle spans (copies in JRT, chains, several
+            values), it must hold the last one only.
+        cluster: unit of the bootstrap; the item itself by default.
+        twin: tokens and right answer of a counterfactual prompt.
+        more: see `facts`.
+    """
+    kinds, texts = [kind for kind, _ in options], [text for _, text in options]
+    about: dict[str, Any] = {"options": texts, "option_kinds": kinds, "chance": 1 / len(kinds)} if kinds else {}
+    about |= {f"chance_{kind}": 1 / (1 + kinds.count(kind)) for kind in ("context", "absent") if kind in kinds}
+    if encoded.spans.get("needle"):
+        distance = len(encoded.ids) - max(start for start, _ in encoded.spans["needle"])
+        about |= {"needle_distance_tokens": distance, "in_window": window is None or distance <= window}
+    return Item(
+        id=name,
+        cluster=cluster or name,
+        prompt=encoded.ids,
+        prompt_text=encoded.text,
+        target=target,
+        spans=encoded.spans,
+        options=tuple(token_ids(tokenizer, text) for text in texts),
+        answer=kinds.index("true") if kinds else None,
+        twins={"twin": twin[0]} if twin else {},
+        twin_target=twin[1] if twin else "",
+        facts={**facts, **about, **more},
+    )

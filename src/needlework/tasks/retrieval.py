@@ -1,7 +1,7 @@
-"""The base class of retrieval tasks, and the tasks `<kind>_choice` that score options instead of generating.
+"""The base class of retrieval tasks, and recall tasks without a haystack: key-value lists (MQAR), phone books and copying.
 
 Each item has both a prompt to answer and options to choose from, so that the generating task (`niah`) and its choice task
-(`niah_choice`) have the same ids, clusters and prompts.
+(`niah_choice`) have the same ids, clusters and prompts. Prompts are in the toy language for zoo models, in English for others.
 """
 
 from __future__ import annotations
@@ -9,24 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from functools import partial
+from itertools import product
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from needlework.errors import NeedleworkError
 from needlework.requests import MOST_TOKENS, Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer, task
+from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, prefix_errors, task
+from needlework.tasks.haystack import FIRST_NAMES, LAST_NAMES, NOUNS, needle_pieces
 from needlework.tasks.prompts import Piece
-from needlework.tasks.scores import choice
-from needlework.toy.sample import Stream
+from needlework.tasks.scores import begins, choice_companion, words_right
+from needlework.toy import needles
+from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample
 
 Length = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Sizes = Annotated[tuple[Length, ...], Field(min_length=1)]
 Layout = Literal["plain", "jrt", "question_first"]
 FRAMES = {"english": ("CONTEXT: ", "QUESTION: ", "\n\n"), "toy": ("context : ", "question : ", " ")}
-BASE_LEAD = "ANSWER: Here is the most relevant sentence in the context: "
-CHAT_END = "Output the most relevant sentence in the context, word by word!"
 
 
 @dataclass(frozen=True)
@@ -36,8 +38,8 @@ class Draft:
     context: Sequence[Piece]
     question: str
     target: str
-    lead: str  # end of a base model's prompt, which it continues
-    instruction: str  # end of a chat model's user turn
+    lead: str = "ANSWER: "  # end of a base model's prompt, which it continues
+    instruction: str = "Answer with nothing but what is asked for."  # end of a chat model's user turn
     options: Sequence[tuple[str, str]] = ()  # (kind, text); kind: true, context (wrong, in the context) or absent
     facts: Mapping[str, Any] = field(default_factory=dict)
     world: str = "english"
@@ -69,32 +71,37 @@ class Retrieval(Task):
         """Return the number of wrong options that occur in the context."""
         raise TypeError(f"{type(self).__name__} must define in_context()")
 
+    def fitted(self, item: Item, new_tokens: int, max_tokens: int | None, hint: str = "choose a shorter length") -> Item:
+        """Return the item; raise NeedleworkError if it is too long, or if a choice task has nothing to choose from."""
+        kinds = super().fitted(item, new_tokens, max_tokens, hint).facts.get("option_kinds", [])
+        if self.mode == "choices" and (len(kinds) < 2 or self.against not in ("all", *kinds)):
+            raise NeedleworkError(
+                f"{self.kind}: there is nothing to choose from (against: {self.against}); add distractors or absent "
+                "values, and for own needles put {value} into the needle and give others"
+            )
+        return item
+
+    @property
+    def chance(self) -> float:
+        counts = {"all": self.in_context() + self.absent, "context": self.in_context(), "absent": self.absent}
+        return float(1 / (1 + counts[self.against])) if self.mode == "choices" else 0.0
+
     def drafted_item(
         self, tokenizer: Tokenizer, draft: Draft, name: str, cluster: str, window: int | None, order: str = ""
     ) -> Item:
         """Tokenize a draft. Its options are shuffled with the seed `order`, by default the item's name."""
         encoded = self.encode(tokenizer, draft)
-        options = Stream("options", order or name).mixed(draft.options) if len(draft.options) > 1 else []
-        twin = self._twin(tokenizer, draft, len(encoded.ids)) if self.twins or draft.world == "toy" else None
-        return Item(
-            id=name,
+        return prompts.make_item(
+            tokenizer,
+            name,
+            encoded,
+            draft.target,
+            Stream("options", order or name).mixed(draft.options) if len(draft.options) > 1 else [],
+            {"world": draft.world, "layout": self.layout, **draft.facts},
+            window,
             cluster=cluster,
-            prompt=encoded.ids,
-            prompt_text=encoded.text,
-            target=draft.target,
-            spans=encoded.spans,
-            options=tuple(prompts.token_ids(tokenizer, text) for _, text in options),
-            answer=[kind for kind, _ in options].index("true") if options else None,
-            twins={"twin": twin[0]} if twin else {},
-            twin_target=twin[1] if twin else "",
-            facts={
-                "world": draft.world,
-                "layout": self.layout,
-                **draft.facts,
-                **toy.option_facts([kind for kind, _ in options], [text for _, text in options]),
-                **toy.placed_facts(encoded.spans, len(encoded.ids), window),
-                **({"wider_spans": list(encoded.wider)} if encoded.wider else {}),
-            },
+            twin=self._twin(tokenizer, draft, len(encoded.ids)) if self.twins or draft.world == "toy" else None,
+            more={"wider_spans": list(encoded.wider)} if encoded.wider else {},
         )
 
     def _twin(self, tokenizer: Tokenizer, draft: Draft, length: int) -> tuple[tuple[int, ...], str] | None:
@@ -142,39 +149,173 @@ def draw_distinct(stream: Stream, pool: Sequence[str], count: int, what: str, hi
     return stream.distinct(pool, count)
 
 
-R = TypeVar("R", bound=Retrieval)
+# --- Recall without a haystack ---
+
+MOST_OPTIONS = 7  # wrong options from the list
 
 
-def choice_companion(base: type[R]) -> type[R]:
-    """Register and return the task `<kind>_choice`, which scores the log-likelihood of the options of the same items.
+class Lists(Retrieval):
+    """Base class: lists of several sizes with several queries each."""
 
-    Assign it to `<Name>Choice` in the module of the task, so that it can be pickled.
-    """
+    english_question: ClassVar[str] = ""
+    sizes: Sizes = (4, 8, 16)  # entries per list
+    queries: int = Field(1, ge=1)  # queried keys per list
+    samples: int = Field(8, ge=1)  # lists per size
 
-    class Companion(base):  # type: ignore[valid-type,misc]
-        kind = f"{base.kind}_choice"
-        mode: ClassVar[Mode] = "choices"
+    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        is_toy = toy.resolve(self.world, tokenizer) == "toy"
+        new_tokens = self.ending(tokenizer)[0]
+        for size, i in product(self.sizes, range(self.samples)):
+            if self.queries > size:
+                raise NeedleworkError(f"{self.kind}: {self.queries} queries need as many entries; sizes holds {size}")
+            if is_toy and self.layout != "plain":
+                raise NeedleworkError(
+                    f"{self.kind}: in the toy language it has the layout plain only, not {self.layout}: leave layout out"
+                )
+            name = f"{self.kind.removesuffix('_choice')}/size={size}/{i}"
+            stream = Stream(EVAL_SPLIT, name, seed)
+            if is_toy:
+                with prefix_errors(name):
+                    samples = self.toy_samples(stream, size)
+                make = partial(toy.toy_item, tokenizer, absent=self.absent, in_context=self.in_context(), window=window)
+                facts = [{"entries": size, "query": j, "layout": "plain"} for j in range(len(samples))]
+                items = [make(sample, f"{name}/{j}", cluster=name, facts=facts[j]) for j, sample in enumerate(samples)]
+            else:
+                drafts = self.english_drafts(stream, size)
+                items = [self.drafted_item(tokenizer, draft, f"{name}/{j}", name, window) for j, draft in enumerate(drafts)]
+            for item in items:
+                yield self.fitted(item, new_tokens, max_tokens)
 
-        def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
-            for item in super().items(tokenizer, seed, window, max_tokens):
-                kinds = item.facts.get("option_kinds", [])
-                if len(item.options) < 2 or (self.against != "all" and self.against not in kinds):
-                    raise NeedleworkError(
-                        f"{self.kind}: there is nothing to choose from (against: {self.against}); add distractors or absent "
-                        "values, and for own needles put {value} into the needle and give others"
-                    )
-                yield item
+    def extent(self) -> TaskExtent:
+        return TaskExtent(len(self.sizes) * self.samples * self.queries, max(self.sizes))
 
-        def score(self, item: Item, answer: Answer) -> dict[str, float]:
-            return choice(item, answer, self.against)
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        exact = float(begins(answer.text, item.target))
+        return {"correct": exact, "graded": words_right(answer.text, item.target)}
 
-        @property
-        def chance(self) -> float:
-            in_context = self.in_context()
-            counts = {"all": in_context + self.absent, "context": in_context, "absent": self.absent}
-            return float(1 / (1 + counts[self.against]))
+    def in_context(self) -> int:
+        return min(MOST_OPTIONS, min(self.sizes) - 1)
 
-    Companion.__name__ = Companion.__qualname__ = f"{base.__name__}Choice"
-    Companion.__module__ = base.__module__
-    Companion.__doc__ = f"The same items as `{base.kind}`: the most likely option is the answer."
-    return task(Companion)
+    def toy_samples(self, stream: Stream, size: int) -> list[ToySample]:
+        raise TypeError(f"{type(self).__name__} must define toy_samples()")
+
+    def english_entries(self, stream: Stream, size: int) -> tuple[list[str], list[str], list[str]]:
+        """Return the keys and values of an English list, and three values that are not in it."""
+        raise TypeError(f"{type(self).__name__} must define english_entries()")
+
+    def english_drafts(self, stream: Stream, size: int) -> list[Draft]:
+        """Return a draft for each query of an English list; the queried entry is the needle."""
+        keys, values, spare = self.english_entries(stream, size)
+        drafts = []
+        for j, i in enumerate(stream.distinct(range(size), self.queries)):
+            context: list[Piece] = []
+            for k, (key, value) in enumerate(zip(keys, values, strict=True)):
+                context += needle_pieces("{key}: {value}", "needle" if k == i else "distractor", key=key, value=value)
+                context.append(Piece("\n"))
+            others = stream.mixed([value for k, value in enumerate(values) if k != i])[: self.in_context()]
+            options = [("true", values[i]), *(("context", value) for value in others)]
+            options += [("absent", value) for value in spare[: self.absent]]
+            drafts.append(
+                Draft(
+                    context=context[:-1],
+                    question=self.english_question.format(key=keys[i]),
+                    target=values[i],
+                    options=options,
+                    facts={"entries": len(keys), "query": j, "key": keys[i], "needles": len(keys)},
+                    value=values[i],
+                    spare=spare,
+                )
+            )
+        return drafts
+
+
+@task
+class Mqar(Lists):
+    """Multi-query associative recall: the value that follows a key in a list of pairs."""
+
+    kind = "mqar"
+    mode: ClassVar[Mode] = "generate"
+    toy_new_tokens: ClassVar[int] = 1
+    english_question = "Which word stands after {key} in the list?"
+
+    def toy_samples(self, stream: Stream, size: int) -> list[ToySample]:
+        return needles.make_key_values(stream, size, self.queries)
+
+    def english_entries(self, stream: Stream, size: int) -> tuple[list[str], list[str], list[str]]:
+        words = draw_distinct(stream, NOUNS, 2 * size + 3, "words", "choose smaller sizes")
+        return words[:size], words[size : 2 * size], words[2 * size :]
+
+
+MqarChoice = choice_companion(Mqar)
+
+
+@task
+class PhoneBook(Lists):
+    """Phone book: the number of a name in a list."""
+
+    kind = "phone_book"
+    mode: ClassVar[Mode] = "generate"
+    toy_new_tokens: ClassVar[int] = 6
+    english_question = "What is the phone number of {key}?"
+
+    def toy_samples(self, stream: Stream, size: int) -> list[ToySample]:
+        return needles.make_phone_book(stream, size, self.queries)
+
+    def english_entries(self, stream: Stream, size: int) -> tuple[list[str], list[str], list[str]]:
+        numbers: dict[str, None] = {}
+        while len(numbers) < size + 3:
+            numbers[f"{stream.between(200, 999)}-{stream.between(1000, 9999)}"] = None
+        names = [f"{first} {last}" for first, last in product(FIRST_NAMES, LAST_NAMES)]
+        return draw_distinct(stream, names, size, "names", "choose smaller sizes"), [*numbers][:size], [*numbers][size:]
+
+
+PhoneBookChoice = choice_companion(PhoneBook)
+
+
+@task
+class Copy(Lists):
+    """Repeat the words of the context. Wrong options are the same words in other orders."""
+
+    kind = "copy"
+    mode: ClassVar[Mode] = "generate"
+
+    def in_context(self) -> int:
+        return 0
+
+    def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
+        most, stop = super().ending(tokenizer)
+        return max(most, 4 * max(self.sizes)) if "max_new_tokens" not in self.model_fields_set else most, stop
+
+    def toy_samples(self, stream: Stream, size: int) -> list[ToySample]:
+        sample = needles.make_copy(stream, size)
+        return [replace(sample, absent=tuple(tuple(order) for order in _other_orders(stream, list(sample.target))))]
+
+    def english_drafts(self, stream: Stream, size: int) -> list[Draft]:
+        words = [stream.pick(NOUNS) for _ in range(size)]
+        text = " ".join(words)
+        options = [("true", text), *(("absent", " ".join(other)) for other in _other_orders(stream, words)[: self.absent])]
+        return [
+            Draft(
+                context=[Piece(text, ("needle", "value"))],
+                question="Which words stand above?",
+                target=text,
+                instruction="Repeat the context word for word.",
+                options=options,
+                facts={"entries": size, "needles": 1},
+            )
+        ]
+
+
+CopyChoice = choice_companion(Copy)
+
+
+def _other_orders(stream: Stream, words: list[str]) -> list[list[str]]:
+    """Return three distinct permutations of the words that differ from their order."""
+    if len(set(words)) < 3:
+        raise NeedleworkError("copy: these words have too few orders to choose from; use sizes of 4 or more")
+    orders: list[list[str]] = []
+    while len(orders) < 3:
+        order = stream.mixed(words)
+        if order != words and order not in orders:
+            orders.append(order)
+    return orders

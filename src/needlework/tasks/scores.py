@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import ClassVar, cast
 
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
-from needlework.tasks.base import Item
+from needlework.tasks.base import Item, Mode, Task, task
 
 # Incremented when the same answer gets a different score; `needlework rescore` recomputes the scores of stored answers.
 # Version 2: punctuation separates words. Version 1 deleted it, so that "day.The" was one word.
@@ -67,8 +67,11 @@ def choice(item: Item, answer: Answer, against: str = "all") -> dict[str, float]
         raise NeedleworkError(
             f"{item.id} has {len(item.options)} options but {len(answer.totals)} log-likelihoods; ask for it in mode choices"
         )
-    logs, right = answer.totals, item.answer
-    sets = {"all": range(len(logs)), **option_sets(item)}
+    logs, right, kinds = answer.totals, item.answer, item.facts.get("option_kinds", ())
+    sets: dict[str, Sequence[int]] = {"all": range(len(logs))}
+    for name in ("context", "absent"):  # the right option with the wrong ones of one kind
+        if name in kinds:
+            sets[name] = [i for i, kind in enumerate(kinds) if kind in ("true", name)]
     scores = {f"correct_{name}": _first_best(logs, among, right) for name, among in sets.items()}
     scores["correct"] = scores.pop("correct_all") if against == "all" else scores[f"correct_{against}"]
     if all(item.options):  # rows of old stores have no tokens of their options
@@ -80,13 +83,24 @@ def choice(item: Item, answer: Answer, against: str = "all") -> dict[str, float]
     return scores
 
 
-def option_sets(item: Item) -> dict[str, list[int]]:
-    """Return the indices of the right option with the wrong ones in the context, and with the absent ones."""
-    kinds: Sequence[Any] = item.facts.get("option_kinds", ())
-    return {
-        name: [i for i, kind in enumerate(kinds) if kind in ("true", name)] for name in ("context", "absent") if name in kinds
-    }
-
-
 def _first_best(logs: Sequence[float], among: Sequence[int], right: int) -> float:
     return float(max(among, key=lambda i: logs[i]) == right)
+
+
+class ChoiceMixin:
+    """Score the log-likelihood of an item's options instead of generating. Against which options: the task's `against`."""
+
+    mode: ClassVar[Mode] = "choices"
+
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return choice(item, answer, getattr(self, "against", "all"))
+
+
+def choice_companion(base: type[Task]) -> type[Task]:
+    """Register and return the task `<kind>_choice`, which scores the log-likelihood of the options of the same items.
+
+    Assign it to `<Name>Choice` in the module of the task, so that it can be pickled.
+    """
+    about = f"The same items as `{base.kind}`: the most likely option is the answer."
+    fields = {"kind": f"{base.kind}_choice", "__module__": base.__module__, "__doc__": about}
+    return task(cast(type[Task], type(f"{base.__name__}Choice", (ChoiceMixin, base), fields)))

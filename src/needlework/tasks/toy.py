@@ -1,19 +1,30 @@
-"""Conversion of toy-language samples to items. Every word is one token, so that spans are always exact."""
+"""Samples of the toy language as items, and the tasks that only exist in it: facts, letter look-up and judgements.
+
+Every word is one token, so that spans are always exact. Cloze and letter choice ask for the same facts, so that their scores can
+be compared: the letter choice needs in-context retrieval of the letter in addition to knowledge (Bick et al. 2025).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from needlework.errors import NeedleworkError
-from needlework.interventions.acts import Span
-from needlework.tasks.base import Item, Tokenizer
-from needlework.tasks.prompts import token_ids
-from needlework.toy.sample import Stream, ToySample, Words
+from pydantic import Field
+
+from needlework.errors import NeedleworkError, did_you_mean
+from needlework.requests import Answer
+from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, task
+from needlework.tasks.prompts import Encoded, make_item, token_ids
+from needlework.tasks.scores import ChoiceMixin, begins, choice_companion
+from needlework.toy import facts
+from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample, Words
 from needlework.toy.words import WORD_ID
 
 STOP = "."  # ends an answer in the toy language
+MOST_SHOTS = 1000
+SHOT_TOKENS = 32  # approximate size of a question with its answer
 
 
 def is_toy(tokenizer: Tokenizer) -> bool:
@@ -63,83 +74,41 @@ def toy_item(
 ) -> Item:
     """Return the item of a sample, with options for a forced choice and a twin where the sample has absent values."""
     prompt = encoded(tokenizer, sample.prompt)
-    spans = _spans(sample, len(prompt) - len(sample.prompt))
-    kinds, options = _options(sample, absent, in_context, name)
+    front = len(prompt) - len(sample.prompt)
+    ranges = {name: [(s.start, s.stop) for s in sample.named(name)] for name in (span.name for span in sample.spans)}
+    if places := _value_spans(sample):
+        ranges.setdefault("value", places)
+    spans = {name: tuple((start + front, stop + front) for start, stop in places) for name, places in ranges.items()}
+    names = ("subject", "relation", "key", "form", "layout", "depth_percent", "context_tokens")
+    known = {name: getattr(sample, name) for name in names if getattr(sample, name) is not None} | {"world": "toy"}
+    if "needle" in spans:
+        known["needles"] = 1 + len(sample.distractors)
     twin = _twin(sample)
-    return Item(
-        id=name,
-        cluster=cluster or name,
-        prompt=prompt,
-        prompt_text=sample.text,
-        target=sample.target_text,
-        spans=spans,
-        options=tuple(tuple(WORD_ID[word] for word in option) for option in options),
-        answer=options.index(sample.target) if options else None,
-        twins={"twin": encoded(tokenizer, twin[0])} if twin else {},
-        twin_target=" ".join(twin[1]) if twin else "",
-        facts={
-            **_known_facts(sample),
-            **option_facts(kinds, [" ".join(option) for option in options]),
-            **placed_facts(spans, len(prompt), window),
-            **facts,
-        },
+    return make_item(
+        tokenizer,
+        name,
+        Encoded(prompt, sample.text, spans),
+        sample.target_text,
+        _options(sample, absent, in_context, name),
+        known,
+        window,
+        cluster=cluster,
+        twin=(encoded(tokenizer, twin[0]), " ".join(twin[1])) if twin else None,
+        more=facts,
     )
 
 
-def _spans(sample: ToySample, front: int) -> dict[str, Span]:
-    """Return the token ranges of a sample's spans and of its value; `front` is the number of tokens before the first word."""
-    words = {name: [(s.start, s.stop) for s in sample.named(name)] for name in (span.name for span in sample.spans)}
-    if value := _value_spans(sample):
-        words.setdefault("value", value)
-    return {name: tuple((start + front, stop + front) for start, stop in ranges) for name, ranges in words.items()}
-
-
-def option_facts(kinds: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """Return facts about the options: their texts, their kinds, and the accuracy of guessing."""
-    if not options:
-        return {}
-    facts: dict[str, Any] = {"options": list(options), "option_kinds": list(kinds), "chance": 1 / len(options)}
-    for name in ("context", "absent"):
-        if name in kinds:
-            facts[f"chance_{name}"] = 1 / (1 + list(kinds).count(name))
-    return facts
-
-
-def placed_facts(spans: Mapping[str, Span], prompt_tokens: int, window: int | None) -> dict[str, Any]:
-    """Return the needle's distance from the end of the prompt, and whether the prompt's last token can attend to all of it.
-
-    With several needle spans (copies in JRT, chains, several values), only the last one counts.
-    """
-    if not spans.get("needle"):
-        return {}
-    distance = prompt_tokens - max(start for start, _ in spans["needle"])
-    return {"needle_distance_tokens": distance, "in_window": window is None or distance <= window}
-
-
-def _known_facts(sample: ToySample) -> dict[str, Any]:
-    """Return the sample's fields that become facts of its item."""
-    names = ("subject", "relation", "key", "form", "layout", "depth_percent", "context_tokens")
-    known = {name: getattr(sample, name) for name in names if getattr(sample, name) is not None}
-    return {**known, "world": "toy", **({"needles": 1 + len(sample.distractors)} if sample.named("needle") else {})}
-
-
-def _options(sample: ToySample, absent: int, in_context: int | None, name: str) -> tuple[list[str], list[Words]]:
-    """Return the kinds of the options and the options, shuffled with the item's name as seed unless the sample has choices."""
+def _options(sample: ToySample, absent: int, in_context: int | None, name: str) -> list[tuple[str, str]]:
+    """Return (kind, text) of the options, shuffled with the item's name as seed unless the sample has choices."""
     if sample.choices:
-        assert sample.answer is not None
-        return ["true" if i == sample.answer else "other" for i in range(len(sample.choices))], list(sample.choices)
+        return [("true" if i == sample.answer else "other", " ".join(words)) for i, words in enumerate(sample.choices)]
     if len(sample.absent) < absent:
         raise NeedleworkError(f"absent: {absent} is more than the {len(sample.absent)} values that can be offered")
-    value = _value(sample)
-    lead = sample.target[: len(sample.target) - len(value)]
-    options = [("true", sample.target)]
+    lead = sample.target[: len(sample.target) - len(_value(sample))]
     others = Stream("distractors", name).mixed(sample.distractors)[:in_context]
-    options += [("context", (*lead, *v)) for v in others]
-    options += [("absent", (*lead, *v)) for v in sample.absent[:absent]]
-    if len(options) < 2:
-        return [], []
-    mixed = Stream("options", name).mixed(options)
-    return [kind for kind, _ in mixed], [words for _, words in mixed]
+    options = [("true", sample.target), *(("context", (*lead, *value)) for value in others)]
+    options += [("absent", (*lead, *value)) for value in sample.absent[:absent]]
+    return [(kind, " ".join(words)) for kind, words in Stream("options", name).mixed(options)] if len(options) > 1 else []
 
 
 def _value(sample: ToySample) -> Words:
@@ -165,3 +134,150 @@ def _twin(sample: ToySample) -> tuple[Words, Words] | None:
     for start, stop in places:
         words[start:stop] = other
     return tuple(words), (*sample.target[: len(sample.target) - len(value)], *other)
+
+
+# --- Tasks ---
+
+
+class Questions(Task):
+    """Base class of the knowledge tasks: turns samples of the toy language into items."""
+
+    ability: ClassVar[Ability] = "knowledge"
+    options: ClassVar[int] = 4  # of the tasks that score options
+    shots: int = Field(0, ge=0, le=MOST_SHOTS)  # few-shot examples before the question
+
+    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
+        """Yield (item id, sample) of one seed. mini-mmlu and mini-glue are exported from these."""
+        raise TypeError(f"{type(self).__name__} must define named_samples()")
+
+    def count(self) -> int:
+        """Return the largest number of questions of one seed."""
+        raise TypeError(f"{type(self).__name__} must define count()")
+
+    def make(self, stream: Stream, topic: Any, before: Sequence[str] = ()) -> ToySample:
+        """Generate a sample about a topic, such as a fact, after the words of few-shot examples."""
+        raise TypeError(f"{type(self).__name__} must define make()")
+
+    def example_topic(self, stream: Stream, topic: Any) -> Any:
+        """Return the topic of a few-shot example for a question about `topic`."""
+        return topic
+
+    def make_with_examples(self, stream: Stream, topic: Any) -> ToySample:
+        words: list[str] = []
+        for _ in range(self.shots):
+            shown = self.make(stream, self.example_topic(stream, topic))
+            words += (*shown.prompt, *shown.target, shown.stop)
+        return self.make(stream, topic, words)
+
+    def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
+        demand_toy(tokenizer, self.kind)
+        for name, sample in self.named_samples(seed):
+            item = toy_item(tokenizer, sample, name, absent=0, facts={"shots": self.shots}, window=window)
+            if max_tokens is not None and len(item.prompt) + 1 > max_tokens:
+                raise NeedleworkError(f"{name}: {len(item.prompt)} tokens, the model holds {max_tokens}; use fewer shots")
+            yield item
+
+    def extent(self) -> TaskExtent:
+        return TaskExtent(self.count(), SHOT_TOKENS * (1 + self.shots))
+
+    def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
+        """Return one new token by default, as every answer is one word."""
+        return (self.max_new_tokens if "max_new_tokens" in self.model_fields_set else 1), self.stop
+
+    @property
+    def chance(self) -> float:
+        return 1 / self.options if self.mode == "choices" else 0.0
+
+
+class Facts(Questions):
+    """Base class of tasks with one question for each fact (subject, key) of the chosen subjects."""
+
+    subjects: tuple[str, ...] | None = None  # None: all
+    per_subject: int | None = Field(None, ge=1)  # None: all facts
+    rounds: int = Field(1, ge=1)  # questions for each fact, with different wording and wrong options
+
+    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
+        if wrong := [name for name in self.subjects or () if name not in facts.SUBJECTS]:
+            raise NeedleworkError(f"{self.kind}: unknown subject {wrong[0]!r}; {did_you_mean(wrong[0], list(facts.SUBJECTS))}")
+        kind = self.kind.removesuffix("_choice")  # cloze and cloze_choice share ids and samples
+        for subject in self.subjects or facts.SUBJECT_NAMES:
+            keys = Stream("subject", subject, seed).mixed(facts.SUBJECTS[subject].keys)
+            for key, i in product(sorted(keys[: self.per_subject]), range(self.rounds)):
+                name = f"{subject}/{key}/{i}"
+                yield f"{kind}/{name}", self.make_with_examples(Stream(EVAL_SPLIT, kind, name, seed), (subject, key))
+
+    def count(self) -> int:
+        keys = [len(facts.SUBJECTS[name].keys) for name in self.subjects or facts.SUBJECT_NAMES if name in facts.SUBJECTS]
+        return self.rounds * sum(min(count, self.per_subject or count) for count in keys)
+
+    def example_topic(self, stream: Stream, topic: tuple[str, str]) -> tuple[str, str]:
+        """Return another fact of the same subject."""
+        return topic[0], stream.pick([key for key in facts.SUBJECTS[topic[0]].keys if key != topic[1]])
+
+
+@task
+class Cloze(Facts):
+    """Complete a fact by generation; correct if the answer begins with the value."""
+
+    kind = "cloze"
+    mode: ClassVar[Mode] = "generate"
+    form: Literal["statement", "question", "both"] = "both"  # of the prompt; both: drawn at random for each sample
+
+    def make(self, stream: Stream, topic: tuple[str, str], before: Sequence[str] = ()) -> ToySample:
+        asked = None if self.form == "both" else self.form == "question"
+        return facts.make_cloze(stream, fact=topic, asked=asked, before=before)
+
+    def score(self, item: Item, answer: Answer) -> dict[str, float]:
+        return {"correct": float(begins(answer.text, item.target))}
+
+
+# A choice between four values; its score `top1` equals the score of `cloze`.
+ClozeChoice = choice_companion(Cloze)
+
+
+@task
+class Letter(ChoiceMixin, Facts):
+    """A choice between four lettered options, as in MMLU."""
+
+    kind = "letter"
+
+    def make(self, stream: Stream, topic: tuple[str, str], before: Sequence[str] = ()) -> ToySample:
+        return facts.make_letter_choice(stream, fact=topic, before=before)
+
+
+@task
+class LetterLookup(ChoiceMixin, Questions):
+    """Letter look-up without knowledge, as the question names the option: a control for the retrieval in `letter`."""
+
+    kind = "letter_lookup"
+    samples: int = Field(100, ge=1)
+
+    def count(self) -> int:
+        return self.samples
+
+    def make(self, stream: Stream, topic: None, before: Sequence[str] = ()) -> ToySample:
+        return facts.make_letter_lookup(stream, before=before)
+
+    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
+        for i in range(self.samples):
+            yield f"{self.kind}/{i}", self.make_with_examples(Stream(EVAL_SPLIT, self.kind, seed, i), None)
+
+
+@task
+class Judgements(ChoiceMixin, Questions):
+    """Yes-or-no choices, as in GLUE: acceptability, entailment and paraphrase."""
+
+    kind = "judgements"
+    options = 2
+    judgements: tuple[Literal["acceptability", "entailment", "paraphrase"], ...] = facts.JUDGEMENTS  # type: ignore[assignment]
+    samples: int = Field(50, ge=1)  # of each kind of judgement
+
+    def count(self) -> int:
+        return len(self.judgements) * self.samples
+
+    def make(self, stream: Stream, topic: str, before: Sequence[str] = ()) -> ToySample:
+        return facts.make_judgement(stream, topic, before=before)
+
+    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
+        for kind, i in product(self.judgements, range(self.samples)):
+            yield f"{kind}/{i}", self.make_with_examples(Stream(EVAL_SPLIT, kind, seed, i), kind)

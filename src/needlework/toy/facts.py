@@ -1,12 +1,15 @@
-"""Facts of the toy language, fixed for all documents and thus stored in the weights, and the samples that ask for them."""
+"""Samples that need no recall: facts, fixed for all documents and thus stored in the weights, and yes-or-no judgements."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from needlework.toy import words as w
-from needlework.toy.sample import Stream, ToySample, Words
+from needlework.toy.sample import Stream, ToySample, Words, WordSpan
+
+JUDGEMENTS = ("acceptability", "entailment", "paraphrase")  # as in GLUE
 
 
 @dataclass(frozen=True)
@@ -16,78 +19,53 @@ class FactSubject:
     name: str
     keys: Words
     values: Words
-    statements: tuple[str, ...]
-    questions: tuple[str, ...]
+    statements: tuple[Words, ...]
+    questions: tuple[Words, ...]
 
     def options(self) -> Words:
         return tuple(dict.fromkeys(self.values))
 
-
-def _subject(name: str, keys: Words, values: Words, statements: str, questions: str) -> FactSubject:
-    """Assign a value to each key by a fixed shuffle; the values are used equally often, give or take one."""
-    repeated = (values * (len(keys) // len(values) + 1))[: len(keys)]
-    matched = tuple(Stream("facts", name).mixed(repeated))
-    return FactSubject(name, keys, matched, tuple(statements.split("|")), tuple(questions.split("|")))
+    def ask(self, stream: Stream, key: str) -> list[str]:
+        return ["question", ":", *_fill(stream.pick(self.questions), key), "answer", ":"]
 
 
-SUBJECTS: dict[str, FactSubject] = {
-    subject.name: subject
-    for subject in (
-        _subject(
-            "geography",
-            w.COUNTRIES,
-            w.CITIES,
-            "the capital of {k} is|people of {k} live in the city of",
-            "what is the capital of {k} ?|which city is the capital of {k} ?",
-        ),
-        _subject(
-            "history",
-            w.CITIES,
-            w.FOUNDERS,
-            "the founder of {k} is|the city of {k} has the founder",
-            "who is the founder of {k} ?|who founded the city of {k} ?",
-        ),
-        _subject(
-            "cooking",
-            w.COUNTRIES,
-            w.DISHES,
-            "people in {k} eat|in {k} people eat",
-            "what does one eat in {k} ?|what is right to eat in {k} ?",
-        ),
-        _subject(
-            "animals",
-            w.ANIMALS,
-            w.HABITATS,
-            "the {k} lives in the|this {k} lives in a",
-            "where does the {k} live ?|in which one does the {k} live ?",
-        ),
-        _subject(
-            "trades",
-            w.TRADES,
-            w.TOOLS,
-            "the {k} works with the|for work the {k} has a",
-            "what does the {k} use for work ?|which one does the {k} work with ?",
-        ),
-        _subject(
-            "stones",
-            w.STONES,
-            w.COLOURS,
-            "the colour of {k} is|the one colour {k} has is",
-            "what is the colour of {k} ?|which colour has {k} ?",
-        ),
-    )
+_WORDS = {  # keys and values
+    "geography": (w.COUNTRIES, w.CITIES),
+    "history": (w.CITIES, w.FOUNDERS),
+    "cooking": (w.COUNTRIES, w.DISHES),
+    "animals": (w.ANIMALS, w.HABITATS),
+    "trades": (w.TRADES, w.TOOLS),
+    "stones": (w.STONES, w.COLOURS),
 }
+_STATEMENTS = {
+    "geography": ("the capital of {k} is", "people of {k} live in the city of"),
+    "history": ("the founder of {k} is", "the city of {k} has the founder"),
+    "cooking": ("people in {k} eat", "in {k} people eat"),
+    "animals": ("the {k} lives in the", "this {k} lives in a"),
+    "trades": ("the {k} works with the", "for work the {k} has a"),
+    "stones": ("the colour of {k} is", "the one colour {k} has is"),
+}
+_QUESTIONS = {
+    "geography": ("what is the capital of {k} ?", "which city is the capital of {k} ?"),
+    "history": ("who is the founder of {k} ?", "who founded the city of {k} ?"),
+    "cooking": ("what does one eat in {k} ?", "what is right to eat in {k} ?"),
+    "animals": ("where does the {k} live ?", "in which one does the {k} live ?"),
+    "trades": ("what does the {k} use for work ?", "which one does the {k} work with ?"),
+    "stones": ("what is the colour of {k} ?", "which colour has {k} ?"),
+}
+
+
+def _assign_values(name: str) -> FactSubject:
+    """Assign a value to each key by a fixed shuffle; the values are used equally often, give or take one."""
+    keys, values = _WORDS[name]
+    repeated = (values * (len(keys) // len(values) + 1))[: len(keys)]
+    templates = [tuple(tuple(text.split()) for text in texts[name]) for texts in (_STATEMENTS, _QUESTIONS)]
+    return FactSubject(name, keys, tuple(Stream("facts", name).mixed(repeated)), *templates)
+
+
+SUBJECTS = {name: _assign_values(name) for name in _WORDS}
 SUBJECT_NAMES: Words = tuple(SUBJECTS)
 ALL_FACTS: tuple[tuple[str, str], ...] = tuple((s.name, key) for s in SUBJECTS.values() for key in s.keys)
-
-# Templates are split only once, because training generates hundreds of thousands of sentences from them.
-_STATEMENTS = {s.name: [text.split() for text in s.statements] for s in SUBJECTS.values()}
-_QUESTIONS = {s.name: [text.split() for text in s.questions] for s in SUBJECTS.values()}
-_KEYS = {
-    (s.name, value): [key for key, value_of_key in zip(s.keys, s.values, strict=True) if value_of_key == value]
-    for s in SUBJECTS.values()
-    for value in s.options()
-}
 _VALUE = {(s.name, key): value for s in SUBJECTS.values() for key, value in zip(s.keys, s.values, strict=True)}
 
 
@@ -98,7 +76,7 @@ def _fill(template: Sequence[str], key: str) -> list[str]:
 def make_statement(stream: Stream, fact: tuple[str, str] | None = None) -> list[str]:
     """Return the words of a true statement with its full stop; the default is a random fact."""
     subject, key = fact or stream.pick(ALL_FACTS)
-    return [*_fill(stream.pick(_STATEMENTS[subject]), key), _VALUE[subject, key], "."]
+    return [*_fill(stream.pick(SUBJECTS[subject].statements), key), _VALUE[subject, key], "."]
 
 
 def _mix_options(stream: Stream, subject: str, right: str) -> list[str]:
@@ -112,10 +90,8 @@ def make_cloze(
     """Generate a cloze sample: an unfinished statement or, if `asked`, a question (None: random). The target is the value."""
     subject, key = fact or stream.pick(ALL_FACTS)
     as_question = stream.chance(0.5) if asked is None else asked
-    if as_question:
-        body = ["question", ":", *_fill(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
-    else:
-        body = _fill(stream.pick(_STATEMENTS[subject]), key)
+    known = SUBJECTS[subject]
+    body = known.ask(stream, key) if as_question else _fill(stream.pick(known.statements), key)
     value = _VALUE[subject, key]
     options = _mix_options(stream, subject, value)
     return ToySample(
@@ -155,14 +131,22 @@ def make_letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, b
     subject, key = fact or stream.pick(ALL_FACTS)
     value = _VALUE[subject, key]
     options = _mix_options(stream, subject, value)
-    right = options.index(value)
-    body = [*list_options(options), "question", ":", *_fill(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
-    return _letter_sample("letter", "letter", (*before, *body), right, subject, key)
+    prompt = (*before, *list_options(options), *SUBJECTS[subject].ask(stream, key))
+    return _letter_sample("letter", "letter", prompt, options.index(value), subject, key)
 
 
 def ask_by_name(option: str) -> list[str]:
     """Return the question for the word that follows `option` in a list."""
     return ["question", ":", "which", "one", "is", option, "?", "answer", ":"]
+
+
+def make_letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> ToySample:
+    """Generate a letter look-up that needs no fact, because the question names the option itself."""
+    subject = stream.pick(SUBJECT_NAMES)
+    options = stream.distinct(SUBJECTS[subject].options(), 4)
+    right = stream.below(4)
+    prompt = (*before, *list_options(options), *ask_by_name(options[right]))
+    return _letter_sample("letter_lookup", "lookup", prompt, right, subject)
 
 
 def make_letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], Words]]:
@@ -174,23 +158,92 @@ def make_letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[st
         stream: random generator.
         naming_share: probability that a question names the option itself, so that it needs no fact.
     """
-    subject = stream.pick(SUBJECT_NAMES)
-    options = stream.distinct(SUBJECTS[subject].options(), stream.between(2, 4))
+    subject = SUBJECTS[stream.pick(SUBJECT_NAMES)]
+    options = stream.distinct(subject.options(), stream.between(2, 4))
     lines: list[tuple[list[str], Words]] = []
     for i in stream.mixed(range(len(options))):
         if stream.chance(naming_share):
             question = ask_by_name(options[i])
         else:
-            key = stream.pick(_KEYS[subject, options[i]])
-            question = ["question", ":", *_fill(stream.pick(_QUESTIONS[subject]), key), "answer", ":"]
+            keys = [key for key, value in zip(subject.keys, subject.values, strict=True) if value == options[i]]
+            question = subject.ask(stream, stream.pick(keys))
         lines.append(([*(() if lines else list_options(options)), *question], (w.LETTERS[i],)))
     return lines
 
 
-def make_letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> ToySample:
-    """Generate a letter look-up that needs no fact, because the question names the option itself."""
-    subject = stream.pick(SUBJECT_NAMES)
-    options = stream.distinct(SUBJECTS[subject].options(), 4)
-    right = stream.below(4)
-    body = [*list_options(options), *ask_by_name(options[right])]
-    return _letter_sample("letter_lookup", "lookup", (*before, *body), right, subject)
+# --- Judgements ---
+
+_SAME = {a: b for pair in w.SAME_VERBS for a, b in (pair, pair[::-1])}
+
+
+@dataclass(frozen=True)
+class SentenceParts:
+    """The constituents of a sentence, so that they can be reordered, omitted or replaced."""
+
+    subject: Words
+    verb: str
+    thing: Words
+    place: Words
+    time: Words
+
+
+def make_clause(stream: Stream) -> SentenceParts:
+    manner = (stream.pick(w.MANNERS),) if stream.chance(0.3) else ()
+    look = (stream.pick(w.LOOKS),) if stream.chance(0.3) else ()
+    return SentenceParts(
+        subject=(stream.pick(w.DETERMINERS), *manner, stream.pick(w.PEOPLE)),
+        verb=stream.pick(w.VERBS),
+        thing=(stream.pick(w.DETERMINERS), *look, stream.pick(w.THINGS)),
+        place=(stream.pick(w.SIDES), "the", stream.pick(w.PLACES)),
+        time=stream.pick(w.TIMES) if stream.chance(0.4) else (),
+    )
+
+
+def change_one_word(stream: Stream, c: SentenceParts) -> SentenceParts:
+    """Replace the verb or a noun by another word of its class that is no synonym, so that the meaning changes."""
+    part = stream.pick(("subject", "verb", "thing", "place"))
+    if part == "verb":
+        return replace(c, verb=stream.pick([verb for verb in w.VERBS if verb not in (c.verb, _SAME[c.verb])]))
+    *before, last = getattr(c, part)
+    nouns = {"subject": w.PEOPLE, "thing": w.THINGS, "place": w.PLACES}[part]
+    words: dict[str, Any] = {part: (*before, stream.pick([noun for noun in nouns if noun != last]))}
+    return replace(c, **words)
+
+
+def make_judgement(stream: Stream, kind: str, *, before: Sequence[str] = ()) -> ToySample:
+    """Generate a sample of one of JUDGEMENTS. `before` are the words of few-shot examples.
+
+    acceptability: a sentence; "no": subject and verb or verb and object are swapped, or the object's determiner is moved.
+    entailment: two sentences; "yes": the second only omits parts of the first; "no": one word was replaced as well.
+    paraphrase: two sentences; "yes": the second has a synonymous verb and perhaps another order; "no": one word differs, too.
+    """
+    c = make_clause(stream)
+    yes = stream.chance(0.5)
+    first = (*c.subject, c.verb, *c.thing, *c.place, *c.time)
+    if kind == "acceptability":
+        swapped = (c.verb, *c.subject, *c.thing), (*c.subject, *c.thing, c.verb), (*c.subject, c.verb, *c.thing[1:], c.thing[0])
+        parts = [("judge", first if yes else (*stream.pick(swapped), *c.place, *c.time))]
+    else:
+        d = c if yes else change_one_word(stream, c)
+        if kind == "entailment":
+            place = d.place if d.place != c.place or stream.chance(0.5) else ()
+            second = ("so", (*d.subject, d.verb, *d.thing, *place))
+        else:
+            core = (*d.subject, _SAME[d.verb], *d.thing)
+            orders = (*core, *d.place, *d.time), (*d.time, *core, *d.place), (*d.place, *core, *d.time)
+            second = ("same", stream.pick(orders))
+        parts = [("first", first), second]
+    prompt, spans = list(before), []
+    for name, (opening, words) in zip(("first", "second"), parts, strict=False):
+        spans.append(WordSpan(name, len(prompt) + 2, len(prompt) + 2 + len(words)))
+        prompt += [opening, ":", *words, "."]
+    return ToySample(
+        task=kind,
+        prompt=(*prompt, "answer", ":"),
+        target=("yes" if yes else "no",),
+        spans=tuple(spans),
+        choices=(("no",), ("yes",)),
+        answer=int(yes),
+        subject=kind,
+        form=kind,
+    )

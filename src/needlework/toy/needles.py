@@ -1,12 +1,14 @@
-"""Needle-in-a-haystack samples of the toy language: generated needles, distractors and multi-hop links between needles."""
+"""Samples that ask for something in the context: needles in a haystack, links between needles, lists and texts to copy."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
+from needlework.toy import facts
 from needlework.toy import words as w
-from needlework.toy.facts import make_statement
 from needlework.toy.sample import Stream, ToySample, Words, WordSpan
 
 LAYOUTS = ("plain", "jrt", "question_first")
@@ -36,48 +38,23 @@ class Relation:
         return int(len(self.values) ** self.length) - ABSENT_VALUES
 
 
-def _relation(name: str, sentence: str, link: str, questions: str, values: Words, length: int) -> Relation:
-    asked = tuple(tuple(question.split()) for question in questions.split("|"))
-    return Relation(name, tuple(sentence.split()), tuple(link.split()), asked, values, length)
-
-
-RELATIONS: dict[str, Relation] = {
-    relation.name: relation
-    for relation in (
-        _relation(
-            "code",
-            "the secret code of {n} is",
-            "the secret code of {n} is the code of {m}",
-            "what is the secret code of {n} ?|which secret code has {n} ?",
-            w.DIGITS,
-            3,
-        ),
-        _relation(
-            "badge",
-            "the badge of {n} is",
-            "the badge of {n} is the badge of {m}",
-            "what is the badge of {n} ?|which badge has {n} ?",
-            w.COLOURS,
-            2,
-        ),
-        _relation(
-            "hideout",
-            "{n} hid the key in the",
-            "{n} hid the key with {m}",
-            "where is the key of {n} ?|where has {n} hid the key ?",
-            w.HIDEOUTS,
-            1,
-        ),
-        _relation(
-            "gift",
-            "the gift for {n} is a",
-            "the gift for {n} is the gift for {m}",
-            "what is the gift for {n} ?|which gift gets {n} ?",
-            w.GIFTS,
-            1,
-        ),
-    )
+_VALUES = {"code": (w.DIGITS, 3), "badge": (w.COLOURS, 2), "hideout": (w.HIDEOUTS, 1), "gift": (w.GIFTS, 1)}
+_SENTENCES = {  # of a needle and of a link
+    "code": ("the secret code of {n} is", "the secret code of {n} is the code of {m}"),
+    "badge": ("the badge of {n} is", "the badge of {n} is the badge of {m}"),
+    "hideout": ("{n} hid the key in the", "{n} hid the key with {m}"),
+    "gift": ("the gift for {n} is a", "the gift for {n} is the gift for {m}"),
 }
+_QUESTIONS = {
+    "code": ("what is the secret code of {n} ?", "which secret code has {n} ?"),
+    "badge": ("what is the badge of {n} ?", "which badge has {n} ?"),
+    "hideout": ("where is the key of {n} ?", "where has {n} hid the key ?"),
+    "gift": ("what is the gift for {n} ?", "which gift gets {n} ?"),
+}
+RELATIONS: dict[str, Relation] = {}
+for _name, _values in _VALUES.items():
+    _needle, _link, *_asked = (tuple(text.split()) for text in (*_SENTENCES[_name], *_QUESTIONS[_name]))
+    RELATIONS[_name] = Relation(_name, _needle, _link, tuple(_asked), *_values)
 RELATION_NAMES: Words = tuple(RELATIONS)
 
 
@@ -125,7 +102,7 @@ def make_haystack(stream: Stream, words: int) -> list[list[str]]:
     sentences: list[list[str]] = []
     left = words
     while left >= SHORTEST_SENTENCE:
-        new = make_statement(stream) if stream.chance(FACT_SHARE) else make_sentence(stream)
+        new = facts.make_statement(stream) if stream.chance(FACT_SHARE) else make_sentence(stream)
         if len(new) <= left:
             sentences.append(new)
             left -= len(new)
@@ -193,18 +170,16 @@ def hide_needles(
     hay = make_haystack(stream, room)
     slots = [stream.below(len(hay) + 1) for _ in hidden]
     if depth_percent is not None:
-        wanted = sum(map(len, hay)) * depth_percent / 100
-        slots[0], reached = 0, 0
-        for straw in hay:
-            reached += len(straw)
-            if reached > wanted:
-                break
-            slots[0] += 1
+        slots[0] = bisect_right(list(accumulate(map(len, hay))), sum(map(len, hay)) * depth_percent / 100)
     words: list[str] = []
     starts = [0] * len(hidden)
     order = stream.mixed(range(len(hidden)))
-    if ordered:
-        slots, order = _move_links_back(stream, hidden, slots, len(hay)), list(range(len(hidden)))
+    if ordered:  # every link follows the needle that it refers to, so that it can be resolved during prefill
+        slot_of = {needle.name: slot for needle, slot in zip(hidden, slots, strict=True)}
+        for needle in hidden:
+            if needle.like and slot_of[needle.name] < slot_of[needle.like]:
+                slot_of[needle.name] = stream.between(slot_of[needle.like], len(hay))
+        slots, order = [slot_of[needle.name] for needle in hidden], list(range(len(hidden)))
     for slot in range(len(hay) + 1):
         for i in order:
             if slots[i] == slot:
@@ -212,27 +187,8 @@ def hide_needles(
                 words += sentences[i]
         if slot < len(hay):
             words += hay[slot]
-    length = len(words)
-    depths = tuple(100 * start / max(1, length - len(text)) for start, text in zip(starts, sentences, strict=True))
+    depths = tuple(100 * start / max(1, len(words) - len(text)) for start, text in zip(starts, sentences, strict=True))
     return NeedleContext(tuple(words), tuple(hidden), tuple(starts), depths)
-
-
-def _move_links_back(stream: Stream, hidden: Sequence[Needle], slots: list[int], last: int) -> list[int]:
-    """Return slots in which every link follows the needle it refers to, so that it can be resolved during prefill."""
-    place = {needle.name: slot for needle, slot in zip(hidden, slots, strict=True)}
-    for needle in hidden:
-        if needle.like and place[needle.name] < place[needle.like]:
-            place[needle.name] = stream.between(place[needle.like], last)
-    return [place[needle.name] for needle in hidden]
-
-
-def find_chain(place: NeedleContext, index: int) -> list[int]:
-    """Return the indices of the needles from needle `index` along its links to the one that is no link."""
-    by_name = {(needle.relation, needle.name): i for i, needle in enumerate(place.needles)}
-    found = [index]
-    while like := place.needles[found[-1]].like:
-        found.append(by_name[place.needles[index].relation, like])
-    return found
 
 
 def ask_about(
@@ -262,13 +218,15 @@ def ask_about(
     context = ["context", ":", *place.words]
     block = [*question, *context] if layout == "question_first" else [*context, *question]
     blocks = [block, block] if layout == "jrt" else [block]
-    text = needle.sentence()[:-1]
     lead = 2 + (len(question) if layout == "question_first" else 0)
     prompt: list[str] = []
     spans: list[WordSpan] = []
-    rests_on = find_chain(place, index)
+    by_name = {(other.relation, other.name): i for i, other in enumerate(place.needles)}
+    chain = [index]  # the needle and, along its links, those that it refers to
+    while like := place.needles[chain[-1]].like:
+        chain.append(by_name[needle.relation, like])
     for words in blocks:
-        for i in rests_on:
+        for i in chain:
             start = len(prompt) + lead + place.starts[i]
             stop = start + len(place.needles[i].sentence()) - 1
             spans.append(WordSpan("needle", start, stop))
@@ -279,7 +237,7 @@ def ask_about(
     return ToySample(
         task="niah",
         prompt=tuple(prompt),
-        target=tuple(text) if quote else needle.value,
+        target=tuple(needle.sentence()[:-1]) if quote else needle.value,
         spans=tuple(spans),
         distractors=tuple(dict.fromkeys(v for v in stated if v != needle.value)),
         absent=tuple(draw_values(stream, needle.relation, ABSENT_VALUES, stated)),
@@ -287,7 +245,7 @@ def ask_about(
         key=needle.name,
         form=f"{'quote' if quote else 'question'}-{form}",
         layout=layout,
-        depth_percent=place.depths[rests_on[-1]],
+        depth_percent=place.depths[chain[-1]],
         context_tokens=len(place.words),
     )
 
@@ -307,18 +265,15 @@ def make_niah(
 
     With `hops` > 1, a chain of `hops - 1` links follows every needle, and the question names the last link of the first chain.
     """
-    hidden = make_needles(stream, relation, 1 + distractors)
-    if hops == 1:
-        place = hide_needles(stream, hidden, context_tokens, depth_percent)
-        return ask_about(stream, place, layout=layout, form=stream.below(2), quote=quote)
-    hidden = add_links(stream, hidden, hops - 1)
-    place = hide_needles(stream, hidden, context_tokens, depth_percent, ordered=True)
+    hidden = add_links(stream, make_needles(stream, relation, 1 + distractors), hops - 1)
+    place = hide_needles(stream, hidden, context_tokens, depth_percent, ordered=hops > 1)
     return ask_about(stream, place, len(hidden) - 1 - distractors, layout=layout, form=stream.below(2), quote=quote)
 
 
 def add_links(stream: Stream, hidden: Sequence[Needle], links: int) -> list[Needle]:
     """Return the needles followed by `links` layers of links: one link to each needle, one to each of those links, and so on."""
-    spare = [name for name in w.NAMES if name not in {needle.name for needle in hidden}]
+    taken = {needle.name for needle in hidden}
+    spare = [name for name in w.NAMES if name not in taken]
     names = iter(stream.distinct(spare, links * len(hidden)))
     chained, latest = list(hidden), list(hidden)
     for _ in range(links):
@@ -343,16 +298,13 @@ def make_variable_chains(stream: Stream, *, chains: int, hops: int, room: int) -
     samples = []
     for c in asked:
         prompt += [*questions[c], "answer", ":"]
-        spans = []
-        for i in range(c, len(hidden), chains):
-            start = 2 + place.starts[i]
-            spans.append(WordSpan("needle", start, start + len(hidden[i].sentence()) - 1))
+        starts = [(2 + place.starts[i], len(hidden[i].sentence()) - 1) for i in range(c, len(hidden), chains)]
         samples.append(
             ToySample(
                 task="variables",
                 prompt=tuple(prompt),
                 target=tuple(names[c]),
-                spans=tuple(spans),
+                spans=tuple(WordSpan("needle", start, start + length) for start, length in starts),
                 relation="code",
                 key=" ".join(hidden[c].value),
                 context_tokens=len(place.words),
@@ -360,3 +312,106 @@ def make_variable_chains(stream: Stream, *, chains: int, hops: int, room: int) -
         )
         prompt += [*names[c], "."]
     return samples
+
+
+# --- Lists and copies ---
+
+PLAIN_WORDS: Words = (*w.THINGS, *w.PLACES, *w.LOOKS, *w.PEOPLE)
+
+
+def make_key_values(stream: Stream, pairs: int, queries: int = 1) -> list[ToySample]:
+    """Generate a list of key-value pairs and one sample for each query; prompts contain the earlier queries and answers."""
+    keys = stream.distinct(w.NAMES, pairs)
+    values = stream.distinct(PLAIN_WORDS, pairs)
+    prompt = ["pairs", ":"]
+    spans = []
+    for key, value in zip(keys, values, strict=True):
+        spans.append(WordSpan("needle", len(prompt), len(prompt) + 2))
+        prompt += [key, value]
+    prompt += [".", "ask", ":"]
+    spare = [word for word in PLAIN_WORDS if word not in values]
+    samples = []
+    for i in stream.distinct(range(pairs), queries):
+        prompt.append(keys[i])
+        samples.append(
+            ToySample(
+                task="recall",
+                prompt=tuple(prompt),
+                target=(values[i],),
+                spans=(spans[i],),
+                distractors=tuple((value,) for j, value in enumerate(values) if j != i),
+                absent=tuple((value,) for value in stream.distinct(spare, 3)),
+                relation="pair",
+                key=keys[i],
+                context_tokens=2 * pairs,
+                stop="",
+            )
+        )
+        prompt.append(values[i])
+    return samples
+
+
+def make_any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
+    """Generate a key-value list with keys and values of varied word classes, as (words, answer) lines. For training only.
+
+    Lists of names and plain words teach neither answer options as keys, nor letters as values, nor the question format of letter
+    choices. Here all combinations occur.
+    """
+    options = [facts.SUBJECTS[subject].options() for subject in stream.distinct(facts.SUBJECT_NAMES, 2)]
+    keys, values = stream.pick((w.NAMES, options[0])), stream.pick((PLAIN_WORDS, w.LETTERS, options[1]))
+    pairs = stream.between(2, min(most, len(keys), len(values)))
+    listed = list(zip(stream.distinct(keys, pairs), stream.distinct(values, pairs), strict=True))
+    named = stream.chance(0.5)
+    words = [word for pair in listed for word in pair]
+    words = words if named else ["pairs", ":", *words, ".", "ask", ":"]
+    lines: list[tuple[list[str], Words]] = []
+    # With replacement: if every key were queried once, the last answers would follow by elimination.
+    for key, value in (stream.pick(listed) for _ in range(min(pairs, 4))):
+        lines.append(([*words, *(facts.ask_by_name(key) if named else [key])], (value,)))
+        words = ["."] if named else []
+    return lines
+
+
+def make_phone_book(stream: Stream, entries: int, queries: int = 1) -> list[ToySample]:
+    """Generate a list of names with four-digit numbers and one sample for each query; prompts contain the earlier answers."""
+    names = stream.distinct(w.NAMES, entries)
+    numbers: list[Words] = []
+    while len(numbers) < entries + 3:
+        number = tuple(stream.pick(w.DIGITS) for _ in range(4))
+        if number not in numbers:
+            numbers.append(number)
+    prompt = ["phone", "book", ":"]
+    spans = []
+    for name, number in zip(names, numbers, strict=False):
+        spans.append(WordSpan("needle", len(prompt), len(prompt) + 5))
+        prompt += [name, *number, "."]
+    samples = []
+    for i in stream.distinct(range(entries), queries):
+        prompt += ["question", ":", "what", "is", "the", "phone", "number", "of", names[i], "?", "answer", ":"]
+        samples.append(
+            ToySample(
+                task="phone_book",
+                prompt=tuple(prompt),
+                target=numbers[i],
+                spans=(spans[i],),
+                distractors=tuple(number for j, number in enumerate(numbers[:entries]) if j != i),
+                absent=tuple(numbers[entries:]),
+                relation="phone",
+                key=names[i],
+                context_tokens=6 * entries,
+            )
+        )
+        prompt += [*numbers[i], "."]
+    return samples
+
+
+def make_copy(stream: Stream, length: int) -> ToySample:
+    """Generate a sample that asks to repeat `length` random words."""
+    text = tuple(stream.pick(PLAIN_WORDS) for _ in range(length))
+    return ToySample(
+        task="copy",
+        prompt=("copy", ":", *text, ".", "again", ":"),
+        target=text,
+        spans=(WordSpan("needle", 2, 2 + length),),
+        context_tokens=length,
+    )

@@ -26,7 +26,7 @@ from needlework.subject import load
 from needlework.tables import Table
 from needlework.tasks import make_task
 from needlework.terminal import Bar
-from needlework.toy import facts, judgements, needles, recall
+from needlework.toy import facts, needles
 from needlework.toy.needles import RELATION_NAMES
 from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample
 from needlework.toy.words import BOS, PAD, WORD_ID
@@ -95,10 +95,10 @@ def suite(longest: int, relations: Sequence[str] = RELATION_NAMES) -> dict[str, 
         "cloze_question": fact(asked=True),
         "letter_choice": facts.make_letter_choice,
         "letter_lookup": facts.make_letter_lookup,
-        **{kind: partial(judgements.make_judgement, kind=kind) for kind in judgements.KINDS},
-        "recall_16_pairs": lambda stream: recall.make_key_values(stream, 16)[0],
-        "phone_book_8": lambda stream: recall.make_phone_book(stream, 8)[0],
-        "copy_16": partial(recall.make_copy, length=16),
+        **{kind: partial(facts.make_judgement, kind=kind) for kind in facts.JUDGEMENTS},
+        "recall_16_pairs": lambda stream: needles.make_key_values(stream, 16)[0],
+        "phone_book_8": lambda stream: needles.make_phone_book(stream, 8)[0],
+        "copy_16": partial(needles.make_copy, length=16),
         "variables_2_chains": lambda stream: needles.make_variable_chains(stream, chains=2, hops=1, room=at)[0],
     }
 

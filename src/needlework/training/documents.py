@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from needlework.toy import facts, judgements, needles, recall
+from needlework.toy import facts, needles
 from needlework.toy import words as w
 from needlework.toy.needles import RELATION_NAMES, RELATIONS, Needle, ask_about, hide_needles, make_needles
 from needlework.toy.sample import TRAIN_SPLIT, Stream, ToySample, Words
@@ -27,7 +27,7 @@ _ITEMS: dict[str, tuple[Callable[[Stream], ToySample | list[str]], float]] = {
     "cloze": (facts.make_cloze, 4.0),
     "letter": (facts.make_letter_choice, 5.0),
     "letter_lookup": (facts.make_letter_lookup, 2.0),
-    **{kind: (partial(judgements.make_judgement, kind=kind), 1.0) for kind in judgements.KINDS},
+    **{kind: (partial(facts.make_judgement, kind=kind), 1.0) for kind in facts.JUDGEMENTS},
 }
 ITEM_KINDS = tuple(_ITEMS)
 ITEM_SHARES = {kind: share for kind, (_, share) in _ITEMS.items()}
@@ -192,24 +192,24 @@ def _add_pairs(stream: Stream, row: TrainingRow, mix: DocumentMix) -> None:
         # Training on long lists only did not learn it.
         longest = min(MOST_PAIRS, (row.room - LIST_FRAME) // 4)
         pairs = stream.between(2, stream.between(2, longest))
-        row.add_samples(*recall.make_key_values(stream, pairs, pairs))
+        row.add_samples(*needles.make_key_values(stream, pairs, pairs))
         row.add((".",))
 
 
 def _add_any_pairs(stream: Stream, row: TrainingRow, mix: DocumentMix) -> None:
     while row.room >= SHORTEST_ANY_PAIRS:
-        row.add_lines(recall.make_any_pairs(stream, (row.room - LIST_FRAME) // 4), "")
+        row.add_lines(needles.make_any_pairs(stream, (row.room - LIST_FRAME) // 4), "")
         row.add((".",))
 
 
 def _add_phone_book(stream: Stream, row: TrainingRow, mix: DocumentMix) -> None:
     entries = max(1, stream.between(1, min(len(w.NAMES), (row.room - 4) // 22)))
-    row.add_samples(*recall.make_phone_book(stream, entries, max(1, min(entries, (row.room - 4 - 6 * entries) // 17))))
+    row.add_samples(*needles.make_phone_book(stream, entries, max(1, min(entries, (row.room - 4 - 6 * entries) // 17))))
     _add_short_items(stream, row, mix)
 
 
 def _add_copy(stream: Stream, row: TrainingRow, mix: DocumentMix) -> None:
-    row.add_samples(recall.make_copy(stream, stream.between(4, min(60, (row.room - 6) // 2))))
+    row.add_samples(needles.make_copy(stream, stream.between(4, min(60, (row.room - 6) // 2))))
     _add_short_items(stream, row, mix)
 
 
