@@ -9,9 +9,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from needlework.analysis.evidence import verdicts
 from needlework.analysis.reader import load
-from needlework.analysis.verdicts import RULES, RULES_VERSION, markdown
+from needlework.analysis.verdicts import RULES, RULES_VERSION, markdown, verdicts
 from needlework.tables import Table
 
 PAGE = Path(__file__).resolve().parent / "method.md"

@@ -5,11 +5,13 @@ Answers, names and errors come from models and files, so they are untrusted text
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from threading import Event, Thread
 from typing import Self
 
@@ -21,11 +23,24 @@ from rich.text import Text
 
 # Control characters other than tab and newline, bidirectional controls, line separators and lone surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+LONGEST_NAME = 64
+_NAME_END = 12  # characters kept at the end of a shortened name: they often distinguish checkpoints ("...-step-1000")
 
 
 def plain(text: str) -> str:
     """Return the text with control characters escaped (`\\x1b`), so that a terminal does not interpret them."""
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape", "surrogatepass").decode("ascii"), text)
+
+
+@lru_cache(maxsize=10_000)
+def display_name(text: str, longest: int = LONGEST_NAME) -> str:
+    """Return a printable text of at most `longest` characters; a changed text gets a hash, so that names stay distinct."""
+    printable = " ".join(plain(text).split())
+    mark = f"[{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:6]}]"
+    whole = text if printable == text else f"{printable} {mark}".strip()
+    if len(whole) <= longest:
+        return whole
+    return f"{printable[: longest - _NAME_END - len(mark) - 6]} … {mark} … {printable[-_NAME_END:]}"
 
 
 def say(text: str, *, stderr: bool = True, style: str | None = None) -> None:

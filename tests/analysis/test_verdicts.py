@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import binom
 
-from needlework.analysis.findings import Context, Curve, Evidence, Kept, Silenced, Verdict
-from needlework.analysis.verdicts import RULES, RULES_VERSION, judge
+from needlework.analysis.evidence import Context, Curve, Evidence, Kept, Silenced
+from needlework.analysis.verdicts import RULES, RULES_VERSION, Verdict, judge
 from needlework.stats import NOTHING, Estimate, Interaction, retained, wilson
 
 ROOT = Path(__file__).parents[2]

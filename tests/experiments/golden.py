@@ -13,8 +13,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from needlework.analysis.evidence import verdicts
 from needlework.analysis.reader import load
+from needlework.analysis.verdicts import verdicts
 from needlework.experiments import run
 from needlework.results import Store
 

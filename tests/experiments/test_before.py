@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from needlework.analysis.evidence import verdicts
 from needlework.analysis.reader import load
+from needlework.analysis.verdicts import verdicts
 from needlework.experiments.models import DiskModels, LoadedModel, ModelInfo
 from needlework.experiments.plan import Model
 from needlework.experiments.run import run

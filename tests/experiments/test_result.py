@@ -9,8 +9,7 @@ import fakes
 import pytest
 
 import needlework as nw
-from needlework.analysis.findings import Verdict
-from needlework.analysis.verdicts import RULES
+from needlework.analysis.verdicts import RULES, Verdict
 from needlework.experiments.plan import load
 from needlework.results.export import export
 

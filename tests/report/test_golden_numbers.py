@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import pytest
 import synthetic
 
-from needlework.analysis.evidence import verdicts
 from needlework.analysis.model_trials import ModelTrials, by_model_and_boundary
 from needlework.analysis.reader import load
+from needlework.analysis.verdicts import verdicts
 from needlework.stats import Estimate
 
 FILE = Path(__file__).parent / "golden_numbers.json"

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from needlework.analysis.models import LONGEST, display_name
 from needlework.analysis.reader import load
 from needlework.reports import build, summary
 from needlework.results import Store
+from needlework.terminal import LONGEST_NAME, display_name
 
 HOSTILE = {
     "mathtext": r"my $\foo$ model",
@@ -70,18 +70,18 @@ def test_any_name_is_shown_and_breaks_nothing(few: Path, tmp_path: Path, kind: s
 
 def test_bytes_that_are_no_text_do_not_hide_a_run(few: Path, tmp_path: Path) -> None:
     run = shutil.copytree(few, tmp_path / "run")
-    whole = len(load([run]).row)
+    whole = len(load([run]).data)
     store = Store(run)
     store.db.execute("UPDATE trials SET output = CAST(X'ff41' AS TEXT), task = CAST(task || X'ff' AS TEXT)")
     store.close()
-    assert len(load([run]).row) == whole
+    assert len(load([run]).data) == whole
     assert "�" in build([run], pictures=False).read_text(encoding="utf-8")
 
 
 @given(st.text(alphabet=st.characters(), max_size=300))
 def test_a_shown_name_is_short_and_printable(name: str) -> None:
     label = display_name(name)
-    assert len(label) <= LONGEST + 9
+    assert len(label) <= LONGEST_NAME + 9
     assert "\n" not in label
     label.encode("utf-8")
     assert display_name(label) == label, "what can be shown is shown as it is"

@@ -83,7 +83,7 @@ def test_a_trial_counts_once_however_many_experiments_it_served(tmp_path: Path, 
     store.add([*needles, *(replace(t, experiment="another") for t in needles)])
     store.close()
     frame = load([tmp_path])
-    assert (frame.trials, len(frame.row)) == (40, 20)
+    assert (frame.trials, len(frame.data)) == (40, 20)
 
 
 def test_failed_trials_are_left_out_and_counted(tmp_path: Path, trials: list[Row]) -> None:
@@ -92,7 +92,7 @@ def test_failed_trials_are_left_out_and_counted(tmp_path: Path, trials: list[Row
     store.add([replace(t, finish="failed", scores={}) if i < 3 else t for i, t in enumerate(needles)])
     store.close()
     frame = load([tmp_path])
-    assert (frame.failed, len(frame.row)) == (3, 7)
+    assert (frame.failed, len(frame.data)) == (3, 7)
 
 
 def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) -> None:
@@ -104,7 +104,7 @@ def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) ->
     store.close()
     assert list(load([run, other]).models) == ["tiny-griffin", "tiny-griffin (other)", "tiny-jamba", "tiny-mamba"]
     assert list(load([run, run]).models) == ["tiny-griffin", "tiny-jamba", "tiny-mamba"]
-    assert len(load([run, run]).row) == len(load([run]).row)
+    assert len(load([run, run]).data) == len(load([run]).data)
 
 
 def test_evidence_finds_every_experiment(frame: Frame) -> None:
@@ -233,10 +233,10 @@ def test_chance_is_that_of_the_options_that_count(tmp_path: Path, trials: list[R
     choices = [t for t in trials if t.task == "niah_choice"][:10]
     store = Store(tmp_path, create=True)
     store.add([replace(t, facts={**t.facts, "chance": 1 / 7, "chance_context": 0.5}) for t in choices])
-    assert load([tmp_path]).groups[0].chance == pytest.approx(1 / 7)
+    assert load([tmp_path]).groups["chance"][0] == pytest.approx(1 / 7)
     store.set_meta("experiments", {"heads": {"tasks": {"niah_choice": {"options": {"against": "context"}}}}})
     store.close()
-    assert load([tmp_path]).groups[0].chance == 0.5
+    assert load([tmp_path]).groups["chance"][0] == 0.5
 
 
 def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: list[Row]) -> None:

@@ -11,11 +11,9 @@ import synthetic
 from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, Rectangle
 
-from needlework.analysis.evidence import verdicts
-from needlework.analysis.findings import Point
-from needlework.analysis.frame import Frame
-from needlework.analysis.models import Seen, families, in_order, made_of
-from needlework.analysis.reader import load
+from needlework.analysis.frame import Frame, made_of
+from needlework.analysis.reader import StoredModel, families, in_order, load
+from needlework.analysis.verdicts import VerdictPoint, verdicts
 from needlework.reports import build, picture_files, svg
 from needlework.reports.browser import Browser
 from needlework.reports.checkpoints import merge_checkpoints
@@ -124,7 +122,7 @@ def test_numbers_of_heads_are_said_in_their_strip(seen: Overview) -> None:
 def test_colour_and_zone_say_how_an_interval_lies(
     hits: int, line: float | None, bound: str, where: tuple[float, float] | None, came: str
 ) -> None:
-    point = Point("p", wilson(hits, 100), line, bound)  # type: ignore[arg-type]
+    point = VerdictPoint("p", wilson(hits, 100), line, bound)  # type: ignore[arg-type]
     assert (zone(point), outcome(point)) == (where, came)
     assert not point.estimate.low <= label_position(point) <= point.estimate.high
 
@@ -175,8 +173,8 @@ def test_hybrids_stand_before_controls_and_families_together() -> None:
 
 
 def test_families_are_of_one_name_or_of_one_anatomy() -> None:
-    def one(name: str, made: str, place: str = "a") -> Seen:
-        return Seen(Path(place), name, {"anatomy": synthetic.anatomy(made)})
+    def one(name: str, made: str, place: str = "a") -> StoredModel:
+        return StoredModel(Path(place), name, {"anatomy": synthetic.anatomy(made)})
 
     models = [one("x", "tiny-griffin"), one("y", "tiny-griffin"), one("z", "tiny-jamba"), one("z", "tiny-mamba", "b")]
     assert families(models, ["x", "y", "z", "z (b)"]) == [["x", "y"], ["z", "z (b)"]]
@@ -213,9 +211,9 @@ def test_checkpoints_share_panels_with_a_paired_difference(pair: tuple[Path, Pat
     whole = next(point for point in apart.series[0].points if point.x == 1.0)
     keys = [next(p.key for p in series.points if p.x == 1.0) for series in together.series]
     rows = [browser.cells[key][1] for key in keys]
-    rows = [r[frame.sample[r].argsort()] for r in rows]
+    rows = [r[frame.column("sample", r).argsort()] for r in rows]
     before, after = (frame.values("correct", r) for r in rows)
-    assert whole.y == gain(after, before, frame.cluster[rows[0]]), "paired, for the samples are the same"
+    assert whole.y == gain(after, before, frame.column("cluster", rows[0])), "paired, for the samples are the same"
     assert "points [" in apart.table().rows[-1][1]
 
 

@@ -13,11 +13,11 @@ import pytest
 import synthetic
 
 import needlework as nw
-from needlework.analysis.evidence import collect, helped_by_reading_twice, verdicts
-from needlework.analysis.findings import Verdict
-from needlework.analysis.frame import ALL, Frame, Group, Pick
+from needlework.analysis.evidence import collect, helped_by_reading_twice
+from needlework.analysis.frame import ALL, Frame, Pick
 from needlework.analysis.model_trials import ModelTrials, by_boundary
 from needlework.analysis.reader import load
+from needlework.analysis.verdicts import Verdict, verdicts
 from needlework.reports import build, summary
 from needlework.reports.browser import Browser
 from needlework.reports.figures import FIGURES, make_figure
@@ -90,10 +90,11 @@ def numbers(frame: Frame) -> list[str]:
     return [cell for figure in figures for panel in figure.panels for line in panel.table().rows for cell in line[1:]]
 
 
-def test_a_pick_says_every_field_of_a_group() -> None:
-    assert [f.name for f in fields(Pick)] == [f.name for f in fields(Group)]
+def test_a_pick_says_every_field_of_a_group(run: Path) -> None:
+    names = [f.name for f in fields(Pick)]
+    assert load([run]).groups.columns.tolist() == names
     with pytest.raises(TypeError, match="boundary"):
-        Pick(**{f.name: ALL for f in fields(Group) if f.name != "boundary"})
+        Pick(**{name: ALL for name in names if name != "boundary"})  # type: ignore[arg-type]
 
 
 # A. The kind of a task decides, not its name.
@@ -159,7 +160,7 @@ def test_needles_of_unlike_settings_have_maps_of_their_own(tmp_path: Path) -> No
 def test_one_answer_in_two_tasks_counts_once(tmp_path: Path) -> None:
     trials = [*rows(8, 10), *rows(8, 10, task="near", experiment="two")]
     frame = load([store(tmp_path, trials)])
-    assert len(frame.row) == 20
+    assert len(frame.data) == 20
     of_model = ModelTrials(frame, MODEL)
     assert of_model.accuracy(of_model.retrieval("none")) == wilson(8, 10)
 
@@ -274,7 +275,7 @@ def test_one_model_in_two_directories_is_one_and_its_trials_count_once(tmp_path:
     runs = [store(tmp_path / name, list(rows(7, 10))) for name in ("a", "b")]
     frame = load(runs)
     assert list(frame.models) == [MODEL]
-    assert (len(frame.row), frame.trials) == (10, 20)
+    assert (len(frame.data), frame.trials) == (10, 20)
 
 
 def test_one_model_under_two_names_is_said(tmp_path: Path) -> None:
@@ -284,7 +285,7 @@ def test_one_model_under_two_names_is_said(tmp_path: Path) -> None:
     other.db.execute("UPDATE trials SET model = 'mine'")
     other.close()
     frame = load([first, second])
-    assert (list(frame.models), len(frame.row)) == ([MODEL], 10)
+    assert (list(frame.models), len(frame.data)) == ([MODEL], 10)
     assert frame.notes == [
         f"mine is the same model as {MODEL} (weights, tokenizer, dtype and window rule): shown as one, as {MODEL}."
     ]
@@ -295,14 +296,14 @@ def test_the_same_answer_under_another_scoring_is_not_the_same_row(tmp_path: Pat
     experiments = {name: {"tasks": {"pick": {"options": {"against": name}}}} for name in ("all", "context")}
     trials = [*rows(2, 10, **own, experiment="all", scoring="a"), *rows(9, 10, **own, experiment="context", scoring="c")]
     frame = load([store(tmp_path, trials, experiments)])
-    assert len(frame.row) == 20
+    assert len(frame.data) == 20
     of_model = ModelTrials(frame, MODEL)
     assert of_model.accuracy(of_model.retrieval("none", "choices")) == wilson(9, 10)  # one way of scoring is judged: no n of 20
 
 
 def test_equal_groups_with_unlike_scorings_keep_their_rows(tmp_path: Path) -> None:
     trials = [*rows(2, 10, scoring="a"), *rows(9, 10, scoring="b", experiment="two")]
-    assert len(load([store(tmp_path, trials)]).row) == 20
+    assert len(load([store(tmp_path, trials)]).data) == 20
 
 
 def test_stores_of_unlike_semantics_are_not_put_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

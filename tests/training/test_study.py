@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from needlework.analysis.findings import Verdict, Word
 from needlework.analysis.model_trials import by_boundary
 from needlework.analysis.reader import load
+from needlework.analysis.verdicts import Verdict, Word
 from needlework.errors import ZooError
 from needlework.results import Row, Store
 from needlework.stats import NOTHING

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from needlework import stats
 from needlework.analysis.conditions import Condition, few_heads_rank, place, same, ways
-from needlework.analysis.findings import Silenced
 from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, Want
 from needlework.interventions import Intervention
 from needlework.stats import Estimate, Interaction
@@ -99,7 +98,7 @@ class ModelTrials:
                 chosen[key] = condition.text
         return chosen
 
-    # Selections of trials. Each names the values of every field of Group.
+    # Selections of trials. Each names the values of every field of Pick.
 
     @cached_property
     def needle_kinds(self) -> dict[str, str]:
@@ -115,22 +114,30 @@ class ModelTrials:
         first of AGAINST that was run.
         """
         kind = self.needle_kinds[mode]
-        settings = self.frame.distinct("setting", model=self.model, kind=kind, mode=mode)
         options = self.frame.distinct("against", model=self.model, kind=kind, mode=mode, text=text, layout=layout)
         against = next((name for name in AGAINST if name in options), "")
-        pick = self._pick("retrieval", kind, mode, against, text, layout, form="", in_window=in_window)
-        return replace(pick, setting=[setting for setting in settings if one_hop(setting)])
+        settings = [s for s in self.frame.distinct("setting", model=self.model, kind=kind, mode=mode) if one_hop(s)]
+        return self._pick("retrieval", kind, mode, against, text, layout, setting=settings, in_window=in_window)
 
     def _pick(
-        self, ability: str, kind: str, mode: str, against: str, text: str, layout: str, form: str, in_window: Want[bool]
+        self,
+        ability: str,
+        kind: str,
+        mode: str,
+        against: str,
+        text: str,
+        layout: str = "plain",
+        form: str = "",
+        setting: Want[str] = ALL,
+        in_window: Want[bool] = True,
     ) -> Pick:
-        """Return the selection of one kind of task, pooled over task names, settings and samples."""
+        """Return the selection of one kind of task, pooled over task names and samples."""
         return Pick(
             model=self.model,
             ability=ability,
             kind=kind,
             task=ALL,
-            setting=ALL,
+            setting=setting,
             mode=mode,
             against=against,
             text=text,
@@ -163,20 +170,18 @@ class ModelTrials:
     def in_hops(self, hops: int, text: str) -> Ints:
         """Return the trials whose answer is this many hops away from the queried name, inside the window."""
         kind = NEEDLE["generate"] if hops == 1 else LINKED
-        pick = self._pick("retrieval", kind, "generate", "", text, "plain", form="", in_window=True)
-        return self.frame.rows(replace(pick, setting=self.hops.get(hops, [])))
+        return self.frame.rows(self._pick("retrieval", kind, "generate", "", text, setting=self.hops.get(hops, [])))
 
     def needle_tasks(self, texts: Iterable[str], mode: str = "generate") -> list[tuple[str, str]]:
         """Return (name, setting) of the needle tasks that were run under these interventions."""
-        numbers = [g for text in texts for g in self.frame.matching(self.needle_pick(text, mode))]
-        return list(dict.fromkeys((self.frame.groups[g].task, self.frame.groups[g].setting) for g in numbers))
+        picks = [vars(self.needle_pick(text, mode)) for text in texts]
+        return list(dict.fromkeys(task for pick in picks for task in self.frame.distinct("task", "setting", **pick)))
 
     def baseline(self, texts: Iterable[str]) -> Estimate:
         """Return retrieval without intervention on the same tasks that were run under these interventions."""
-        asked = set(self.needle_tasks(texts))
-        numbers = self.frame.matching(self.needle_pick("none"))
-        same_tasks = [g for g in numbers if (self.frame.groups[g].task, self.frame.groups[g].setting) in asked]
-        return self.accuracy(self.frame.of_groups(same_tasks))
+        pick = self.needle_pick("none")
+        picks = [replace(pick, task=task, setting=setting) for task, setting in self.needle_tasks(texts)]
+        return self.accuracy(self.frame.of_groups(g for one in picks for g in self.frame.matching(one)))
 
     def knowledge_kinds(self, form: str) -> list[tuple[str, str]]:
         """Return (kind, mode) of the knowledge tasks of this form, the one that verdicts use first.
@@ -194,7 +199,7 @@ class ModelTrials:
             return np.zeros(0, dtype=np.int64)
         kind, mode = kinds[which]
         against = "all" if mode == "choices" else ""
-        return self.frame.rows(self._pick("knowledge", kind, mode, against, text, "plain", form, in_window=ALL))
+        return self.frame.rows(self._pick("knowledge", kind, mode, against, text, form=form, in_window=ALL))
 
     def forms(self) -> list[str]:
         """Return the forms of the knowledge tasks that were run."""
@@ -208,11 +213,13 @@ class ModelTrials:
 
     def pairs(self, rows: Ints, base: Ints) -> Pairs:
         """Pair trials with the base trials of the same sample; trials without a partner or a score are dropped."""
-        by_sample = np.full(int(self.frame.sample.max(initial=0)) + 1, np.nan)
-        by_sample[self.frame.sample[base]] = self.frame.values("correct", base)
-        before, after = by_sample[self.frame.sample[rows]], self.frame.values("correct", rows)
+        frame = self.frame
+        samples, base_samples = frame.column("sample", rows), frame.column("sample", base)
+        by_sample = np.full(max(samples.max(initial=0), base_samples.max(initial=0)) + 1, np.nan)
+        by_sample[base_samples] = frame.values("correct", base)
+        before, after = by_sample[samples], frame.values("correct", rows)
         both = ~(np.isnan(before) | np.isnan(after))
-        return Pairs(after[both], before[both], self.frame.cluster[rows][both], self.frame.chance(rows[both]))
+        return Pairs(after[both], before[both], frame.column("cluster", rows)[both], frame.chance(rows[both]))
 
     def retained(self, text: str) -> Pairs:
         """Return retrieval under an intervention, paired with the baseline."""
@@ -264,27 +271,15 @@ class ModelTrials:
 
     def reading_twice(self) -> Estimate:
         """Return the gain in baseline retrieval from repeating the prompt (jrt - plain), paired by needle and haystack."""
-        once, twice = (self._by_needle(self.retrieval("none", layout=layout)) for layout in ("plain", "jrt"))
-        both = [key for key in once if key in twice]
-        clusters = [key[1] for key in both]
-        return stats.gain([twice[key] for key in both], [once[key] for key in both], clusters)
-
-    def _by_needle(self, rows: Ints) -> dict[tuple[Any, ...], float]:
-        """Return the score of each needle by a key that does not depend on the prompt's layout."""
-        found = {}
-        for row, right in zip(rows.tolist(), self.frame.values("correct", rows).tolist(), strict=True):
-            group = self.frame.groups[int(self.frame.group[row])]
-            found[group.setting, int(self.frame.cluster[row]), group.context_tokens, group.depth_percent] = right
-        return found
-
-    def silenced(self, layout: str) -> Silenced:
-        """Return retrieval with all heads zeroed, for prompts of this layout."""
-        off = self.heads_off()
-        if off is None:
-            return Silenced()
-        choices = self.retrieval(off.text, "choices", layout)
-        exact = self.accuracy(self.retrieval(off.text, layout=layout))
-        return Silenced(exact, self.accuracy(choices), self.frame.chance(choices))
+        keys = ["setting", "cluster", "context_tokens", "depth_percent"]  # they do not depend on the prompt's layout
+        tables = []
+        for layout in ("plain", "jrt"):
+            rows = self.retrieval("none", layout=layout)
+            table = self.frame.groups.iloc[self.frame.column("group", rows)].reset_index(drop=True)
+            table["cluster"], table["right"] = self.frame.column("cluster", rows), self.frame.values("correct", rows)
+            tables.append(table.drop_duplicates(keys, keep="last")[[*keys, "right"]])
+        both = tables[0].merge(tables[1], on=keys, suffixes=("_once", "_twice"))
+        return stats.gain(both["right_twice"], both["right_once"], both["cluster"])
 
     def recurrent_off(self) -> Condition | None:
         """Return the condition that ablates the recurrent side, at the preferred site (memory before block)."""
@@ -303,10 +298,10 @@ class ModelTrials:
         form = (self.forms() or [""])[0]
         texts = ("none", attention.text, recurrent.text)
         rows = [self.retrieval(t) if ability == "retrieval" else self.knowledge(t, form) for t in texts]
-        common = np.intersect1d(self.frame.sample[rows[1]], self.frame.sample[rows[2]])
-        keep = [r[np.isin(self.frame.sample[r], common)] for r in rows[1:]]
-        keep = [r[np.argsort(self.frame.sample[r], kind="stable")] for r in keep]
-        first, second = self.pairs(keep[0], rows[0]), self.pairs(keep[1], rows[0])
+        samples = [self.frame.column("sample", r) for r in rows[1:]]
+        common = np.intersect1d(samples[0], samples[1])
+        kept = [r[np.isin(of_rows, common)] for r, of_rows in zip(rows[1:], samples, strict=True)]
+        first, second = (self.pairs(r[np.argsort(self.frame.column("sample", r), kind="stable")], rows[0]) for r in kept)
         if len(first.after) == 0 or len(first.after) != len(second.after):
             return None
         return stats.Side(first.before, first.after, second.after, first.clusters, first.chance)

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 
-from needlework.analysis.evidence import verdicts
-from needlework.analysis.findings import Verdict
 from needlework.analysis.power import CHANCE, POWER
 from needlework.analysis.reader import planned
-from needlework.analysis.verdicts import RULES, Rule
+from needlework.analysis.verdicts import RULES, Rule, Verdict, verdicts
 from needlework.engine.budget import default_limit
 from needlework.experiments import rows
 from needlework.experiments.costs import (

@@ -13,7 +13,7 @@ from needlework.results.export import read_trials
 if TYPE_CHECKING:
     import pandas
 
-    from needlework.analysis.findings import Verdict
+    from needlework.analysis.verdicts import Verdict
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Result:
 
     def verdicts(self) -> list[Verdict]:
         """Return the verdict on each claim for each model."""
-        from needlework.analysis.evidence import verdicts
         from needlework.analysis.reader import load
+        from needlework.analysis.verdicts import verdicts
 
         return verdicts(load([self.directory]))
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from needlework.analysis.frame import Frame, Ints
-from needlework.analysis.models import display_name
 from needlework.analysis.reader import opened
 from needlework.stats import SEED
+from needlework.terminal import display_name
 
 MOST = 20
 BUDGET_BYTES = 4_500_000
@@ -79,7 +79,8 @@ class Browser:
         """Yield (trial, stored columns), opening each store once."""
         by_source: dict[int, dict[int, int]] = {}
         for row in rows:
-            by_source.setdefault(int(self.frame.source[row]), {})[int(self.frame.row[row])] = row
+            source, id_ = self.frame.data[["source", "row"]].iloc[row].tolist()
+            by_source.setdefault(source, {})[id_] = row
         for source, ids in by_source.items():
             store = opened(self.frame.directories[source])
             try:

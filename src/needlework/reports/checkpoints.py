@@ -148,6 +148,10 @@ class _Family:
         """Return samples, accuracy per sample (several trials if heads were drawn at random) and clusters, all [samples]."""
         right = self.frame.values("correct", rows)
         rows, right = rows[~np.isnan(right)], right[~np.isnan(right)]
-        samples, first, index = np.unique(self.frame.sample[rows], return_index=True, return_inverse=True)
+        samples, first, index = np.unique(self.frame.column("sample", rows), return_index=True, return_inverse=True)
         counts = np.bincount(index, minlength=len(samples))
-        return samples, np.bincount(index, weights=right, minlength=len(samples)) / counts, self.frame.cluster[rows][first]
+        return (
+            samples,
+            np.bincount(index, weights=right, minlength=len(samples)) / counts,
+            self.frame.column("cluster", rows)[first],
+        )

@@ -171,7 +171,7 @@ def _perplexity(trials: ModelTrials, browser: Browser, pick: Pick, title: str) -
         tokens = {"nll": all_tokens, "nll_recall": recall, "nll_rest": all_tokens - recall}[score]
         nll = frame.values(score, rows) * tokens
         known = ~(np.isnan(nll) | np.isnan(tokens))
-        return stats.perplexity(nll[known], tokens[known], frame.cluster[rows][known])
+        return stats.perplexity(nll[known], tokens[known], frame.column("cluster", rows)[known])
 
     curves = [
         ("all tokens", 1, way, "nll"),

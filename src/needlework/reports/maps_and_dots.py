@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,7 @@ import numpy as np
 
 from needlework import stats
 from needlework.analysis.conditions import EXPOSURES, Condition, ways
-from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Pick, differences
+from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
 from needlework.analysis.model_trials import ModelTrials, by_boundary, by_model_and_boundary
 from needlework.interventions.scores import RANDOM
 from needlework.reports.browser import Browser
@@ -32,7 +31,7 @@ def needles(frame: Frame, browser: Browser) -> list[Grid]:
         for setting, words in differences(frame.distinct("setting", **needles)).items():
             for label, numbers in maps:
                 title = trials.titled(f"{label}, {words}" if words else label)
-                panels += _length_by_depth(trials, browser, title, [g for g in numbers if frame.groups[g].setting == setting])
+                panels += _length_by_depth(trials, browser, title, numbers[frame.groups["setting"].iloc[numbers] == setting])
     return panels
 
 
@@ -59,13 +58,11 @@ def _per_k(trials: ModelTrials) -> list[tuple[str, str]]:
     return [*(min(conditions[kept])[1:] for kept in order), untouched]
 
 
-def _length_by_depth(trials: ModelTrials, browser: Browser, label: str, numbers: Sequence[int]) -> list[Grid]:
+def _length_by_depth(trials: ModelTrials, browser: Browser, label: str, numbers: Ints) -> list[Grid]:
     frame = trials.frame
-    by_cell: dict[tuple[float, float], list[int]] = {}
-    for g in numbers:
-        group = frame.groups[g]
-        if group.context_tokens >= 0 and group.depth_percent >= 0:
-            by_cell.setdefault((group.depth_percent, group.context_tokens), []).append(int(g))
+    groups = frame.groups.iloc[numbers]
+    known = groups[(groups["context_tokens"] >= 0) & (groups["depth_percent"] >= 0)]
+    by_cell = {place: of_cell.index.tolist() for place, of_cell in known.groupby(["depth_percent", "context_tokens"])}
     if not by_cell:
         return []
     depths, lengths = (sorted({cell[i] for cell in by_cell}) for i in (0, 1))
@@ -75,7 +72,7 @@ def _length_by_depth(trials: ModelTrials, browser: Browser, label: str, numbers:
         for length in lengths:
             groups = by_cell.get((depth, length), [])
             rows = frame.of_groups(groups)
-            inside = sum(frame.groups[g].in_window for g in frame.group[rows])
+            inside = int(frame.groups["in_window"].to_numpy()[frame.column("group", rows)].sum())
             key = browser.add(f"{trials.model} · {label} · {length:g} tokens, depth {depth:g} %", rows)
             line.append(Cell(trials.accuracy(rows), key, inside * 2 < len(rows)) if len(rows) else None)
         cells.append(line)

@@ -6,9 +6,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from needlework.analysis.findings import Point, Verdict, Word, side
-from needlework.analysis.frame import Frame
-from needlework.analysis.verdicts import RULES, Rule
+from needlework.analysis.frame import Frame, made_of
+from needlework.analysis.verdicts import RULES, Rule, Verdict, VerdictPoint, Word, side
 
 JUDGED: tuple[Word, ...] = ("supported", "not supported", "inconclusive")
 UNJUDGED: tuple[Word, ...] = ("not run", "does not apply")  # nothing was measured, so nothing is drawn
@@ -29,7 +28,7 @@ class Strip:
     """One row of the small figures, shared by all models; numbers of heads may differ and are noted per model."""
 
     label: str
-    points: dict[str, Point]  # by model
+    points: dict[str, VerdictPoint]  # by model
 
     def note(self, model: str) -> str:
         """Return the number of heads in this model's label: `2 of 16`."""
@@ -68,26 +67,26 @@ def overview(frame: Frame, verdicts: Sequence[Verdict]) -> Overview:
             blocks.append(Block(rule, judged, _strips(judged)))
         elif any(v.word == "not run" for v in judged.values()):
             not_run.append(rule)
-    return Overview({model: frame.made_of(model) for model in frame.models}, blocks, not_run)
+    return Overview({model: made_of(frame.anatomy(model)) for model in frame.models}, blocks, not_run)
 
 
 def _strips(judged: dict[str, Verdict]) -> list[Strip]:
     """Return the rows of all models; labels that differ only in the number of heads share a row."""
-    by_label: dict[str, dict[str, Point]] = {}
+    by_label: dict[str, dict[str, VerdictPoint]] = {}
     for model, verdict in judged.items():
         for point in verdict.points:
             by_label.setdefault(_COUNT.sub("few heads", point.label), {})[model] = point
     return [Strip(label, points) for label, points in by_label.items()]
 
 
-def zone(point: Point) -> tuple[float, float] | None:
+def zone(point: VerdictPoint) -> tuple[float, float] | None:
     """Return the range of shares in which the claim expects the interval; None without a threshold."""
     if point.line is None or point.bound in ("", "chance"):
         return None
     return (point.line, 1.0) if point.bound == "at least" else (0.0, point.line)
 
 
-def outcome(point: Point) -> str:
+def outcome(point: VerdictPoint) -> str:
     """Compare an interval to its threshold: `yes`, `no` or `maybe`; `plain` without a threshold."""
     if point.line is None or point.bound in ("", "chance"):
         return "plain"
@@ -95,7 +94,7 @@ def outcome(point: Point) -> str:
     return words.get(side(point.estimate, point.line, point.bound), "maybe")
 
 
-def label_position(point: Point) -> float:
+def label_position(point: VerdictPoint) -> float:
     """Return the x position of a label that does not cover the interval: halfway to the farther end of the axis."""
     low, high = max(0.0, point.estimate.low), min(1.0, point.estimate.high)
     return (high + 0.95) / 2 if high + low < 1 else low / 2

@@ -12,11 +12,9 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 
-from needlework.analysis.evidence import verdicts
-from needlework.analysis.findings import Verdict
 from needlework.analysis.frame import Frame
 from needlework.analysis.reader import load
-from needlework.analysis.verdicts import RULES, RULES_NOTE
+from needlework.analysis.verdicts import RULES, RULES_NOTE, Verdict, verdicts
 from needlework.errors import NeedleworkError
 from needlework.files import atomic_write
 from needlework.reports import checkpoints, picture_files, svg, tables

@@ -10,7 +10,7 @@ from itertools import accumulate
 
 from markupsafe import Markup
 
-from needlework.analysis.findings import Point as VerdictPoint
+from needlework.analysis.verdicts import VerdictPoint
 from needlework.reports.overview import Block, Overview, Strip, label_position, outcome, zone
 from needlework.reports.panels import Cell, Dots, Figure, Grid, Lines, Panel, Point, Series, signed_limit
 from needlework.stats import Estimate, percent, whole_percent

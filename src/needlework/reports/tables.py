@@ -14,16 +14,15 @@ from rich.padding import Padding
 from rich.text import Text
 
 from needlework.analysis.conditions import Condition
-from needlework.analysis.evidence import verdicts
-from needlework.analysis.findings import Verdict, Word
 from needlework.analysis.frame import ALL, Frame, Ints
 from needlework.analysis.model_trials import ModelTrials, by_boundary, by_model_and_boundary
-from needlework.analysis.models import display_name
 from needlework.analysis.reader import load
+from needlework.analysis.verdicts import Verdict, Word, verdicts
 from needlework.reports.maps_and_dots import hops_in_words, phases, task_picks
 from needlework.reports.overview import UNJUDGED
 from needlework.stats import Estimate, percent
 from needlework.tables import Table
+from needlework.terminal import display_name
 
 HARD_SPACE = "\u00a0"
 LETTERS = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
@@ -49,6 +48,7 @@ def models(frame: Frame) -> Table:
     """Return a table of the models: layers, heads, window, parameters, number of trials, result of the doctor."""
     header = ["model", "layers", "heads per layer", "window", "parameters", "trials", "doctor"]
     rows = []
+    counts = frame.groups["model"].iloc[frame.data["group"]].value_counts()
     for model in frame.models:
         anatomy = frame.anatomy(model)
         kinds = "".join(LETTERS.get(layer.get("kind", "other"), "-") for layer in anatomy.get("layers", []))
@@ -58,9 +58,9 @@ def models(frame: Frame) -> Table:
                 model,
                 kinds or "–",
                 str(frame.heads(model) or "–"),
-                str(frame.window(model) or "none"),
+                str(anatomy.get("window") or "none"),
                 f"{parameters:,}" if parameters else "–",
-                f"{frame.count(model):,}",
+                f"{counts.get(model, 0):,}",
                 checkup(frame.models[model].get("checkup")),
             ]
         )
@@ -196,7 +196,10 @@ def _numbers(frame: Frame) -> RenderableType:
         rows = []
         for label, text in (c for c in _conditions(trials) if "decode only" not in c[0]):
             known = [trials.knowledge(text, form) for form in ("cloze", "letter")]
-            cells = [trials.retrieval(text), *([trials.retrieval(text, "choices"), *known] if trials.judged else [])]
+            cells = [
+                trials.retrieval(text),
+                *([trials.retrieval(text, "choices"), *known] if trials.judged else [known[0][:0]] * 3),
+            ]
             if any(map(len, cells)):
                 rows.append([trials.titled(label), *(_short(trials.accuracy(numbers)) for numbers in cells)])
         if rows:

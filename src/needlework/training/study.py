@@ -26,10 +26,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from scipy.special import stdtrit
 
 from needlework.analysis.conditions import few_heads_rank
-from needlework.analysis.findings import KEPT, Verdict, Word
+from needlework.analysis.evidence import KEPT
 from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import by_boundary
-from needlework.analysis.verdicts import BASELINE
+from needlework.analysis.verdicts import BASELINE, Verdict, Word
 from needlework.errors import ZooError
 from needlework.experiments.result import Result
 from needlework.experiments.schema import NAME, NAME_RULE, read
