@@ -85,8 +85,8 @@ def theirs(model: Path, k: int | None) -> dict[str, Any]:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    from needlework.lmeval.mini import FOLDER
-    from needlework.lmeval.questions import silence_lm_eval
+    from needlework.lmeval import FOLDER
+    from needlework.lmeval.documents import silence_lm_eval
 
     AttentionInterface.register("patched_eager", patched(k))
     AttentionMaskInterface.register("patched_eager", eager_mask)

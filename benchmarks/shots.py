@@ -95,7 +95,7 @@ def theirs(model: Path, data: Path, manager: Any, k: int | None, chat: bool, bat
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    from needlework.lmeval.questions import silence_lm_eval, use_local_data
+    from needlework.lmeval.documents import silence_lm_eval, use_local_data
 
     AttentionInterface.register("patched_eager", patched(k))
     AttentionMaskInterface.register("patched_eager", eager_mask)

@@ -20,9 +20,8 @@ from needlework.terminal import plain
 def anatomy_of(source: str, window: str = "transformers") -> Anatomy:
     """Return the anatomy of a preset, zoo name, model directory, hub id or GGUF file, without loading weights."""
     from needlework.model.load import blueprint
-    from needlework.zoo import resolve
 
-    return blueprint(resolve(source), window).anatomy  # type: ignore[arg-type]
+    return blueprint(zoo.resolve(source), window).anatomy  # type: ignore[arg-type]
 
 
 def _count(number: float) -> str:
@@ -34,17 +33,32 @@ def _count(number: float) -> str:
 
 def anatomy_table(anatomy: Anatomy, name: str = "") -> Group:
     """Return a table with one row per layer, then totals of the attention and recurrent sides, and notes."""
-    rows = Table(_LAYER_COLUMNS, [_layer_row(layer) for layer in anatomy.layers], left=("kind", "output"))
+    from needlework.model.chunks import CHUNK_TOKENS
+    from needlework.model.families import family
+
+    columns = ("layer", "kind", "query/kv heads", "dim", "window", "output", "groups", "memory, bytes", "parameters")
+    rows = Table(columns, [_layer_row(layer) for layer in anatomy.layers], left=("kind", "output"))
     window = f"window rule: {anatomy.window_rule}" if anatomy.window else "no window: attention sees all keys before it"
     mixers = sorted({f"{part.mixer} ({part.made_of})" for _, part in anatomy.recurrent_parts()})
-    notes = f"* at a context of 2,048 tokens; {window}; mixer: {', '.join(mixers) or 'none'}; {_long_prompts(anatomy)}"
+    chunks = family(anatomy.model_type).continues_prefill(fast=True)
+    chunked = f"chunks of {CHUNK_TOKENS:,} tokens" if chunks else "one piece: its state does not take a second one"
+    notes = f"* at a context of 2,048 tokens; {window}; mixer: {', '.join(mixers) or 'none'}; long prompts are read in {chunked}"
     notes += f"\nno recurrent side to switch off: {anatomy.no_mixer_reason}" if anatomy.no_mixer_reason else ""
     notes += f"\nnot loaded: {anatomy.left_out}" if anatomy.left_out else ""
     title = f"{name}: {anatomy.architecture} ({anatomy.model_type})".removeprefix(": ")
-    return Group(Text(title), rows, _totals(anatomy), Text(f"\n{notes}"))
-
-
-_LAYER_COLUMNS = ("layer", "kind", "query/kv heads", "dim", "window", "output", "groups", "memory, bytes", "parameters")
+    heading = ("side", "layers", "heads", "parameters", "share", "memory, bytes", "FLOPs/token*")
+    totals = Table(heading, caption="\ntotals", left=("side",))
+    attention, recurrent = anatomy.attention_parameters, anatomy.recurrent_parameters
+    kv, state = f"{_count(anatomy.kv_bytes_per_token)}/token", _count(anatomy.state_bytes)
+    sides: tuple[tuple[Any, int, str, int, str], ...] = (
+        ("attention", len(anatomy.attention_layers), str(len(anatomy.heads)), attention, kv),
+        ("recurrent", len(anatomy.recurrent_layers), f"{len(anatomy.groups)} groups", recurrent, state),
+    )
+    for side, layers, heads, parameters, size in sides:
+        share = f"{100 * parameters / anatomy.parameters:.1f} %"
+        totals.add_row(side, str(layers), heads, _count(parameters), share, size, _count(anatomy.flops_per_token(side, 2048)))
+    totals.add_row("whole model", str(len(anatomy.layers)), "", _count(anatomy.parameters), "100 %", "", "")
+    return Group(Text(title), rows, totals, Text(f"\n{notes}"))
 
 
 def _layer_row(layer: Layer) -> tuple[str, ...]:
@@ -63,31 +77,6 @@ def _layer_row(layer: Layer) -> tuple[str, ...]:
     return (str(layer.index), layer.kind, heads, dims, window, output, groups, " + ".join(memory), " + ".join(sizes))
 
 
-def _totals(anatomy: Anatomy) -> Table:
-    columns = ("side", "layers", "heads", "parameters", "share", "memory, bytes", "FLOPs/token*")
-    totals = Table(columns, caption="\ntotals", left=("side",))
-    attention, recurrent = anatomy.attention_parameters, anatomy.recurrent_parameters
-    kv, state = f"{_count(anatomy.kv_bytes_per_token)}/token", _count(anatomy.state_bytes)
-    sides: tuple[tuple[Any, int, str, int, str], ...] = (
-        ("attention", len(anatomy.attention_layers), str(len(anatomy.heads)), attention, kv),
-        ("recurrent", len(anatomy.recurrent_layers), f"{len(anatomy.groups)} groups", recurrent, state),
-    )
-    for side, layers, heads, parameters, size in sides:
-        share = f"{100 * parameters / anatomy.parameters:.1f} %"
-        totals.add_row(side, str(layers), heads, _count(parameters), share, size, _count(anatomy.flops_per_token(side, 2048)))
-    totals.add_row("whole model", str(len(anatomy.layers)), "", _count(anatomy.parameters), "100 %", "", "")
-    return totals
-
-
-def _long_prompts(anatomy: Anatomy) -> str:
-    from needlework.model.chunks import CHUNK_TOKENS
-    from needlework.model.families import family
-
-    if family(anatomy.model_type).continues_prefill(fast=True):
-        return f"long prompts are read in chunks of {CHUNK_TOKENS:,} tokens"
-    return "long prompts are read in one piece: its state does not take a second one"
-
-
 def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answer]) -> Table:
     """Return a table with one row per intervention: the answer and counts of its receipt."""
     columns = ("intervention", "answer", "finish", "mean logprob", "heads zeroed", "states cut", "columns touched")
@@ -99,29 +88,33 @@ def answers_table(interventions: Sequence[Intervention], answers: Sequence[Answe
     return rows
 
 
-_FIGURES = (
-    ("needle at n", "niah_{n}_1_needle"),
-    ("among 8 others", "niah_{n}_8_distractors"),
-    ("needle at 2n", "niah_{2n}_1_needle"),
-    ("among 8 others", "niah_{2n}_8_distractors"),
+_FIGURES = (  # column, and figure of a card for n or 2n tokens
+    ("needle at n", "niah_{0}_1_needle"),
+    ("among 8 others", "niah_{0}_8_distractors"),
+    ("needle at 2n", "niah_{1}_1_needle"),
+    ("among 8 others", "niah_{1}_8_distractors"),
     ("cloze facts", "cloze_question"),
     ("letter facts", "letter_choice"),
 )
 _ABLATED = {"ablate_attention()": "no heads", "keep_heads(fraction=0.15)": "15 % heads", "ablate_recurrent()": "no memory"}
 
 
-def zoo_table(entries: Mapping[str, Any]) -> Group:
+def zoo_table(models: Mapping[str, zoo.ZooModel]) -> Group:
     """Return two tables with one row per model: accuracy, and accuracy with a part ablated."""
+
+    def percent(figure: Mapping[str, float] | None) -> str:
+        return "-" if figure is None else f"{100 * figure['value']:.1f}"
+
     title = "the zoo: % right of held-out questions (their number and intervals: `--json`)"
     able = Table(("model", "size", "n", *(label for label, _ in _FIGURES)), caption=title, left=("model",))
     ablated = (f"{label}: {what}" for label in _ABLATED.values() for what in ("needle", "facts"))
     left = Table(("model", *ablated), caption="\nthe same with a part ablated", left=("model",))
-    for name, entry in entries.items():
-        record = entry.record
-        figures = [_percent(record["figures"].get(_at(key, record))) for _, key in _FIGURES]
-        able.add_row(name, f"{record['parameters'] / 1e6:.2f}M", str(record["longest_document_tokens"]), *figures)
+    for name, model in models.items():
+        record, longest = model.record, model.record["longest_document_tokens"]
+        figures = [percent(record["figures"].get(key.format(longest, 2 * longest))) for _, key in _FIGURES]
+        able.add_row(name, f"{record['parameters'] / 1e6:.2f}M", str(longest), *figures)
         effects = [record["effects"].get(act, {}) for act in _ABLATED]
-        left.add_row(name, *(_percent(effect.get(task)) for effect in effects for task in ("niah", "cloze")))
+        left.add_row(name, *(percent(effect.get(task)) for effect in effects for task in ("niah", "cloze")))
     notes = f"""
 size: parameters. n: tokens of the longest document in training.
 And {zoo.SMOLLM2}, a pretrained Transformer: {zoo.INSTALL}"""
@@ -146,12 +139,3 @@ def plans_table(plans: Mapping[str, Any]) -> Table:
     columns = ("plan", "models", "about")
     rows = [(name, ", ".join(plan.models), plan.about) for name, plan in plans.items()]
     return Table(columns, rows, "needlework run PLAN --out DIR (a plan's number or its words alone will do)")
-
-
-def _at(key: str, record: Mapping[str, Any]) -> str:
-    longest = record["longest_document_tokens"]
-    return key.replace("{n}", str(longest)).replace("{2n}", str(2 * longest))
-
-
-def _percent(figure: Mapping[str, float] | None) -> str:
-    return "-" if figure is None else f"{100 * figure['value']:.1f}"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from needlework.lmeval.mini import FOLDER
+from needlework.lmeval import FOLDER
 from needlework.tasks.base import make_task
 from needlework.tasks.toy import Questions
 from needlework.toy import facts
@@ -95,7 +95,7 @@ def files() -> Iterator[tuple[str, str]]:
 
 
 _QUESTION = """\
-custom_dataset: !function needlework.lmeval.mini.dataset
+custom_dataset: !function needlework.lmeval.dataset
 output_type: multiple_choice
 test_split: test
 fewshot_split: dev

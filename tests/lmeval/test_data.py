@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from needlework import NeedleworkError
-from needlework.lmeval.questions import find_dataset, use_local_data
+from needlework.lmeval.documents import find_dataset, use_local_data
 
 ROWS = [
     ("What is 1 + 1, in words?", ["one", "two", "three", 'the "other" two'], 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mini_tasks as mini
 import pytest
 
-from needlework.lmeval.retained import lines, lookups
+from needlework.lmeval.evaluate import lookups, retained_lines
 from needlework.results import Row
 
 
@@ -46,7 +46,7 @@ ROWS = [
 
 
 def test_retained_raw_and_above_chance() -> None:
-    found = {(line.name, line.intervention): line for line in lines(ROWS, {"letter": "letter", "cloze": "cloze"})}
+    found = {(line.name, line.intervention): line for line in retained_lines(ROWS, {"letter": "letter", "cloze": "cloze"})}
     letter = found["letter", "cut"]
     assert letter.raw.value == pytest.approx(40 / 85)
     assert letter.corrected.value == pytest.approx((0.40 - 0.25) / (0.85 - 0.25))
@@ -56,10 +56,10 @@ def test_retained_raw_and_above_chance() -> None:
 
 def test_a_baseline_of_nothing_says_so_with_its_n() -> None:
     rows = [trial("letter", fact, act, False) for fact in range(4) for act in ("none", "cut")]
-    _, cut = lines(rows, {"letter": "letter"})
+    _, cut = retained_lines(rows, {"letter": "letter"})
     assert cut.raw.text() == "baseline 0 %: nothing to retain, n = 4"
     assert cut.corrected.text() == "baseline 0 %, chance 25 %: nothing to retain, n = 4"
-    (alone,) = lines(rows[1::2], {"letter": "letter"})
+    (alone,) = retained_lines(rows[1::2], {"letter": "letter"})
     assert alone.raw.text() == "no baseline: ask none, too"
     more = [*rows, *(trial("cloze", fact, act, False) for fact in range(4) for act in ("none", "cut"))]
     assert lookups(more)[0].part.text() == "the letter lost nothing, or there was nothing to lose, n = 4"
@@ -75,7 +75,9 @@ def test_the_part_of_the_letters_loss_that_is_its_look_up() -> None:
 
 def test_failed_rows_count_nowhere() -> None:
     broken = [*ROWS, Row(**{**vars(trial("letter", 500, "cut", True)), "finish": "failed"})]
-    assert lines(broken, {"letter": "letter", "cloze": "cloze"}) == lines(ROWS, {"letter": "letter", "cloze": "cloze"})
+    assert retained_lines(broken, {"letter": "letter", "cloze": "cloze"}) == retained_lines(
+        ROWS, {"letter": "letter", "cloze": "cloze"}
+    )
 
 
 def test_the_shipped_tasks_are_what_the_toy_world_gives() -> None:

@@ -69,7 +69,7 @@ def hf(model: Path, archive: Path, k: int | None, chat: bool) -> dict[str, list[
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    from needlework.lmeval.questions import silence_lm_eval, use_local_data
+    from needlework.lmeval.documents import silence_lm_eval, use_local_data
 
     AttentionInterface.register("keep_best", keep_best(k))
     AttentionMaskInterface.register("keep_best", eager_mask)

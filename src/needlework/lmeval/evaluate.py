@@ -1,17 +1,27 @@
-"""Run lm-eval's tasks under several interventions (`needlework eval`), with the runner that also executes plans."""
+"""Run lm-eval's tasks under several interventions (`needlework eval`), with the runner that also executes plans.
+
+Multiple choice by letter needs the letter to be retrieved from the prompt in addition to the knowledge; a cloze does not.
+With R the chance-corrected retained share, (R_cloze - R_letter) / (1 - R_letter) is the part of the loss in letter choice
+that is not a loss of knowledge.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from needlework.anatomy import Anatomy, heads_of_share
+import numpy as np
+
+from needlework import stats
+from needlework.analysis.model_trials import Pairs
+from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError
 from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo, ModelSource, look
 from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
@@ -21,21 +31,22 @@ from needlework.experiments.schema import Loading
 from needlework.files import file_name
 from needlework.interventions import Intervention, parse
 from needlework.lmeval import require_lm_eval
-from needlework.lmeval.documents import Documents, stored_responses
-from needlework.lmeval.questions import (
+from needlework.lmeval.documents import (
+    Document,
+    LmEvalTask,
     PromptSettings,
-    Question,
-    build_questions,
-    cache_templates,
     check_phases,
+    forget_responses,
     load_tasks,
     silence_lm_eval,
+    stored_responses,
+    tokenize_documents,
 )
-from needlework.lmeval.retained import Line, Lookup, lines, lookups
 from needlework.model.files import first_line
 from needlework.receipts import nothing_to_hide
 from needlework.results import Row, Store
 from needlework.results.export import write_files
+from needlework.stats import NOTHING, Estimate
 from needlework.tables import Table
 
 if TYPE_CHECKING:
@@ -47,6 +58,29 @@ BOOTSTRAPS = 100  # of lm-eval, for metrics without a closed-form error (f1, mcc
 PAPER_TASKS, PAPER_SHOTS = ("mmlu", "glue"), 5
 PAPER_KEPT, PAPER_HEADS = (0, 3, 4, 5, 32), 32
 TOY_TASKS = ("mini-mmlu", "mini-mmlu-cloze", "mini_mmlu_lookup", "mini-glue")  # zero-shot: toy models saw no examples
+
+
+BASELINE = "none"
+NO_BASELINE = replace(NOTHING, why="no baseline: ask none, too")
+
+
+@dataclass(frozen=True)
+class Line:
+    """Results of one task or group under one intervention."""
+
+    name: str  # of the task or its outermost group
+    intervention: str
+    accuracy: Estimate
+    raw: Estimate  # retained share of the baseline
+    corrected: Estimate  # chance-corrected retained share
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """The part of the loss in letter choice that is due to the letter look-up."""
+
+    intervention: str
+    part: Estimate
 
 
 @dataclass(frozen=True)
@@ -118,66 +152,73 @@ def evaluate(
     from needlework.lmeval.model import NeedleworkLM
 
     lm = NeedleworkLM(info.directory, memory_bytes=memory_bytes, **info.model.loading.model_dump())
-    settings = PromptSettings(limit, shots, _use_chat(info, chat, paper))
+    has_template = bool(getattr(info.tokenizer, "chat_template", None))
+    if chat and not has_template:
+        raise NeedleworkError(f"{info.name} has no chat template; leave the chat option out")
+    settings = PromptSettings(limit, shots, has_template and paper if chat is None else chat)
     with cache_templates():
         with silence_lm_eval():
             try:
-                questions = build_questions(loaded, lm, settings)
+                documents = tokenize_documents(loaded, lm, settings)
             except NeedleworkError:
                 raise
             except (AssertionError, ValueError) as error:  # how lm-eval rejects shots, limits or templates
                 raise NeedleworkError(f"lm-eval cannot put these questions: {first_line(error)}") from None
         texts = list(dict.fromkeys(map(str, acts)))
         before = _stored_trials(out)
-        source: ModelSource = _HarnessModels(info, lm, memory_bytes)
+        versions = {"lm_eval": version("lm_eval")}
+        source: ModelSource = _HarnessModels(info, lm, memory_bytes, versions)
         if cluster is not None:
-            source = WorkerModels(memory_bytes, cluster, _lm_eval_version())
-        plan = _make_plan(info, tasks, texts, questions, lm)
+            source = WorkerModels(memory_bytes, cluster, versions)
+        plan = _make_plan(info, tasks, texts, documents, lm)
         run(plan, out, source=source, retry_failed=retry_failed, progress=progress, cluster=cluster)
-        return _summarise(Path(out), info, texts, questions, loaded, settings, before)
+        return _summarise(Path(out), info, texts, documents, loaded, settings, before)
+
+
+@contextmanager
+def cache_templates() -> Iterator[None]:
+    """Cache compiled Jinja templates: lm-eval compiles them per document, which takes longer than a small model's forward."""
+    from lm_eval import utils
+
+    utils.env.from_string = functools.lru_cache(maxsize=256)(utils.env.from_string)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del utils.env.from_string  # restores the class's method
 
 
 def _apply_preset(
     info: ModelInfo, tasks: Sequence[str], acts: Sequence[Intervention], shots: int | None
 ) -> tuple[Sequence[str], list[Intervention], int | None]:
-    """Return tasks, interventions and shots of the paper's preset; given tasks and shots win, given interventions are added."""
+    """Return tasks, interventions and shots of the paper's preset, its numbers of heads scaled to those of the model.
+
+    Given tasks and shots win, given interventions are added.
+    """
     from needlework.tasks.toy import is_toy
 
-    toy = is_toy(info.tokenizer)
-    preset = [parse(text) for text in paper_interventions(info.anatomy)]
-    default_shots = 0 if toy else PAPER_SHOTS
-    return tasks or (TOY_TASKS if toy else PAPER_TASKS), [*preset, *acts], default_shots if shots is None else shots
-
-
-def paper_interventions(anatomy: Anatomy) -> list[str]:
-    """Return the paper's interventions: none, and 0, 3, 4, 5, 32 of 32 heads kept, scaled to the model's number of heads."""
-    heads = min((part.query_heads for _, part in anatomy.attention_parts()), default=0)
+    heads = min((part.query_heads for _, part in info.anatomy.attention_parts()), default=0)
     if not heads:
-        raise NeedleworkError(f"--paper keeps attention heads, and {anatomy.architecture} has none; name interventions yourself")
+        has = f"--paper keeps attention heads, and {info.anatomy.architecture} has none"
+        raise NeedleworkError(f"{has}; name interventions yourself")
     kept = dict.fromkeys(heads_of_share(k / PAPER_HEADS, heads) for k in PAPER_KEPT)
-    return ["none", *(f"keep_heads(k={k})" for k in kept)]
-
-
-def _use_chat(info: ModelInfo, chat: bool | None, paper: bool) -> bool:
-    has_template = bool(getattr(info.tokenizer, "chat_template", None))
-    if chat and not has_template:
-        raise NeedleworkError(f"{info.name} has no chat template; leave the chat option out")
-    return has_template and paper if chat is None else chat
+    preset = [parse(text) for text in ("none", *(f"keep_heads(k={k})" for k in kept))]
+    default_tasks, default_shots = (TOY_TASKS, 0) if is_toy(info.tokenizer) else (PAPER_TASKS, PAPER_SHOTS)
+    return tasks or default_tasks, [*preset, *acts], default_shots if shots is None else shots
 
 
 def _make_plan(
-    info: ModelInfo, tasks: Sequence[str], texts: Sequence[str], questions: Sequence[Question], lm: NeedleworkLM
+    info: ModelInfo, tasks: Sequence[str], texts: Sequence[str], documents: Sequence[Document], lm: NeedleworkLM
 ) -> Plan:
     """Return a plan whose tasks are lm-eval's; it adds rows to the directory instead of replacing its plan."""
-    by_task: dict[str, list[Question]] = {}
-    for question in questions:
-        by_task.setdefault(question.task.task_name, []).append(question)
+    by_task: dict[str, list[Document]] = {}
+    for document in documents:
+        by_task.setdefault(document.task.task_name, []).append(document)
     experiment = Experiment(
         "eval",
         EXPERIMENT,
         "General ability: " + ", ".join(tasks),
         (info.name,),
-        tuple(NamedTask("eval", name, Documents.of(group, lm, info.eos)) for name, group in by_task.items()),
+        tuple(NamedTask("eval", name, LmEvalTask.of(group, lm, info.eos)) for name, group in by_task.items()),
         tuple(Grid("eval", text) for text in texts),
         (0,),
         "decode",
@@ -196,21 +237,13 @@ class _HarnessModels:
     info: ModelInfo
     lm: NeedleworkLM
     memory_bytes: int | None
+    versions: dict[str, str]
 
     def look(self, model: Model) -> ModelInfo:
         return self.info
 
     def load(self, info: ModelInfo) -> LoadedModel:
-        return _HarnessModel(self.lm.subject, info.model)
-
-
-class _HarnessModel(LoadedSubject):
-    def versions(self) -> dict[str, str]:
-        return {**super().versions(), **_lm_eval_version()}
-
-
-def _lm_eval_version() -> dict[str, str]:
-    return {"lm_eval": version("lm_eval")}
+        return LoadedSubject(self.lm.subject, info.model, self.versions)
 
 
 def _stored_trials(out: str | Path) -> set[tuple[str, str, str, str]]:
@@ -229,7 +262,7 @@ def _summarise(
     folder: Path,
     info: ModelInfo,
     texts: Sequence[str],
-    questions: Sequence[Question],
+    documents: Sequence[Document],
     loaded: Any,
     settings: PromptSettings,
     before: set[Any],
@@ -241,15 +274,20 @@ def _summarise(
         found = {(row.intervention, row.prompt_id): row for row in own}
     finally:
         store.close()
-    rows = {text: [found[text, question.digest()] for question in questions] for text in texts}
+    rows = {text: [found[text, document.digest] for document in documents] for text in texts}
     files = []
     for text, answered in rows.items():
         with silence_lm_eval():
-            results = _compute_results(loaded, questions, answered, settings)
+            results = _compute_results(loaded, documents, answered, settings)
         files.append(_write_results(folder, results, info, text, answered, settings))
     kept = [row for answered in rows.values() for row in answered]
+    homes = {name: name for name in loaded["tasks"]}
+    children = {name for members in (loaded.get("group_map") or {}).values() for name in members}
+    for name, group in (loaded.get("groups") or {}).items():
+        if name not in children:  # an outermost group: its tasks are reported under its name
+            homes |= {task.task_name: name for task in group.get_all_tasks()}
     return Summary(
-        lines(kept, _outermost_groups(loaded)),
+        retained_lines(kept, homes),
         lookups(kept),
         files,
         failed=sum(row.finish == "failed" for row in kept),
@@ -258,18 +296,20 @@ def _summarise(
     )
 
 
-def _compute_results(loaded: Any, questions: Sequence[Question], rows: Sequence[Row], settings: PromptSettings) -> dict[str, Any]:
+def _compute_results(loaded: Any, documents: Sequence[Document], rows: Sequence[Row], settings: PromptSettings) -> dict[str, Any]:
     """Compute lm-eval's results from the stored answers under one intervention."""
     from lm_eval.evaluator import evaluate as lm_evaluate
 
     from needlework.lmeval.model import ReplayLM
 
     answers: dict[int, Any] = {}
-    for question, row in zip(questions, rows, strict=True):
-        answers |= zip(map(id, question.instances), stored_responses(question, row), strict=True)
-        for instance in question.instances:
-            instance.resps, instance.filtered_resps = [], {}
-    with _keep_requests(loaded["tasks"].values()):
+    for document, row in zip(documents, rows, strict=True):
+        answers |= zip(map(id, document.instances), stored_responses(document, row), strict=True)
+        forget_responses(document)
+    with ExitStack() as stack:
+        for task in loaded["tasks"].values():  # keeps lm-eval from building the requests again for each intervention
+            task.build_all_requests = lambda **_: None
+            stack.callback(delattr, task, "build_all_requests")  # restores the class's method
         results: dict[str, Any] = lm_evaluate(
             lm=ReplayLM(answers),
             task_dict=loaded,
@@ -280,16 +320,6 @@ def _compute_results(loaded: Any, questions: Sequence[Question], rows: Sequence[
             fewshot_as_multiturn=settings.chat,
         )
     return results
-
-
-@contextmanager
-def _keep_requests(tasks: Any) -> Iterator[None]:
-    """Prevent lm-eval from rebuilding the tasks' requests, which are built once for all interventions."""
-    with ExitStack() as stack:
-        for task in tasks:
-            task.build_all_requests = lambda **_: None
-            stack.callback(delattr, task, "build_all_requests")  # restores the class's method
-        yield
 
 
 def _write_results(
@@ -313,16 +343,74 @@ def _write_results(
     return write_files(out / "lm-eval" / file_name(text), results, samples, handle_non_serializable)[0]
 
 
-def _outermost_groups(loaded: Any) -> dict[str, str]:
-    """Return for every task its outermost group, or its own name if it has none."""
-    groups, children = loaded.get("groups") or {}, set()
-    for members in (loaded.get("group_map") or {}).values():
-        children |= set(members)
-    homes = {name: name for name in loaded["tasks"]}
-    for name, group in groups.items():
-        if name not in children:
-            homes |= {task.task_name: name for task in group.get_all_tasks()}
-    return homes
+# --- Retained shares, and the part of a loss that is due to the letter look-up ---
+
+
+def retained_lines(trials: Sequence[Row], home: dict[str, str]) -> list[Line]:
+    """Return accuracy and retained shares for every (name, intervention), paired with the baseline by question.
+
+    Args:
+        trials: Rows of all tasks and interventions; failed rows are left out.
+        home: Task -> name under which it is reported.
+    """
+    scored: dict[tuple[str, str], dict[str, Row]] = {}
+    for trial in trials:
+        if trial.finish != "failed" and "correct" in trial.scores:
+            scored.setdefault((home[trial.task], trial.intervention), {})[f"{trial.task}/{trial.prompt_id}"] = trial
+    made = []
+    for (name, text), after in scored.items():
+        before = scored.get((name, BASELINE), {})
+        both = [key for key in after if key in before]
+        right, base = (np.asarray([rows[key].scores["correct"] for key in both]) for rows in (after, before))
+        chance = float(np.mean([after[key].facts.get("chance", 0.0) for key in both])) if both else 0.0
+        pairs = Pairs(right, base, np.asarray([after[key].cluster for key in both]), chance)
+        shares = (pairs.raw, pairs.corrected) if both else (NO_BASELINE, NO_BASELINE)
+        made.append(Line(name, text, stats.accuracy([t.scores["correct"] for t in after.values()]), *shares))
+    return made
+
+
+def lookups(trials: Sequence[Row]) -> list[Lookup]:
+    """Return the part due to the letter look-up for every intervention with letter and cloze questions on the same facts."""
+    forms: dict[str, dict[str, dict[str, Row]]] = {"letter": {}, "cloze": {}}
+    for trial in trials:
+        form = {"statement": "cloze", "question": "cloze"}.get(str(trial.facts.get("form")), str(trial.facts.get("form")))
+        if form in forms and trial.finish != "failed":
+            forms[form].setdefault(trial.intervention, {})[trial.cluster] = trial
+    letter, cloze = forms["letter"], forms["cloze"]
+    if BASELINE not in letter or BASELINE not in cloze:
+        return []
+    texts = [text for text in letter if text != BASELINE and text in cloze]
+    return [Lookup(text, _part([letter[text], letter[BASELINE], cloze[text], cloze[BASELINE]])) for text in texts]
+
+
+def _part(columns: Sequence[dict[str, Row]]) -> Estimate:
+    """Estimate the part with a bootstrap over facts; columns are those of `_share`, each fact -> row."""
+    facts = sorted(set.intersection(*(set(column) for column in columns)))
+    if not facts:
+        return NOTHING
+    values = [np.asarray([column[fact].scores["correct"] for fact in facts]) for column in columns]
+    chance = [float(np.mean([column[fact].facts.get("chance", 0.0) for fact in facts])) for column in columns]
+    above = np.asarray([v.mean() - c for v, c in zip(values, chance, strict=True)])
+    totals = stats.resample(stats.cluster_sums(facts, values))
+    drawn = totals[:, :4] / totals[:, 4:] - np.asarray(chance)
+    value = float(_share(above[None])[0])
+    shares = _share(drawn)
+    shares = shares[np.isfinite(shares)]
+    if not math.isfinite(value) or not len(shares):
+        return Estimate(math.nan, math.nan, math.nan, len(facts), "the letter lost nothing, or there was nothing to lose")
+    low, high = stats.interval(shares)
+    return Estimate(value, low, high, len(facts))
+
+
+def _share(above: Any) -> Any:
+    """Compute (R_cloze - R_letter) / (1 - R_letter) per row of [draws, 4]; NaN where letter choice lost nothing.
+
+    The columns are accuracy minus chance of: letter after, letter before, cloze after, cloze before.
+    """
+    letter = above[:, 0] / np.where(above[:, 1] > 0, above[:, 1], np.nan)
+    cloze = above[:, 2] / np.where(above[:, 3] > 0, above[:, 3], np.nan)
+    lost = 1 - letter
+    return np.where(lost > 0, (cloze - letter) / np.where(lost > 0, lost, 1), np.nan)
 
 
 def table(summary: Summary) -> Table:

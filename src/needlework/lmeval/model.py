@@ -10,7 +10,7 @@ import ast
 import inspect
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +24,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.interventions import Intervention, parse
-from needlework.lmeval.mini import FOLDER
-from needlework.lmeval.questions import Generation, Pair, check_phases
+from needlework.lmeval import FOLDER
+from needlework.lmeval.documents import Generation, Pair, check_phases
 from needlework.measure import run_requests
 from needlework.model.load import DTYPES, blueprint, convert_gguf
 from needlework.requests import Answer, Request, stop_tokens
@@ -80,10 +80,13 @@ class NeedleworkLM(HFLM):
 
         self.intervention = parse(intervention) if isinstance(intervention, str) else intervention
         check_phases(self.intervention)
+        if device and device.startswith("cuda") and not torch.cuda.is_available():  # lm-eval's command line asks for cuda:0
+            logger.warning("no CUDA device that torch can use: running on the CPU")
+            device = "cpu"
         source = Path(str(resolve(pretrained)))
         folder = convert_gguf(source) if source.is_file() else source
         self._loading: dict[str, Any] = {
-            "device": _device(device),
+            "device": device or ("cuda" if torch.cuda.is_available() else "cpu"),
             "window": window,
             "kernels": kernels,
             "memory_bytes": memory_bytes,
@@ -177,18 +180,16 @@ class NeedleworkLM(HFLM):
         kwargs = normalize_gen_kwargs(settings, self.max_gen_toks)
         until = handle_stop_sequences(kwargs.pop("until", None), eos=eos)
         new_tokens = int(kwargs.pop("max_gen_toks"))
-        _check_greedy(kwargs)
+        beams = kwargs.get("num_beams", 1)
+        if kwargs.get("do_sample") or float(kwargs.get("temperature") or 0):
+            raise NeedleworkError("the model type needlework decodes greedily; set do_sample=False and temperature=0")
+        if beams != 1:
+            raise NeedleworkError(f"the model type needlework decodes greedily; num_beams={beams} is not")
         room = self.max_length - new_tokens
         if room <= 0:
             raise NeedleworkError(f"{new_tokens} new tokens leave no room for a prompt: the model holds {self.max_length}")
         ids, _ = self.tok_batch_encode([context], left_truncate_len=room, truncation=self.truncation)
         return Generation(tuple(ids[0].tolist()), tuple(until), new_tokens)
-
-    def request(self, asked: Generation, intervention: Intervention) -> Request:
-        """Return the engine's request for a generation; it stops at EOS or a token that contains a stop string."""
-        eos = getattr(self.subject.model.generation_config, "eos_token_id", None)
-        stop = stop_tokens(eos, self.tokens_with(asked.until))
-        return Request(asked.prompt, intervention, max_new_tokens=asked.max_new_tokens, stop=stop)
 
     @lru_cache(maxsize=64)  # noqa: B019  (one model lives as long as its process)
     def tokens_with(self, until: tuple[str, ...]) -> frozenset[int]:
@@ -208,7 +209,13 @@ class NeedleworkLM(HFLM):
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
         asked = [self.encode_generation(*request.args) for request in requests]
-        answers = run_requests(self.subject, [self.request(one, self.intervention) for one in asked])
+        eos = getattr(self.subject.model.generation_config, "eos_token_id", None)
+        stops = [stop_tokens(eos, self.tokens_with(one.until)) for one in asked]
+        wanted = [
+            Request(one.prompt, self.intervention, max_new_tokens=one.max_new_tokens, stop=stop)
+            for one, stop in zip(asked, stops, strict=True)
+        ]
+        answers = run_requests(self.subject, wanted)
         texts = [self.text(answer, one.until) for answer, one in zip(answers, asked, strict=True)]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
@@ -230,54 +237,33 @@ class ReplayLM(LM):
     loglikelihood_rolling = generate_until = loglikelihood
 
 
-def _check_greedy(settings: Mapping[str, Any]) -> None:
-    """Raise NeedleworkError unless the settings mean greedy decoding: results must be reproducible."""
-    if settings.get("do_sample") or float(settings.get("temperature") or 0):
-        raise NeedleworkError("the model type needlework decodes greedily; set do_sample=False and temperature=0")
-    beams = settings.get("num_beams", 1)
-    if beams != 1:
-        raise NeedleworkError(f"the model type needlework decodes greedily; num_beams={beams} is not")
-
-
 def split_arguments(text: str) -> dict[str, Any]:
-    """Parse `pretrained=DIR,intervention=keep_heads(k=5, by='entropy')`; commas in brackets or quotes do not split."""
-    arguments = {}
-    for item in _split_at_commas(text):
-        name, equals, value = item.partition("=")
-        if not equals or not name.strip():
-            raise NeedleworkError(f"model_args: {item.strip()!r} is not name=value")
-        arguments[name.strip()] = _read_value(value.strip())
-    return arguments
+    """Parse `pretrained=DIR,intervention=keep_heads(k=5, by='entropy')`; commas in brackets or quotes do not split.
 
-
-def _split_at_commas(text: str) -> Iterator[str]:
-    item, depth, quote = "", 0, ""
+    Values are Python literals or true/false; anything else is text.
+    """
+    items, depth, quote = [""], 0, ""
     for char in text:
         if quote:
             quote = "" if char == quote else quote
         elif char in "\"'":
             quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-        elif char == "," and depth == 0:
-            yield item
-            item = ""
-            continue
-        item += char
-    if item.strip():
-        yield item
-
-
-def _read_value(text: str) -> Any:
-    """Parse a Python literal or true/false; anything else is returned as text."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text
+        else:
+            depth += (char in "([{") - (char in ")]}")
+        if char == "," and depth == 0 and not quote:
+            items.append("")
+        else:
+            items[-1] += char
+    arguments = {}
+    for item in items[:-1] + [item for item in items[-1:] if item.strip()]:
+        name, equals, value = (part.strip() for part in item.partition("="))
+        if not equals or not name:
+            raise NeedleworkError(f"model_args: {item.strip()!r} is not name=value")
+        try:
+            arguments[name] = value.lower() == "true" if value.lower() in ("true", "false") else ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            arguments[name] = value
+    return arguments
 
 
 def read_booleans(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -291,16 +277,6 @@ def read_booleans(options: Mapping[str, Any]) -> dict[str, Any]:
             raise NeedleworkError(f"model_args: {name}={short_repr(value)} is no truth value; write {name}=true or {name}=false")
         read[name] = str(value).lower() == "true"
     return read
-
-
-def _device(wanted: str | None) -> str:
-    """Return the device; falls back to the CPU like lm-eval's `hf` model, whose command line defaults to cuda:0."""
-    if torch.cuda.is_available():
-        return wanted or "cuda"
-    if wanted and wanted.startswith("cuda"):
-        logger.warning("no CUDA device that torch can use: running on the CPU")
-        return "cpu"
-    return wanted or "cpu"
 
 
 def main(args: Sequence[str]) -> None:

