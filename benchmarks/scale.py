@@ -70,7 +70,7 @@ def loaded() -> str:
 
 def estimate() -> bool:
     from needlework.experiments.estimate import describe
-    from needlework.experiments.shipped import get
+    from needlework.experiments.plan import get
 
     free = psutil.virtual_memory().available / 1e9
     if free < 12:
@@ -95,18 +95,18 @@ def estimate() -> bool:
 
 
 def workers() -> bool:
-    from needlework.experiments import run
+    from needlework.experiments import trials
     from needlework.experiments.ray_executor import Cluster
 
-    run.CHUNK_TRIALS = SMALL_CHUNKS
+    trials.CHUNK_TRIALS = SMALL_CHUNKS
     seconds: dict[int, list[float]] = {1: [], 2: []}
     processor: dict[int, list[float]] = {1: [], 2: []}  # of the worker that took most
     fingerprints = set()
     with tempfile.TemporaryDirectory(prefix="needlework-scale-") as temporary:
         folder = Path(temporary)
         (folder / "plan.yaml").write_text(SWEEP)
-        with Cluster(workers=2).joined() as hall:
-            hall.join()  # one cluster for all of them
+        with Cluster(workers=2).connected() as connection:
+            connection.connect()  # one cluster for all of them
             for turn in range(ROUNDS):
                 for count in (1, 2) if turn % 2 == 0 else (2, 1):
                     times: dict[str, Any] = {"workers": count}
@@ -148,16 +148,17 @@ class asking_timed:
 
         whole, times = _ModelRun._ask, self.times
 
-        def timed(run: Any, executor: Any, chunks: Any, tracker: Any) -> None:
+        def timed(run: Any, executor: Any, chunks: Any, tracker: Any) -> Any:
             while len(getattr(executor, "_idle", ())) < times.get("workers", 0):  # until all of them have their model
                 executor._step()
             few = [request for trial in chunks[0][:WARM_UP] for request in trial.requests(run.rankings)]
             for call in [worker.execute.remote(Batch(few)) for worker in getattr(executor, "_idle", ())]:
                 executor.ray.get(call)  # the first question's own cost does not depend on the number of workers
             before, began, clock = actors(), time.process_time(), time.monotonic()
-            whole(run, executor, chunks, tracker)
+            broken = whole(run, executor, chunks, tracker)
             times["busiest"] = max((used - before.get(pid, 0.0) for pid, used in actors().items()), default=0.0)
             times["processor"], times["wall"] = time.process_time() - began, time.monotonic() - clock
+            return broken
 
         self._put = _ModelRun, whole
         _ModelRun._ask = timed  # type: ignore[method-assign]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import needlework
 from needlework.cli import EXAMPLES, app
-from needlework.experiments import shipped
+from needlework.experiments.plan import find
 
 ROOT = Path(__file__).parents[1]
 
@@ -67,7 +67,7 @@ def test_plans_that_are_named_to_people_are_shipped(tmp_path: Path, monkeypatch:
     plans = set(re.findall(r"needlework (?:run|plan) ([\w./-]+)", text)) - {"my-plan.yaml"}
     assert {"01", "02", "head-sparsification", "smollm2"} <= plans
     for name in plans:
-        assert (ROOT / name).is_file() or shipped.find(name).is_file()  # of the repository, or of every installation
+        assert (ROOT / name).is_file() or find(name).is_file()  # of the repository, or of every installation
 
 
 def test_the_citation_is_of_this_version_and_names_the_paper() -> None:

@@ -13,11 +13,10 @@ from typer.testing import CliRunner
 import needlework as nw
 from needlework import zoo
 from needlework.cli import app
-from needlework.experiments.progress import say
 from needlework.inspection import answers_table
 from needlework.receipts import Receipt
 from needlework.requests import Answer
-from needlework.terminal import plain
+from needlework.terminal import plain, say
 
 EVIL = "a\x1b]0;owned\x07b\x1b[2Jc\rd\x9be"
 

@@ -22,7 +22,7 @@ import needlework
 from needlework.cli import app
 from needlework.cli.options import read_bytes
 from needlework.errors import NeedleworkError
-from needlework.experiments import shipped
+from needlework.experiments import plan as plans
 from needlework.zoo import catalog
 
 runner = CliRunner()
@@ -109,7 +109,7 @@ def test_tables_never_cut_a_name(words: list[str], columns: str, monkeypatch: py
     assert shown.exit_code == 0
     names = {
         "zoo": [*catalog(), "smollm2-135m"],
-        "plans": [*shipped.catalog(), *(model for plan in shipped.catalog().values() for model in plan.models)],
+        "plans": [*plans.catalog(), *(model for plan in plans.catalog().values() for model in plan.models)],
         "plan": ["a-name-of-more-than-twenty-letters", "tiny-jamba", "recording"],
         "inspect": [words[-1], "RecurrentGemmaForCausalLM", "attention", "recurrent", "parameters", "FLOPs/token*"],
     }[words[0]]
@@ -199,7 +199,7 @@ def test_the_demo_runs_the_shipped_plan_and_prints_what_it_found(
     shown = runner.invoke(app, ["demo", "--out", str(tmp_path), "--device", "cpu"])
     assert shown.exit_code == code, shown.output
     assert asked == [("demo", tmp_path, {"device": "cpu"})]
-    assert "demo" in shipped.names()
+    assert "demo" in plans.plan_names()
     assert "numbers of 1 run" in shown.output
     assert "report.html" in shown.output
 

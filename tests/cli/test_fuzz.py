@@ -18,9 +18,8 @@ import pytest
 
 import needlework as nw
 from needlework import zoo
-from needlework.experiments import shipped
 from needlework.experiments.models import look
-from needlework.experiments.plan import Model, load
+from needlework.experiments.plan import Model, load, plan_files
 from needlework.heads import foreign
 from needlework.interventions.text import check_ranges, expand
 from needlework.model.load import blueprint
@@ -239,7 +238,7 @@ def test_ten_thousand_inputs_to_the_parsers(tmp_path: Path) -> None:
         order: Any = rng.choices([(1, 2), [2, 0], (3,), "ab", 5, None, (1.5, 2), (10**30, 0), [[1], 2], {}], k=rng.randint(0, 3))
         tried(lambda order: nw.Ranking(order=order), order)
     ranking_files(random.Random(SEED), tmp_path, taken)  # of its own, so that the other inputs stay what they were
-    plans = [path.read_bytes() for path in shipped.files()]
+    plans = [path.read_bytes() for path in plan_files()]
     for _ in range(INPUTS // 10):
         (tmp_path / "plan.yaml").write_bytes(mutated(rng, rng.choice(plans)[: rng.randint(100, 700)]))
         taken["plans"] += tried(load, tmp_path / "plan.yaml")

@@ -6,13 +6,13 @@ import sys
 
 import fakes
 
-from needlework.experiments import run
+from needlework.experiments import run, trials
 from needlework.experiments.plan import load
 from needlework.experiments.ray_executor import Cluster
 
 if __name__ == "__main__":
     plan, out, address, pause, marker = sys.argv[1:]
-    run.CHUNK_TRIALS = 16
+    trials.CHUNK_TRIALS = 16
     source = fakes.FakeModels(fakes.Hungry(float(pause), marker=marker) if marker else fakes.FakeActor(float(pause)))
     loaded = load(plan, make_task=fakes.make_task)
     sys.exit(not run.run(loaded, out, source=source, progress=False, cluster=Cluster(address)).sound)

@@ -17,7 +17,7 @@ from pydantic import Field
 from needlework import cli, tasks
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
-from needlework.experiments import run
+from needlework.experiments import run, trials
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Model, load
 from needlework.experiments.result import Result
@@ -212,7 +212,7 @@ def run_fakes(
 def main() -> None:
     """`fakes.py PLAN OUT PAUSE`: `needlework run` in a process of its own, to be killed."""
     plan, out, pause = sys.argv[1:4]
-    run.CHUNK_TRIALS = 16
+    trials.CHUNK_TRIALS = 16
     run.DiskModels = lambda _: FakeModels(FakeActor(float(pause)))  # type: ignore[assignment,misc]
     tasks.make_task = make_task
     cli.app(["run", plan, "--out", out])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 
 from needlework.errors import NeedleworkError
-from needlework.experiments import run
+from needlework.experiments import run, trials
 
 if __name__ == "__main__":
-    run.CHUNK_TRIALS = 12
+    trials.CHUNK_TRIALS = 12
     try:
         sys.exit(not run.run(sys.argv[1], sys.argv[2], progress=False).sound)
     except NeedleworkError as error:

@@ -19,12 +19,12 @@ from needlework.experiments import ray_executor, run
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.progress import Tracker
 from needlework.experiments.ray_executor import Cluster, RayExecutor
-from needlework.results import Store
+from needlework.results import Row, Store
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
     monkeypatch.setattr(ray_executor, "TICK", 0.0)
 
 
@@ -35,7 +35,8 @@ def written(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, ...]]:
     add = Store.add
 
     def noting(self: Store, rows: Any) -> None:
-        counts.update((str(self.directory), row.experiment, row.model, row.task, row.id) for row in rows)
+        trials = [row for row in rows if isinstance(row, Row)]
+        counts.update((str(self.directory), row.experiment, row.model, row.task, row.id) for row in trials)
         add(self, rows)
 
     monkeypatch.setattr(Store, "add", noting)

@@ -23,7 +23,7 @@ PLAN_ARGUMENTS = ["run", "plan.yaml", "--out", "out"]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
 
 
 class Failing(fakes.FakeActor):

@@ -36,7 +36,7 @@ SRC = Path(run.__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
 
 
 @pytest.fixture
@@ -317,7 +317,7 @@ def test_a_model_directory_that_vanishes_in_the_middle(tmp_path: Path, monkeypat
 
     look = models.look
 
-    def look_and_lose(asked: Any) -> Any:
+    def look_and_lose(asked: Any, elsewhere: bool) -> Any:
         info = look(asked)
         model.rename(tmp_path / "gone")
         return info

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 import needlework as nw
 from needlework.cli import app
 from needlework.errors import NeedleworkError
-from needlework.experiments import heads, ray_executor, remote
+from needlework.experiments import heads, ray_executor
 from needlework.experiments.ray_executor import Cluster
 from needlework.heads.causal import greedy
 from needlework.heads.contribution import learned
@@ -69,13 +69,13 @@ def here(one_thread: None) -> nw.Subject:
 def workers(monkeypatch: pytest.MonkeyPatch, here: nw.Subject, **options: Any) -> Iterator[tuple[nw.Subject, FakeRay]]:
     """A remote subject whose workers are objects in this process, with the model that is here; some of them die."""
     ray = FakeRay(**options)
-    monkeypatch.setattr(remote, "BATCH_REQUESTS", 8)
-    monkeypatch.setattr(remote, "BATCH_SAMPLES", 4)
+    monkeypatch.setattr(heads, "BATCH_REQUESTS", 8)
+    monkeypatch.setattr(heads, "BATCH_SAMPLES", 4)
     monkeypatch.setattr("needlework.subject.load", lambda *_, **__: here)
     monkeypatch.setattr(ray_executor, "node_id", lambda: "")
     monkeypatch.setattr(ray_executor, "import_ray", lambda: ray)
     monkeypatch.setattr(ray_executor, "TICK", 0.0)
-    with remote.open_remote(MODEL, Cluster()) as subject:
+    with heads.open_subject(MODEL, Cluster()) as subject:
         yield subject, ray
 
 
@@ -129,9 +129,9 @@ def test_the_recurrent_side_goes_to_workers_too(here: nw.Subject, monkeypatch: p
 
 def test_a_batch_holds_all_requests_of_its_prompts_in_the_order_of_their_length() -> None:
     prompts = [(1, 2, 3), (4, 5), (1, 2, 3), (6, 7), (8,)] * 20
-    cut = list(remote._slices([Request(prompt) for prompt in prompts]))
+    cut = list(heads._slices([Request(prompt) for prompt in prompts]))
     assert sorted(i for places in cut for i in places) == list(range(100))
-    assert [len(places) for places in cut] == [80, 20] or max(map(len, cut)) < remote.BATCH_REQUESTS + 40
+    assert [len(places) for places in cut] == [80, 20] or max(map(len, cut)) < heads.BATCH_REQUESTS + 40
     assert all(len({n for n, places in enumerate(cut) if any(prompts[i] == p for i in places)}) == 1 for p in set(prompts))
     lengths = [len(prompts[i]) for places in cut for i in places]
     assert lengths == sorted(lengths)

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from needlework.cli import app
-from needlework.experiments import costs
-from needlework.experiments.estimate import Place, Placement
+from needlework.experiments import progress
+from needlework.experiments.estimate import ModelPlacement, Placement
 from needlework.experiments.models import ModelInfo, PublicModels
 from needlework.experiments.plan import Model
 from needlework.experiments.schema import Loading
@@ -29,7 +29,7 @@ def look(name: str) -> ModelInfo:
 
 
 def test_a_decode_step_reads_all_weights_once_however_many_rows_there_are() -> None:
-    speed = costs.Speed(flops=100.0, bytes=10.0, step_seconds=1.0)
+    speed = progress.Speed(flops=100.0, bytes=10.0, step_seconds=1.0)
     assert speed.reading(200.0) == 2.0
     assert speed.step(50.0, 300.0) == 1.0 + 5.0 + 3.0
     twice = speed.times(2)
@@ -48,7 +48,7 @@ def test_weights_that_a_token_goes_through_are_those_that_were_published() -> No
     assert gemma.per_token + gemma.head == pytest.approx(2.7e9, rel=0.02)
     assert gemma.head == 256_000 * 2560
     info = look("jamba-mini-1.6")
-    one, many = costs.step_bytes(info, 1), costs.step_bytes(info, 500)
+    one, many = progress.step_bytes(info, 1), progress.step_bytes(info, 500)
     assert one == pytest.approx(2 * (jamba.per_token + 2 * jamba.head), rel=0.01)  # 2 of 16 experts
     assert many == pytest.approx(jamba.weights, rel=1e-6)  # all of them
 
@@ -72,8 +72,8 @@ def test_a_dry_run_places_models_of_which_there_is_only_a_configuration(tmp_path
 
 
 def test_the_table_fits_a_terminal_and_small_times_are_told_in_seconds() -> None:
-    small = Place("recurrentgemma-2b", 6, 2, 5_400_000_000, 1, 2, 0.0001, 0.005, 0.3, 0.00001)
-    large = Place("jamba-mini-1.6-of-52-billion", 3_500, 3_500, 103_100_000_000, 2, 64, None, None, 1234.5, 12.0)
+    small = ModelPlacement("recurrentgemma-2b", 6, 2, 5_400_000_000, 1, 2, 0.0001, 0.005, 0.3, 0.00001)
+    large = ModelPlacement("jamba-mini-1.6-of-52-billion", 3_500, 3_500, 103_100_000_000, 2, 64, None, None, 1234.5, 12.0)
     text = Placement("grid", "Ray cluster 10.0.0.1:6379, 16 threads a worker", (small, large)).text()
     assert max(map(len, text.splitlines())) <= 80, text
     _, _, *times = text.partition("time ")[2].splitlines()

@@ -18,7 +18,7 @@ from needlework.results import LM_EVAL, Store
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
 
 
 def asked(out: Path) -> list[Any]:

@@ -18,7 +18,7 @@ from rich.console import Console
 from test_run import HERE, Stopping, go, table
 
 from needlework import terminal
-from needlework.experiments import costs, run
+from needlework.experiments import progress, run, trials
 from needlework.experiments.plan import load
 from needlework.experiments.progress import Tracker
 from needlework.experiments.trials import Work, expand
@@ -94,12 +94,12 @@ def work_of(plan: Path) -> Work:
 
 def test_a_reading_is_parted_among_those_that_share_it(plan_file: Path) -> None:
     work = work_of(plan_file)
-    each = costs.weights(work)
+    each = progress.weights(work)
     by = {
         str(t.intervention): each[t.id] for t in work.trials if t.experiment == "sweep" and t.item.id == "fake/0" and t.seed == 0
     }
-    steps = costs.answer_seconds(work.model, costs.SMALL, 40) + costs.TRIAL_SECONDS
-    reading = costs.SMALL.reading(costs.reading_flops(work.model, 8))
+    steps = progress.answer_seconds(work.model, progress.SMALL, 40) + progress.TRIAL_SECONDS
+    reading = progress.SMALL.reading(progress.reading_flops(work.model, 8))
     assert by["keep_heads(k=1)"] == pytest.approx(reading + steps)
     shared = reading / 6  # none, and five numbers of heads in decode alone
     assert by["none"] == by["keep_heads(phase='decode', k=1)"] == pytest.approx(shared + steps)
@@ -155,7 +155,7 @@ def test_what_was_there_is_counted_and_no_part_of_the_speed(
 
 def test_finished_answers_stay_as_they_were_written(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After Ctrl-C a resume asks what is missing, in its own chunk's company, and writes nothing a second time."""
-    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
     with pytest.raises(KeyboardInterrupt):
         go(plan_file, tmp_path / "out", fakes.FakeModels(Stopping()))
     before = list(Store(tmp_path / "out").rows())
@@ -175,7 +175,7 @@ def test_on_a_cpu_a_costly_chunk_ends_when_it_is_large_enough(
     device: str, sizes: list[int], plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"CHUNK_TRIALS": 64, "ENOUGH_TRIALS": 16, "ENOUGH_FLOPS": 1.0}.items():
-        monkeypatch.setattr(run, name, value)
+        monkeypatch.setattr(trials, name, value)
     calls = []
 
     class Noting(fakes.FakeActor):
@@ -186,7 +186,7 @@ def test_on_a_cpu_a_costly_chunk_ends_when_it_is_large_enough(
     plan_file.write_text(plan_file.read_text().replace("[alpha]", f"[{{source: alpha, device: {device}}}]"))
     go(plan_file, tmp_path / "out", fakes.FakeModels(Noting()))
     assert calls[1:] == sizes
-    assert (run.CHUNK_TRIALS, run.CHUNK_FLOPS) == (64, 5e13)
+    assert (trials.CHUNK_TRIALS, trials.CHUNK_FLOPS) == (64, 5e13)
 
 
 def test_a_real_process_says_plain_lines_into_a_pipe(plan_file: Path, tmp_path: Path) -> None:

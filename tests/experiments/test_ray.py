@@ -28,15 +28,15 @@ from typer.testing import CliRunner
 import needlework as nw
 from needlework.cli import app
 from needlework.errors import NeedleworkError
-from needlework.experiments import ray_executor, run
+from needlework.experiments import ray_executor
 from needlework.experiments.plan import Model
-from needlework.experiments.ray_executor import Cluster, RayConnection
+from needlework.experiments.ray_executor import Cluster, RayConnection, WorkerModels
 from needlework.results import Store, compare
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
 
 
 # --- without Ray -------------------------------------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_a_word_that_is_no_address_is_named_with_what_would_be_one(words: list[s
 
 
 def test_a_node_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = Cluster(threads=torch.get_num_threads()).models()
+    source = WorkerModels(None, Cluster(threads=torch.get_num_threads()))
     info = source.look(Model("here", "griffin", "tiny-griffin-small"))
     monkeypatch.setattr(ray_executor, "node_id", lambda: "another node")
     assert source.load(info).versions()["dtype"] == "float32"

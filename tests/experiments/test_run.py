@@ -19,7 +19,6 @@ import fakes
 import pytest
 
 from needlework.errors import NeedleworkError
-from needlework.experiments import run
 from needlework.requests import Request
 from needlework.results import Store, claimed
 
@@ -43,7 +42,7 @@ def table(out: Path) -> list[Any]:
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_TRIALS", 16)
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
 
 
 def test_every_trial_of_the_plan_has_a_row(plan_file: Path, tmp_path: Path) -> None:
@@ -262,7 +261,7 @@ def test_a_file_that_is_no_store_is_refused(plan_file: Path, tmp_path: Path) -> 
 
 
 def test_what_breaks_one_trial_fails_that_trial_alone(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "CHUNK_TRIALS", 64)  # several prompts in one call
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 64)  # several prompts in one call
     clean = go(plan_file, tmp_path / "clean", fakes.FakeModels(fakes.FakeActor(batchwise=False)))
     victim = clean.actor.asked[5]
     poisoned = fakes.FakeModels(fakes.FakeActor(batchwise=False, poison=frozenset({victim})))

@@ -10,7 +10,7 @@ import fakes
 import pytest
 
 from needlework.experiments import run
-from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
+from needlework.experiments.plan import Experiment, InterventionText, Model, NamedTask, Plan
 from needlework.interventions import NONE
 from needlework.receipts import NOTHING_TO_HIDE, Receipt, nothing_to_hide
 from needlework.requests import Answer
@@ -42,7 +42,17 @@ class Contexts(Windows):
 @pytest.mark.parametrize("task", [Windows(), Contexts()], ids=lambda task: str(task.kind))
 def test_one_row_holds_all_parts_in_order(task: Task, tmp_path: Path) -> None:
     experiment = Experiment(
-        "x:1", "e", "", ("alpha",), (NamedTask("x:1", "t", task),), (Grid("x:1", "none"),), (0,), "decode", None, None, False
+        "x:1",
+        "e",
+        "",
+        ("alpha",),
+        (NamedTask("x:1", "t", task),),
+        (InterventionText("x:1", "none"),),
+        (0,),
+        "decode",
+        None,
+        None,
+        False,
     )
     plan = Plan(Path("x"), "p", "", "", {"alpha": Model("x:1", "alpha", "alpha")}, (experiment,))
     assert run.run(plan, tmp_path, source=fakes.FakeModels(), progress=False, tell=False).sound

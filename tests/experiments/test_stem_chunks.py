@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from needlework.experiments.trials import chunks
+import pytest
+
+from needlework.experiments import trials
 
 ACTS, WEIGHTS = 5, 100
 MOST_TRIALS, ENOUGH_TRIALS = 200, 10
@@ -13,7 +15,7 @@ MOST_TRIALS, ENOUGH_TRIALS = 200, 10
 
 def work(stems: dict[str, int], questions: int, question: int = 10) -> Any:
     """So many questions of each stem, every one under five interventions."""
-    trials = [
+    made = [
         SimpleNamespace(
             mode="choices",
             max_new_tokens=1,
@@ -28,8 +30,9 @@ def work(stems: dict[str, int], questions: int, question: int = 10) -> Any:
         for _ in range(ACTS)
     ]
     anatomy = SimpleNamespace(parameters=WEIGHTS)
+    loaded = SimpleNamespace(loading=SimpleNamespace(device="cpu"))
     return SimpleNamespace(
-        by_id=lambda: {str(n): [trial] for n, trial in enumerate(trials)}, model=SimpleNamespace(anatomy=anatomy)
+        by_id=lambda: {str(n): [trial] for n, trial in enumerate(made)}, model=SimpleNamespace(anatomy=anatomy, model=loaded)
     )
 
 
@@ -38,7 +41,12 @@ def flops(tokens: float) -> float:
 
 
 def cut(some: Any, most: float, enough: float) -> list[list[Any]]:
-    made = list(chunks(some, MOST_TRIALS, flops(most), ENOUGH_TRIALS, flops(enough)))
+    limits = {"CHUNK_TRIALS": MOST_TRIALS, "CHUNK_FLOPS": flops(most)}
+    limits |= {"ENOUGH_TRIALS": ENOUGH_TRIALS, "ENOUGH_FLOPS": flops(enough)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in limits.items():
+            patch.setattr(trials, name, value)
+        made = list(trials.chunked(some))
     asked = [id(trial) for chunk in made for trial in chunk]
     assert sorted(asked) == sorted(id(same[0]) for same in some.by_id().values())
     for chunk in made:

@@ -98,10 +98,9 @@ def test_rows_say_what_a_report_needs(done: tuple[Any, Path]) -> None:
 
 
 def test_what_is_stored_is_not_asked_again(griffin: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from needlework.experiments import run as runner
     from needlework.experiments.models import LoadedSubject
 
-    monkeypatch.setattr(runner, "CHUNK_TRIALS", 12)
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 12)
     asked: list[Any] = []
     stock = LoadedSubject.answers
 

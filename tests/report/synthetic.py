@@ -252,7 +252,7 @@ def write(directory: Path, models: tuple[str, ...] = tuple(LAYERS), per_cell: in
             bad = "</script><script>window.pwned=1</script><img src=x onerror=window.pwned=1>\u2028&amp; end"
             rows = [Row(**{**vars(row), "output": bad}) if row.mode == "generate" else row for row in rows]
         store.add(rows)
-        store.observe(list(observations(model)))
+        store.add(list(observations(model)))
     store.close()
     return directory
 

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from needlework.analysis.verdicts import RULES
 from needlework.errors import NeedleworkError
-from needlework.experiments import shipped
+from needlework.experiments import plan as plans
 from needlework.reports import build, summary
 from needlework.reports.figures import FIGURES
 from needlework.reports.overview import PLAN_OF_CLAIM
@@ -129,7 +129,7 @@ def test_no_block_only_says_that_something_was_not_run(tmp_path: Path) -> None:
 
 def test_every_claim_has_its_plan_and_every_figure_its_link() -> None:
     assert set(PLAN_OF_CLAIM) == {rule.claim for rule in RULES}
-    assert set(PLAN_OF_CLAIM.values()) <= set(shipped.names())
+    assert set(PLAN_OF_CLAIM.values()) <= set(plans.plan_names())
     assert len({figure.link for figure in FIGURES.values()}) == len(FIGURES)
 
 

@@ -218,11 +218,11 @@ def test_no_more_memory_is_told_than_the_engine_takes(plan_file: Path, monkeypat
 
 def test_the_description_is_what_runs(plan_file: Path, finished: Path) -> None:
     told = describe(load(plan_file, make_task=fakes.make_task), fakes.FakeModels())
-    assert told.trials == len(Store(finished).done())
+    assert sum(one.trials for one in told.totals) == len(Store(finished).done())
     # prompts: 6 x 2 seeds to generate; prefill: nothing (none, decode only, k=H) or k=0..3 in both; 4 x 2 to score
     parts = {part.experiment: part.prefills for part in told.parts}
     assert parts == {"sweep": 12 * 5, "choice": 4 * 2, "look": 6}
-    assert told.prefills == 12 * 5 + 4 * 2
+    assert sum(one.prefills for one in told.totals) == 12 * 5 + 4 * 2
     assert "in all 146 trials, 68 prefills" in told.text()
     assert told.seconds > 0
     assert 0 < told.memory_bytes < psutil.virtual_memory().total

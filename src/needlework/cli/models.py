@@ -117,7 +117,7 @@ def heads(
     --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut. On
     several workers: `needlework heads tiny-griffin --ray --workers 2`.
     """
-    from needlework.experiments.heads import check_methods, heads_of, opened, recurrent_side_of
+    from needlework.experiments.heads import check_methods, heads_of, open_subject, recurrent_side_of
     from needlework.heads import tables
     from needlework.heads.survey import SurveySettings
 
@@ -133,7 +133,7 @@ def heads(
     settings = SurveySettings(samples, held_out, seed, keep, share, judge, dynamic, retest)
     name, shown = Path(model).name, not as_json
     cluster = cluster_options(ray, workers, gpus_per_worker, threads)
-    with opened(model, cluster, **loading_options(device, dtype, window, kernels)) as subject:
+    with open_subject(model, cluster, **loading_options(device, dtype, window, kernels)) as subject:
         if recurrent:
             side = recurrent_side_of(subject, task, samples, seed, progress=shown)
             if out:

@@ -31,7 +31,7 @@ from needlework.terminal import say
 @command("needlework plans")
 def plans(as_json: options.Json = False) -> None:
     """List the plans that come with needlework: what each is about, and the models that it names."""
-    from needlework.experiments.shipped import catalog
+    from needlework.experiments.plan import catalog
     from needlework.inspection import plans_table
 
     listed = catalog()
@@ -53,7 +53,7 @@ def plan(
     threads: options.Threads = None,
 ) -> None:
     """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
-    from needlework.experiments.shipped import get
+    from needlework.experiments.plan import get
 
     checked = get(file, fast=fast, models=model, **loading_options(device, dtype, window, kernels))
     from needlework.experiments.estimate import describe  # torch comes with it: after the plan is known to be good
@@ -93,7 +93,7 @@ def run(
     cluster = cluster_options(ray, workers, gpus_per_worker, threads)
     if dry_run:
         from needlework.experiments.estimate import place
-        from needlework.experiments.shipped import get
+        from needlework.experiments.plan import get
 
         placed = place(get(file, fast=fast, models=model, **loading), cluster)
         show(placed.text(), asdict(placed), as_json)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from textwrap import fill
-from typing import Any
 
 import torch
 
 from needlework.analysis.power import CHANCE, POWER
 from needlework.analysis.reader import planned
-from needlework.analysis.verdicts import RULES, Rule, Verdict, verdicts
+from needlework.analysis.verdicts import RULES, verdicts
 from needlework.engine.budget import default_limit
-from needlework.experiments import rows
-from needlework.experiments.costs import (
+from needlework.experiments.models import ModelSource, PublicModels
+from needlework.experiments.plan import Plan
+from needlework.experiments.progress import (
     GPU,
     GPU_BYTES,
     LARGE_ON_CPU,
@@ -29,17 +29,19 @@ from needlework.experiments.costs import (
     reading_flops,
     usual_speed,
 )
-from needlework.experiments.models import ModelSource, PublicModels
-from needlework.experiments.plan import Plan
-from needlework.experiments.provenance import experiments
+from needlework.experiments.provenance import describe_experiments
 from needlework.experiments.ray_executor import Cluster
-from needlework.experiments.run import chunked
-from needlework.experiments.trials import Trial, Work, expand
+from needlework.experiments.trials import Trial, Work, chunked, expand, to_row
+from needlework.model.load import torch_dtype
 from needlework.requests import Answer, prepare
 from needlework.stats import ONE_HAYSTACK
 from needlework.tables import Table
 
-_UNASKED = Answer(finish="failed")
+_EXACT = 20_000  # trials; above that, prefills are counted on every n-th prompt
+_ROWS = 256  # that decode together at most
+WIDTH = 80  # of a terminal
+LAPTOP_CORES, LAPTOP_BYTES = 8, 32e9
+_SPARE = 1.15  # times the weights: room for caches and activations
 
 
 @dataclass(frozen=True)
@@ -55,66 +57,52 @@ class Samples:
     given: int  # samples of the smallest condition
     one_haystack: bool = False  # all samples share one haystack (cluster), so there is no interval
 
-    @property
-    def text(self) -> str:
-        return f"{self.model} {self.word or f'{self.given:,}'}"
-
-    @property
-    def few(self) -> bool:
-        return not self.word and self.given < self.needed
-
-    def warnings(self) -> list[str]:
-        """Return warnings about too few samples or haystacks."""
-        rule, said = f"warning: rule {self.rule} ({self.title})", []
-        if self.few:
-            said.append(
-                f"{rule} reads {self.given:,} samples of {self.model} and needs {self.needed:,} to decide in {POWER:.0%} of all"
-                " cases in which its claim is true; raise samples or limit"
-            )
-        if self.one_haystack:
-            said.append(f"{rule} reads samples of {self.model} in {ONE_HAYSTACK}; raise samples, each of which has its own")
-        return said
-
 
 def count_samples(plan: Plan, works: Sequence[Work]) -> list[Samples]:
     """Return sample sizes for each rule and model, with the same selection of trials as the verdicts use."""
     planned_rows = (
-        replace(rows.to_row(trial, _UNASKED, work.model.name, 0.0, ""), finish="stop") for work in works for trial in work.trials
+        replace(to_row(trial, Answer(finish="failed"), work.model.name, 0.0, ""), finish="stop")
+        for work in works
+        for trial in work.trials
     )
     models = {work.model.name: {"anatomy": work.model.anatomy.to_dict()} for work in works}
-    frame = planned(planned_rows, models, experiments(plan))
+    frame = planned(planned_rows, models, describe_experiments(plan))
     judged = {(verdict.claim, verdict.model): verdict for verdict in verdicts(frame)}
-    return [_samples(rule, judged[rule.claim, model]) for rule in RULES for model in frame.models]
-
-
-def _samples(rule: Rule, verdict: Verdict) -> Samples:
-    word = verdict.word if verdict.word in ("not run", "does not apply") else ""
-    read = [point.estimate for point in verdict.points if point.judged]
-    given = min((estimate.n for estimate in read), default=0)
-    alone = any(estimate.why == ONE_HAYSTACK for estimate in (*read, verdict.estimate))
-    chance = next((point.line for point in verdict.points if point.bound == "chance" and point.line), CHANCE)
-    return Samples(rule.number, rule.claim, rule.title, verdict.model, word, rule.needs(chance), given, alone)
+    found = []
+    for rule, verdict in [(rule, judged[rule.claim, model]) for rule in RULES for model in frame.models]:
+        word = verdict.word if verdict.word in ("not run", "does not apply") else ""
+        read = [point.estimate for point in verdict.points if point.judged]
+        given = min((estimate.n for estimate in read), default=0)
+        alone = any(estimate.why == ONE_HAYSTACK for estimate in (*read, verdict.estimate))
+        chance = next((point.line for point in verdict.points if point.bound == "chance" and point.line), CHANCE)
+        found.append(Samples(rule.number, rule.claim, rule.title, verdict.model, word, rule.needs(chance), given, alone))
+    return found
 
 
 def samples_text(found: Sequence[Samples]) -> list[str]:
-    """Return one line per rule, then the warnings."""
-    lines = []
+    """Return one line per rule, then warnings about too few samples or haystacks."""
+    lines, warnings = [], []
     for rule in RULES:
         of_rule = [one for one in found if one.rule == rule.number]
         if judged := [one for one in of_rule if not one.word]:
             most = max(one.needed for one in judged)
             needs = f"needs {most:,} samples" if most else "needs a number of samples that is not computed"
-            lines.append(f"rule {rule.number}, {rule.title}: {needs}; {', '.join(one.text for one in of_rule)}")
-    return lines + [warning for one in found for warning in one.warnings()]
-
-
-_EXACT = 20_000  # trials; above that, prefills are counted on every n-th prompt
-_ROWS = 256  # that decode together at most
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+            given = ", ".join(f"{one.model} {one.word or f'{one.given:,}'}" for one in of_rule)
+            lines.append(f"rule {rule.number}, {rule.title}: {needs}; {given}")
+    for one in found:
+        warning = f"warning: rule {one.rule} ({one.title})"
+        if not one.word and one.given < one.needed:
+            warnings.append(
+                f"{warning} reads {one.given:,} samples of {one.model} and needs {one.needed:,} to decide in {POWER:.0%} of all"
+                " cases in which its claim is true; raise samples or limit"
+            )
+        if one.one_haystack:
+            warnings.append(f"{warning} reads samples of {one.model} in {ONE_HAYSTACK}; raise samples, each of which has its own")
+    return lines + warnings
 
 
 @dataclass(frozen=True)
-class Part:
+class ExperimentSize:
     """Counts of one experiment on one model."""
 
     experiment: str
@@ -142,18 +130,10 @@ class Description:
     """The counts and estimates of a plan that `needlework plan` shows."""
 
     plan: str
-    parts: tuple[Part, ...]
+    parts: tuple[ExperimentSize, ...]
     totals: tuple[Total, ...]
-    notes: tuple[str, ...] = field(default=())  # skipped conditions, duplicate samples
-    samples: tuple[Samples, ...] = field(default=())  # for each rule and model
-
-    @property
-    def trials(self) -> int:
-        return sum(total.trials for total in self.totals)
-
-    @property
-    def prefills(self) -> int:
-        return sum(total.prefills for total in self.totals)
+    notes: tuple[str, ...] = ()  # skipped conditions, duplicate samples
+    samples: tuple[Samples, ...] = ()  # for each rule and model
 
     @property
     def seconds(self) -> float:
@@ -177,10 +157,10 @@ class Description:
             f" about {_time(t.seconds)}, about {t.memory_bytes / 2**20:,.0f} MiB"
             for t in self.totals
         ]
-        whole = f"in all {self.trials:,} trials, {self.prefills:,} prefills, about {_time(self.seconds)}"
-        return "\n".join(
-            [*lines, *self.notes, *samples_text(self.samples), f"{whole}, about {self.memory_bytes / 2**20:,.0f} MiB"]
-        )
+        trials, prefills = (sum(getattr(total, name) for total in self.totals) for name in ("trials", "prefills"))
+        whole = f"in all {trials:,} trials, {prefills:,} prefills, about {_time(self.seconds)}"
+        memory = f"about {self.memory_bytes / 2**20:,.0f} MiB"
+        return "\n".join([*lines, *self.notes, *samples_text(self.samples), f"{whole}, {memory}"])
 
 
 def describe(plan: Plan, source: ModelSource | None = None) -> Description:
@@ -190,32 +170,38 @@ def describe(plan: Plan, source: ModelSource | None = None) -> Description:
     notes = [note for work in works for note in work.skipped]
     repeated = [(work.repeated, work.model.name) for work in works if work.repeated]
     notes += [f"{count} samples of {name} are the same question twice and count once" for count, name in repeated]
-    parts = [part for work in works for part in _parts(plan, work)]
-    read = tuple(count_samples(plan, works))
-    return Description(plan.name, tuple(parts), tuple(_total(work) for work in works), tuple(notes), read)
+    parts = []
+    for work in works:
+        for name in (experiment.name for experiment in plan.experiments):
+            if trials := [trial for trial in work.trials if trial.experiment == name]:
+                conditions = len({(trial.task.name, str(trial.intervention)) for trial in trials})
+                longest = max(len(trial.item.prompt) for trial in trials)
+                prefills, _ = _count_prefills(work, trials)
+                parts.append(ExperimentSize(name, work.model.name, len(trials), conditions, prefills, longest))
+    totals = tuple(map(_total, works))
+    return Description(plan.name, tuple(parts), totals, tuple(notes), tuple(count_samples(plan, works)))
 
 
-def _parts(plan: Plan, work: Work) -> Iterable[Part]:
-    for experiment in plan.experiments:
-        trials = [trial for trial in work.trials if trial.experiment == experiment.name]
-        if trials:
-            yield Part(
-                experiment.name,
-                work.model.name,
-                len(trials),
-                len({(trial.task.name, str(trial.intervention)) for trial in trials}),
-                _prefills(work, trials)[0],
-                max(len(trial.item.prompt) for trial in trials),
-            )
+def _total(work: Work) -> Total:
+    model, asked = work.model, [same[0] for same in work.by_id().values()]
+    longest = max(trial.tokens for trial in asked)
+    rows = min(_ROWS, len(asked))
+    memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
+    memory += rows * 12 * model.anatomy.vocabulary  # logits of a step in fp32, and their sorting
+    memory += model.costs.reading(longest) if model.costs else 0
+    if model.model.loading.device == "cpu":
+        memory = min(memory, default_limit(torch.device("cpu")))  # the engine admits no more rows than fit
+    memory += model.anatomy.parameters * torch_dtype(model.model.loading.dtype).itemsize
+    seconds = estimate_seconds(work, speed_here(work))
+    return Total(model.name, len(work.trials), len(asked), _count_prefills(work, asked)[0], seconds, memory)
 
 
-def _prefills(work: Work, trials: Sequence[Trial]) -> tuple[int, int]:
+def _count_prefills(work: Work, trials: Sequence[Trial]) -> tuple[int, int]:
     """Return how many prefills the trials need after sharing, and the number of their tokens."""
     prompts: dict[str, list[Trial]] = {}
     for trial in trials:
         prompts.setdefault(trial.prompt_id, []).append(trial)
-    step = len(trials) // _EXACT + 1
-    looked_at = list(prompts.values())[::step]
+    looked_at = list(prompts.values())[:: len(trials) // _EXACT + 1]
     readings: dict[tuple[object, ...], int] = {}
     for request in (request for group in looked_at for trial in group for request in trial.requests(work.any_rankings)):
         prepared = prepare(request, work.model.anatomy)
@@ -232,27 +218,13 @@ def speed_here(work: Work) -> Speed:
     return measured_speed(work.model) if large_on_cpu else usual_speed(work.model)
 
 
-def seconds_of(work: Work, speed: Speed) -> float:
+def estimate_seconds(work: Work, speed: Speed) -> float:
     """Estimate the seconds that one worker of this speed takes for a model's trials."""
     info, asked = work.model, [same[0] for same in work.by_id().values()]
-    prefills, prompt_tokens = _prefills(work, asked)
+    prefills, prompt_tokens = _count_prefills(work, asked)
     reading = reading_flops(info, prompt_tokens) + prefills * context_flops(info, prompt_tokens // max(1, prefills))
     answering = sum(chunk_seconds(info, speed, chunk, _ROWS) for chunk in chunked(work))
     return speed.reading(reading) + answering + TRIAL_SECONDS * len(work.trials)
-
-
-def _total(work: Work) -> Total:
-    model, asked = work.model, [same[0] for same in work.by_id().values()]
-    prefills, _ = _prefills(work, asked)
-    longest = max(trial.tokens for trial in asked)
-    rows = min(_ROWS, len(asked))
-    memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
-    memory += rows * 12 * model.anatomy.vocabulary  # logits of a step in fp32, and their sorting
-    memory += model.costs.reading(longest) if model.costs else 0
-    if model.model.loading.device == "cpu":
-        memory = min(memory, default_limit(torch.device("cpu")))  # the engine admits no more rows than fit
-    weights = model.anatomy.parameters * _BYTES[model.model.loading.dtype]
-    return Total(model.name, len(work.trials), len(asked), prefills, seconds_of(work, speed_here(work)), weights + memory)
 
 
 def _time(seconds: float) -> str:
@@ -261,13 +233,8 @@ def _time(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-WIDTH = 80  # of a terminal
-LAPTOP_CORES, LAPTOP_BYTES = 8, 32e9
-_SPARE = 1.15  # times the weights: room for caches and activations
-
-
 @dataclass(frozen=True)
-class Place:
+class ModelPlacement:
     """Sizes and times of one model of a plan. Hours are None where it does not fit."""
 
     model: str
@@ -288,10 +255,7 @@ class Placement:
 
     plan: str
     here: str
-    places: tuple[Place, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+    places: tuple[ModelPlacement, ...]
 
     def text(self) -> str:
         notes = (
@@ -299,67 +263,13 @@ class Placement:
             f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB; times of one worker and of"
             " eight GPUs come from published peaks (docs/scale.md) and are not measured",
         )
-        sizes = ("model", "questions", "units", "weights", "workers", "GPUs each")
-        times = ("time", "here", "laptop", "one GPU worker", "8 GPUs")
-        tables = [
-            Table(sizes, list(map(_sizes, self.places)), left=sizes[:1]),
-            Table(times, list(map(_times, self.places)), left=times[:1]),
-        ]
-        return "\n\n".join([*(table.to_text(WIDTH) for table in tables), "\n".join(fill(note, WIDTH) for note in notes)])
-
-
-def place(plan: Plan, cluster: Cluster | None) -> Placement:
-    """Estimate where each model fits and how long it takes there; no weights are loaded and nothing is written."""
-    source = PublicModels(elsewhere=True)
-    works = [expand(plan, source.look(model)) for model in plan.models.values()]
-    here = "this process" if cluster is None else f"Ray cluster {cluster.address}, {cluster.threads} threads a worker"
-    counts = [1] * len(works) if cluster is None else cluster.room([work.model for work in works])
-    return Placement(plan.name, here, tuple(_place(work, count) for work, count in zip(works, counts, strict=True)))
-
-
-def _place(work: Work, workers: int) -> Place:
-    info, units = work.model, len(list(chunked(work)))
-    weights = info.costs.weights if info.costs else 4 * info.anatomy.parameters
-    gpus = math.ceil(weights * _SPARE / GPU_BYTES)
-    on_gpu, on_cpu = (_on(work, device) for device in ("cuda", "cpu"))
-    busy = min(workers, units)
-    gpu_hours = seconds_of(on_gpu, GPU) / 3600
-    laptop = (SMALL if info.anatomy.parameters < SMALL_PARAMETERS else LARGE_ON_CPU).times(LAPTOP_CORES / 2)
-    fits = weights * _SPARE <= LAPTOP_BYTES
-    gpu_units = len(list(chunked(on_gpu)))
-    return Place(
-        info.name,
-        len(work.by_id()),
-        units,
-        weights,
-        gpus,
-        workers,
-        seconds_of(work, speed_here(work)) / 3600 / busy if busy else None,
-        seconds_of(on_cpu, laptop) / 3600 if fits else None,
-        gpu_hours,
-        gpu_hours / min(max(1, 8 // gpus), gpu_units),
-    )
-
-
-def _on(work: Work, device: str) -> Work:
-    """Return the work with another device of its model."""
-    model = work.model.model
-    return replace(work, model=replace(work.model, model=replace(model, loading=model.loading.replace(device=device))))
-
-
-def _sizes(place: Place) -> Sequence[str]:
-    return (
-        place.model,
-        f"{place.questions:,}",
-        f"{place.units:,}",
-        f"{place.weights_bytes / 1e9:,.1f} GB",
-        f"{place.workers:,}",
-        str(place.gpus_per_worker),
-    )
-
-
-def _times(place: Place) -> Sequence[str]:
-    return (place.model, *map(_hours, (place.here_hours, place.laptop_hours, place.gpu_hours, place.gpus8_hours)))
+        sizes = Table(("model", "questions", "units", "weights", "workers", "GPUs each"), left=("model",))
+        times = Table(("time", "here", "laptop", "one GPU worker", "8 GPUs"), left=("time",))
+        for p in self.places:
+            weights = f"{p.weights_bytes / 1e9:,.1f} GB"
+            sizes.add_row(p.model, f"{p.questions:,}", f"{p.units:,}", weights, f"{p.workers:,}", str(p.gpus_per_worker))
+            times.add_row(p.model, *map(_hours, (p.here_hours, p.laptop_hours, p.gpu_hours, p.gpus8_hours)))
+        return "\n\n".join([sizes.to_text(WIDTH), times.to_text(WIDTH), "\n".join(fill(note, WIDTH) for note in notes)])
 
 
 def _hours(hours: float | None) -> str:
@@ -369,3 +279,36 @@ def _hours(hours: float | None) -> str:
     if seconds < 1:
         return "below 1 s"
     return f"{seconds:.0f} s" if seconds < 60 else f"{hours:,.1f} h" if hours >= 1 else f"{60 * hours:.1f} min"
+
+
+def place(plan: Plan, cluster: Cluster | None) -> Placement:
+    """Estimate where each model fits and how long it takes there; no weights are loaded and nothing is written."""
+    source = PublicModels(elsewhere=True)
+    works = [expand(plan, source.look(model)) for model in plan.models.values()]
+    here = "this process" if cluster is None else f"Ray cluster {cluster.address}, {cluster.threads} threads a worker"
+    counts = [1] * len(works) if cluster is None else cluster.room([work.model for work in works])
+    return Placement(plan.name, here, tuple(map(_place, works, counts)))
+
+
+def _place(work: Work, workers: int) -> ModelPlacement:
+    info, units = work.model, len(list(chunked(work)))
+    weights = info.costs.weights if info.costs else 4 * info.anatomy.parameters
+    gpus = math.ceil(weights * _SPARE / GPU_BYTES)
+    loadings = (info.model.loading.replace(device=device) for device in ("cuda", "cpu"))
+    on_gpu, on_cpu = (replace(work, model=replace(info, model=replace(info.model, loading=one))) for one in loadings)
+    busy = min(workers, units)
+    gpu_hours = estimate_seconds(on_gpu, GPU) / 3600
+    laptop = (SMALL if info.anatomy.parameters < SMALL_PARAMETERS else LARGE_ON_CPU).times(LAPTOP_CORES / 2)
+    fits = weights * _SPARE <= LAPTOP_BYTES
+    return ModelPlacement(
+        info.name,
+        len(work.by_id()),
+        units,
+        weights,
+        gpus,
+        workers,
+        estimate_seconds(work, speed_here(work)) / 3600 / busy if busy else None,
+        estimate_seconds(on_cpu, laptop) / 3600 if fits else None,
+        gpu_hours,
+        gpu_hours / min(max(1, 8 // gpus), len(list(chunked(on_gpu)))),
+    )

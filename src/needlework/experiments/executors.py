@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -76,23 +76,6 @@ def run_call(executor: Executor, batch: Batch) -> Any:
     return result.value
 
 
-def call_model(model: LoadedModel, batch: Batch) -> Any:
-    """Call the method of a batch on a loaded model; raise NotSupported if the model lacks it."""
-    method: Callable[..., Any] | None = getattr(model, batch.method, None)
-    if method is None:
-        raise NotSupported(f"the source of this model has no {batch.method}(), which is needed here")
-    return method(*batch.args)
-
-
-def time_answers(model: LoadedModel, requests: Sequence[Request]) -> Iterator[TimedAnswer]:
-    """Yield (index, answer, seconds since the previous answer) as answers finish."""
-    last = time.monotonic()
-    for i, answer in model.answers(requests) if requests else ():
-        now = time.monotonic()
-        yield i, answer, now - last
-        last = now
-
-
 class LocalExecutor:
     """An executor with the model in this process: batches run in order, and each answer is yielded when it is ready."""
 
@@ -103,12 +86,16 @@ class LocalExecutor:
 
     def run(self, batches: Iterable[Batch]) -> Generator[BatchResult, None, None]:
         for batch in batches:
-            value = None
+            value, last = None, time.monotonic()
             try:
                 if batch.method:
-                    value = call_model(self.model, batch)
-                for one in time_answers(self.model, batch.requests):
-                    yield BatchResult(batch, [one], done=False)
+                    method: Callable[..., Any] | None = getattr(self.model, batch.method, None)
+                    if method is None:
+                        raise NotSupported(f"the source of this model has no {batch.method}(), which is needed here")
+                    value = method(*batch.args)
+                for i, answer in self.model.answers(batch.requests) if batch.requests else ():
+                    last, seconds = time.monotonic(), time.monotonic() - last
+                    yield BatchResult(batch, [(i, answer, seconds)], done=False)
             except Exception as error:
                 yield BatchResult(batch, error=error)
             else:

@@ -1,15 +1,20 @@
-"""`nw.rank` and `nw.smallest_set`: rank the attention heads of a model on named tasks or on tasks of a plan."""
+"""`nw.rank` and `nw.smallest_set`: rank the attention heads of a model, in this process or on the workers of a cluster."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
+from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
-from needlework.experiments.ray_executor import Cluster
-from needlework.experiments.shipped import get
+from needlework.experiments.executors import Batch, Executor
+from needlework.experiments.models import ModelInfo
+from needlework.experiments.plan import Model, get
+from needlework.experiments.ray_executor import Cluster, WorkerModels
+from needlework.experiments.schema import Loading
 from needlework.heads import foreign
 from needlework.heads.evaluation import SmallestSet
 from needlework.heads.methods import Method, all_methods, find_methods
@@ -17,14 +22,21 @@ from needlework.heads.recurrent import RecurrentSide, recurrent_side
 from needlework.heads.samples import NAMES, check_heads, draw_samples, measure_baseline, named_tasks
 from needlework.heads.survey import ProgressSteps, Survey, SurveySettings, origin, rank_by, survey
 from needlework.interventions.ranking import Ranking
+from needlework.measure import Progress, SampleFunction
+from needlework.model.load import blueprint
+from needlework.requests import Answer, Request, prepare
+from needlework.subject import Subject
+from needlework.subject import load as load_subject
 from needlework.tasks.base import Task
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
 
 Tasks = str | Path | Task | Sequence[Task]
 ALL = "all"  # methods
 CEILING, CEILING_HEADS = "greedy", 64  # greedy search over sets: an upper reference; by default for models of up to 64 heads
+
+BATCH_REQUESTS = 64  # at least, except in the last batch: all requests of a prompt are in one batch
+BATCH_SAMPLES = 16
+MOST_WORKERS = 4096  # in effect no limit: as many as the cluster has room for
+T = TypeVar("T")
 
 
 def tasks_of(task: Tasks, subject: Subject) -> list[Task]:
@@ -86,17 +98,15 @@ def heads_of(
 
 
 @contextmanager
-def opened(model: str, cluster: Cluster | None, **loading: Any) -> Iterator[Subject]:
-    """Open a model to rank heads of: loaded in this process, or on workers of a cluster."""
+def open_subject(model: str, cluster: Cluster | None, **loading: Any) -> Iterator[Subject]:
+    """Open a model to rank heads of: loaded in this process, or on workers of a cluster; `loading` as in `nw.load`."""
     if cluster is None:
-        from needlework.subject import load
-
-        yield load(model, **loading)
+        yield load_subject(model, **loading)
         return
-    from needlework.experiments.remote import open_remote
-
-    with open_remote(model, cluster, **loading) as subject:
-        yield subject
+    source = WorkerModels(None, cluster)
+    info = source.look(Model("--ray", Path(model).name, model, Loading().replace(**loading)))
+    with cluster.connected() as connection, connection(source, info, cluster.workers or MOST_WORKERS) as executor:
+        yield RemoteSubject(info, executor)
 
 
 def recurrent_side_of(subject: Subject, task: Tasks, samples: int, seed: int, progress: bool = False) -> RecurrentSide:
@@ -156,3 +166,74 @@ def smallest_set(
     found = survey(subject, tasks_of(task, subject), methods_of(by, subject), settings, shown=progress)
     assert found.smallest is not None
     return found.smallest
+
+
+class RemoteSubject(Subject):
+    """A Subject with tokenizer and anatomy in this process and weights on the meta device; workers run its requests."""
+
+    def __init__(self, info: ModelInfo, executor: Executor) -> None:
+        body = blueprint(info.directory, info.model.loading.window)
+        body.source = Path(info.directory)
+        body.model.generation_config.eos_token_id = sorted(info.eos)
+        super().__init__(body, info.tokenizer)
+        self.engine = _RemoteEngine(executor, body.anatomy)  # type: ignore[assignment]
+        self._executor = executor
+
+    def with_text(self, answer: Answer) -> Answer:
+        """Return the answer unchanged: workers have added its text."""
+        return answer
+
+    def map_samples(self, function: SampleFunction[T], samples: Sequence[Any], progress: Progress, whole: bool) -> list[T]:
+        """Apply a function to slices of the samples, or to all at once: see `measure.map_samples`."""
+        size = max(1, len(samples)) if whole else BATCH_SAMPLES
+        slices = [samples[start : start + size] for start in range(0, max(1, len(samples)), size)]
+        batches = [Batch(method="apply", args=(function, part)) for part in slices]
+        values: dict[Batch, T] = {}
+        with closing(self._executor.run(batches)) as results:
+            for result in results:
+                if result.error is not None:
+                    raise result.error
+                if result.done:
+                    values[result.batch] = result.value
+                running = sum(self._executor.share(batch) for batch in batches if batch not in values)
+                progress((len(values) + running) / len(batches))
+        return [values[batch] for batch in batches]
+
+
+@dataclass(eq=False)
+class _RequestBatch(Batch):
+    indices: Sequence[int] = ()  # of its requests in the whole list
+
+
+class _RemoteEngine:
+    """An engine that sends requests to workers. Batches depend on the requests alone, not on the number of workers."""
+
+    def __init__(self, executor: Executor, anatomy: Anatomy) -> None:
+        self.executor, self.anatomy = executor, anatomy
+
+    def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
+        for request in requests:
+            prepare(request, self.anatomy)  # raises for invalid requests before anything is sent
+        batches = [_RequestBatch([requests[i] for i in some], indices=some) for some in _slices(requests)]
+        with closing(self.executor.run(batches)) as results:
+            for result in results:
+                assert isinstance(result.batch, _RequestBatch)
+                if result.error is not None:
+                    raise result.error
+                for i, answer, _ in result.answers:
+                    yield result.batch.indices[i], answer
+
+
+def _slices(requests: Sequence[Request]) -> Iterable[list[int]]:
+    """Yield the request indices of each batch: all requests of a prompt together, prompts sorted by length."""
+    by_prompt: dict[tuple[int, ...], list[int]] = {}
+    for i, request in enumerate(requests):
+        by_prompt.setdefault(request.prompt, []).append(i)
+    indices: list[int] = []
+    for same in sorted(by_prompt.values(), key=lambda same: len(requests[same[0]].prompt)):
+        indices += same
+        if len(indices) >= BATCH_REQUESTS:
+            yield indices
+            indices = []
+    if indices:
+        yield indices

@@ -6,6 +6,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -86,17 +87,22 @@ def look(model: Model, elsewhere: bool = False) -> ModelInfo:
             model = replace(model, loading=model.loading.replace(dtype=own_dtype(place)))
         folder = convert_gguf(place) if place.is_file() else place
         weights, words = weights_hash(place), tokenizer_hash(place)
-        value_bytes = torch_dtype(model.loading.dtype).itemsize
+        costs_dtype = torch_dtype(model.loading.dtype)
         body = blueprint(folder, model.loading.window)
-        eos = _eos(folder)
         tokenizer = read_tokenizer(folder)
         if tokenizer is None:
-            raise NeedleworkError(
-                f"{place} is without a tokenizer, and tasks need one; save it there with tokenizer.save_pretrained(...)"
-            )
+            hint = "save it there with tokenizer.save_pretrained(...)"
+            raise NeedleworkError(f"{place} is without a tokenizer, and tasks need one; {hint}")
+        eos = None
+        for name in ("generation_config.json", "config.json"):  # the same precedence as in transformers
+            with suppress(OSError, ValueError, RecursionError, AttributeError):
+                eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+            if eos is not None:
+                break
     except NeedleworkError as error:
         raise model.error(f"model {short_repr(model.name)}: {error}") from None
-    return ModelInfo(model, weights, words, body.anatomy, tokenizer, eos, str(place), Costs.of(body, value_bytes))
+    costs, stops = Costs.of(body, costs_dtype.itemsize), frozenset() if eos is None else stop_tokens(eos)
+    return ModelInfo(model, weights, words, body.anatomy, tokenizer, stops, str(place), costs)
 
 
 def locate(model: Model) -> Path:
@@ -109,22 +115,9 @@ def locate(model: Model) -> Path:
     if model.source in zoo.names() or "/" not in model.source:
         return zoo.path(model.source)  # raises with the nearest name
     if here.is_absolute() or model.source.startswith((".", "~")) or model.source.count("/") > 1:
-        raise NeedleworkError(
-            f"there is no {short_repr(model.source)}; give a model directory, a .gguf file, a zoo name or a hub id"
-        )
+        hint = "give a model directory, a .gguf file, a zoo name or a hub id"
+        raise NeedleworkError(f"there is no {short_repr(model.source)}; {hint}")
     return fetch(model.source, model.revision)
-
-
-def _eos(folder: Path) -> frozenset[int]:
-    """Return the EOS ids as transformers does: of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        try:
-            ends = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError, RecursionError, AttributeError):
-            continue
-        if ends is not None:
-            return stop_tokens(ends)
-    return frozenset()
 
 
 class LoadedModel(Protocol):
@@ -149,13 +142,13 @@ class ModelSource(Protocol):
 
 
 class DiskModels:
-    """Models from disk or from the hub."""
+    """Models from disk or from the hub; `elsewhere`: other machines load them."""
 
-    def __init__(self, memory_bytes: int | None = None) -> None:
-        self.memory_bytes = memory_bytes
+    def __init__(self, memory_bytes: int | None = None, elsewhere: bool = False) -> None:
+        self.memory_bytes, self.elsewhere = memory_bytes, elsewhere
 
     def look(self, model: Model) -> ModelInfo:
-        return look(model)
+        return look(model, self.elsewhere)
 
     def load(self, info: ModelInfo) -> LoadedModel:
         from needlework.subject import load
@@ -170,10 +163,6 @@ class PublicModels(DiskModels):
     Their prompts are made with the toy tokenizer, since their own is not available; lengths that a plan sets still hold.
     """
 
-    def __init__(self, elsewhere: bool = False) -> None:
-        super().__init__()
-        self.elsewhere = elsewhere
-
     def look(self, model: Model) -> ModelInfo:
         from needlework.engine.budget import Costs
         from needlework.model.load import blueprint, torch_dtype
@@ -181,7 +170,7 @@ class PublicModels(DiskModels):
         from needlework.toy.tokenizer import build
 
         if model.source not in presets():
-            return look(model, self.elsewhere)
+            return super().look(model)
         dtype = "bfloat16" if model.loading.dtype == "auto" else model.loading.dtype
         body = blueprint(model.source, model.loading.window)
         costs = Costs.of(body, torch_dtype(dtype).itemsize)

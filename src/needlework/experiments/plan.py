@@ -1,4 +1,4 @@
-"""Read a plan (models x tasks x interventions x seeds) from YAML; errors name the line. Free of torch."""
+"""Read a plan (models x tasks x interventions x seeds) from YAML, or find a shipped one; errors name the line. Free of torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from glob import iglob
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ from needlework.experiments.schema import (
     NAME,
     NAME_RULE,
     ExperimentFile,
-    FastFile,
     Loading,
     ModelFile,
     Place,
     PlanError,
     PlanFile,
+    PlanSettings,
     RankingFile,
-    Settings,
     YamlFile,
     keys_at,
     model_option,
@@ -78,8 +78,8 @@ class NamedTask(Located):
 
 
 @dataclass(frozen=True)
-class Grid(Located):
-    """Intervention text that may contain ranges, which expand to several interventions."""
+class InterventionText(Located):
+    """Text of an intervention that may contain ranges, which expand to several interventions."""
 
     text: str
 
@@ -92,7 +92,7 @@ class Experiment(Located):
     about: str
     models: tuple[str, ...]
     tasks: tuple[NamedTask, ...]
-    grids: tuple[Grid, ...]
+    grids: tuple[InterventionText, ...]
     seeds: tuple[int, ...]
     boundary: Phase
     max_new_tokens: int | None
@@ -196,16 +196,23 @@ class _Builder:
         return Plan(self.file.path, name, about, text, self.models, tuple(experiments), self.fast, rankings)
 
     def _ranking(self, name: str, spec: RankingFile) -> RankingSource:
+        """Return a ranking that the run computes, or one from a file, relative to the plan or to the working directory."""
         place: Place = ("rankings", name)
         if not NAME.fullmatch(name):
             raise self.file.error(place, f"{name!r} is no name; {NAME_RULE}")
         if spec.file is not None:
-            return self._ranking_file(place, name, spec, spec.file)
-        for key in ("tasks", "seeds"):
-            if getattr(spec, key) is None:
-                raise self.file.error(place, f"the key {key!r} is missing in rankings.{name}")
-        assert spec.tasks is not None
-        assert spec.seeds is not None
+            if more := sorted(spec.model_fields_set - {"about", "file"}):
+                raise self.file.error((*place, more[0]), f"rankings.{name} comes from a file, so leave {more[0]!r} out")
+            beside = self.file.path.parent / spec.file
+            try:
+                ranking = Ranking.load(beside if os.path.exists(beside) else spec.file)
+            except NeedleworkError as error:
+                raise self.file.error((*place, "file"), str(error)) from None
+            seeds = () if ranking.seed is None else (ranking.seed,)
+            return RankingSource(self._at(place), name, ranking.method, (), seeds, None, ranking)
+        if spec.tasks is None or spec.seeds is None:
+            lacking = "tasks" if spec.tasks is None else "seeds"
+            raise self.file.error(place, f"the key {lacking!r} is missing in rankings.{name}")
         try:
             find_methods([spec.by])
         except NeedleworkError as error:
@@ -215,28 +222,22 @@ class _Builder:
             raise wrong[0].error(f"task {wrong[0].name!r} generates nothing, so there are no answers to watch")
         return RankingSource(self._at(place), name, spec.by, tasks, tuple(dict.fromkeys(spec.seeds)), spec.limit)
 
-    def _ranking_file(self, place: Place, name: str, spec: RankingFile, path: str) -> RankingSource:
-        """Return a ranking that is read from a file, relative to the plan or to the working directory."""
-        if more := sorted(spec.model_fields_set - {"about", "file"}):
-            raise self.file.error((*place, more[0]), f"rankings.{name} comes from a file, so leave {more[0]!r} out")
-        beside = self.file.path.parent / path
-        try:
-            ranking = Ranking.load(beside if os.path.exists(beside) else path)
-        except NeedleworkError as error:
-            raise self.file.error((*place, "file"), str(error)) from None
-        seeds = () if ranking.seed is None else (ranking.seed,)
-        return RankingSource(self._at(place), name, ranking.method, (), seeds, None, ranking)
-
     def _experiment(self, name: str, spec: ExperimentFile) -> Experiment:
         """Resolve the settings of an experiment: its own, else the plan's, each reduced with --fast."""
         place: Place = ("experiments", name)
-        levels: list[tuple[Place, Settings]] = [(place, spec), ((), self.content)]
+        levels: list[tuple[Place, PlanSettings]] = [(place, spec), ((), self.content)]
         if self.fast:  # precedence: the reduced grid before the full one, in each the experiment before the plan
-            fast: list[tuple[Place, Settings | None]] = [((*place, "fast"), spec.fast), (("fast",), self.content.fast)]
+            fast: list[tuple[Place, PlanSettings | None]] = [((*place, "fast"), spec.fast), (("fast",), self.content.fast)]
             levels = [(at, level) for at, level in fast if level is not None] + levels
-        tasks_at, tasks = self._own(place, spec, "tasks")
-        grids_at, texts = self._own(place, spec, "interventions")
-        limit = _first(levels, "limit")
+
+        def setting(key: str) -> Any:
+            return next((value for _, level in levels if (value := getattr(level, key)) is not None), None)
+
+        own: dict[str, tuple[Place, list[Any]]] = {}  # tasks and interventions, with their places in the file
+        for key in ("tasks", "interventions"):
+            reduced = getattr(spec.fast, key) if self.fast and spec.fast else None
+            own[key] = ((*place, key), getattr(spec, key)) if reduced is None else ((*place, "fast", key), reduced)
+        limit = setting("limit")
         if self.fast and limit is None and spec.fast is None and self.content.fast is None:
             limit = FAST_LIMIT
         return Experiment(
@@ -244,11 +245,11 @@ class _Builder:
             name=name,
             about=spec.about,
             models=self._models(levels, place),
-            tasks=self._tasks(tasks_at, tasks),
-            grids=tuple(self._grid((*grids_at, i), text) for i, text in enumerate(texts)),
-            seeds=tuple(dict.fromkeys(_first(levels, "seeds") or [0])),
-            boundary=_first(levels, "boundary") or "decode",
-            max_new_tokens=_first(levels, "max_new_tokens"),
+            tasks=self._tasks(*own["tasks"]),
+            grids=self._interventions(*own["interventions"]),
+            seeds=tuple(dict.fromkeys(setting("seeds") or [0])),
+            boundary=setting("boundary") or "decode",
+            max_new_tokens=setting("max_new_tokens"),
             limit=limit,
             observe=spec.observe,
         )
@@ -256,14 +257,7 @@ class _Builder:
     def _at(self, place: Place) -> str:
         return f"{self.file.path}:{self.file.line(place)}"
 
-    def _own(self, place: Place, spec: ExperimentFile, key: str) -> tuple[Place, list[Any]]:
-        """Return tasks or interventions of an experiment, reduced with --fast, and their place in the file."""
-        reduced: FastFile | None = spec.fast if self.fast else None
-        if reduced is not None and getattr(reduced, key) is not None:
-            return (*place, "fast", key), getattr(reduced, key)
-        return (*place, key), getattr(spec, key)
-
-    def _models(self, levels: list[tuple[Place, Settings]], place: Place) -> tuple[str, ...]:
+    def _models(self, levels: list[tuple[Place, PlanSettings]], place: Place) -> tuple[str, ...]:
         if self.override:
             return tuple(dict.fromkeys(self._model(model_option(text), "--model") for text in self.override))
         for at, level in levels:
@@ -309,35 +303,70 @@ class _Builder:
             raise self.file.error((*place, "optional"), f"optional is true or false (got {short_repr(optional)})")
         options = {key: value for key, value in options.items() if key not in ("name", "optional")}
         try:
-            task = self._beside(self.make_task(options))
+            task = self.make_task(options)
+            beside = {key: self.file.path.parent / value for key in task.files if (value := getattr(task, key))}
+            found = {k: str(p) for k, p in beside.items() if os.path.exists(p) or any(iglob(str(p), recursive=True))}
+            task = task.model_copy(update=found) if found else task  # paths in a plan are relative to the plan file
             task.check()
             return NamedTask(self._at(place), name, task, optional)
         except ValidationError as error:
-            raise self._bad_task(error, place, options["kind"]) from None
+            fault = error.errors()[0]
+            where = ".".join(map(str, fault["loc"]))
+            message = f"task {options['kind']!r}: {where}: {fault['msg']} (got {short_repr(fault['input'])})"
+            raise self.file.error((*place, *fault["loc"]), message) from None
         except NeedleworkError as error:
             named = [key for key in options if re.search(rf"\b{re.escape(key)}\b", str(error))]
             raise self.file.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
 
-    def _beside(self, task: Task) -> Task:
-        """Return the task with file paths made relative to the plan file, where such files exist."""
-        beside = {key: self.file.path.parent / value for key in task.files if (value := getattr(task, key))}
-        moved = {key: str(path) for key, path in beside.items() if os.path.exists(path) or any(iglob(str(path), recursive=True))}
-        return task.model_copy(update=moved) if moved else task
-
-    def _bad_task(self, error: ValidationError, place: Place, kind: str) -> PlanError:
-        fault = error.errors()[0]
-        where = ".".join(map(str, fault["loc"]))
-        message = f"task {kind!r}: {where}: {fault['msg']} (got {short_repr(fault['input'])})"
-        return self.file.error((*place, *fault["loc"]), message)
-
-    def _grid(self, place: Place, text: str) -> Grid:
-        at = Grid(self._at(place), text)
-        try:
-            check_ranges(text)
-        except NeedleworkError as error:
-            raise at.error(str(error)) from None
-        return at
+    def _interventions(self, place: Place, texts: list[str]) -> tuple[InterventionText, ...]:
+        made = tuple(InterventionText(self._at((*place, i)), text) for i, text in enumerate(texts))
+        for one in made:
+            try:
+                check_ranges(one.text)
+            except NeedleworkError as error:
+                raise one.error(str(error)) from None
+        return made
 
 
-def _first(levels: list[tuple[Place, Settings]], key: str) -> Any:
-    return next((value for _, level in levels if (value := getattr(level, key)) is not None), None)
+# Shipped plans: `02-head-sparsification`, `02` and `head-sparsification` are the same plan.
+
+
+def plan_files() -> list[Path]:
+    """Return the files of shipped plans in order. The package must be installed as plain files, not as an archive."""
+    return sorted((Path(str(resources.files("needlework"))) / "plans").glob("*.yaml"))
+
+
+def catalog() -> dict[str, Plan]:
+    """Load all shipped plans, by full name."""
+    return {path.stem: load(path) for path in plan_files()}
+
+
+def plan_names() -> dict[str, Path]:
+    """Return all names of shipped plans: the full name and, where it starts with a number, the number and the rest."""
+    known = {path.stem: path for path in plan_files()}
+    for path in plan_files():
+        number, _, rest = path.stem.partition("-")
+        if number.isdigit() and rest:
+            known |= {number: path, rest: path}
+    return known
+
+
+def find(plan: str | Path) -> Path:
+    """Return the file of a plan; a file has precedence over a shipped plan of the same name."""
+    path, known = Path(plan), plan_names()
+    if not os.path.isfile(path) and str(plan) in known:
+        return known[str(plan)]
+    if os.path.exists(path):  # reading a directory raises the right error
+        return path
+    beside = [str(file) for pattern in ("*.yaml", "*.yml") for file in path.parent.glob(pattern)]
+    hint = did_you_mean(str(plan), [*known, *beside])
+    raise PlanError(f"no file and no shipped plan is called {short_repr(str(plan))}; {hint}")
+
+
+def get(plan: str | Path | Plan, *, fast: bool = False, models: Sequence[str] = (), **loading: Any) -> Plan:
+    """Load a plan by file or shipped name, or take a loaded one; `loading` overrides the settings of its models."""
+    if not isinstance(plan, Plan):
+        plan = load(find(plan), fast=fast, models=[models] if isinstance(models, str) else models)
+    elif fast or models:
+        raise NeedleworkError("this plan is loaded already: give fast and models to the function that loads it, or give its path")
+    return plan.loading(**loading)

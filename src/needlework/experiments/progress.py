@@ -1,29 +1,148 @@
-"""Progress of a run: one bar over all trials with the time left, and the summary at the end."""
+"""Estimated times of answers, and the progress bar of a run, in which each trial has its estimated time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from needlework.experiments.costs import weights
-from needlework.experiments.plan import Plan
-from needlework.experiments.trials import Recording, Work
-from needlework.receipts import NOTHING_TO_HIDE
-from needlework.results import LM_EVAL, Store
-from needlework.terminal import Bar, clock, say
+from needlework.experiments.models import ModelInfo
+from needlework.experiments.trials import RecordedTask, Trial, Work
+from needlework.results import Store
+from needlework.terminal import Bar, clock
+
+TRIAL_SECONDS = 0.002  # to prepare, score and write one trial
+ROWS = 32  # assumed to decode together where the number is unknown
+_WIDE, _HIGH, _MANY = 2560, 7680, 256  # of the matrices that are timed
+BESIDE_PRODUCTS = 0.8  # share of matrix products in the time of a model; norms, scans, attention and memory take the rest
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Speed of a machine: FLOP per second, and bytes of weights per second, which every decode step reads once."""
+
+    flops: float
+    bytes: float
+    step_seconds: float = 0.0  # constant overhead of a decode step
+    step_flops: float = 0.0  # FLOP per second in a decode step; 0: as in prefill
+
+    def reading(self, flops: float) -> float:
+        return flops / self.flops
+
+    def step(self, weight_bytes: float, flops: float) -> float:
+        """Return the seconds of one decode step; `flops` are those of all rows."""
+        return self.step_seconds + weight_bytes / self.bytes + flops / (self.step_flops or self.flops)
+
+    def times(self, factor: float) -> Speed:
+        """Return a speed that is `factor` times as high."""
+        return Speed(self.flops * factor, self.bytes * factor, self.step_seconds / factor, self.step_flops * factor)
+
+
+# Measured on two CPU cores. For small models, overhead between matrix products dominates.
+SMALL_PARAMETERS = 10**8
+SMALL = Speed(4e10, float("inf"), step_flops=1.5e10)
+LARGE_ON_CPU = Speed(3.2e11, 1.4e10)
+# Published peaks of an A100 80 GB in bf16 (312 TFLOP/s, 2.0 TB/s), times the utilization that large matrix products and long
+# reads commonly reach, and 30 ms per decode step for launching some hundred small kernels. Not measured on a GPU.
+GPU = Speed(0.4 * 312e12, 0.6 * 2.0e12, 0.03)
+GPU_BYTES = 80e9
+
+
+def usual_speed(info: ModelInfo) -> Speed:
+    if info.model.loading.device != "cpu":
+        return GPU
+    return SMALL if info.anatomy.parameters < SMALL_PARAMETERS else LARGE_ON_CPU
+
+
+def reading_flops(info: ModelInfo, tokens: float) -> float:
+    return 2.0 * (info.costs.per_token if info.costs else info.anatomy.parameters) * tokens
+
+
+def context_flops(info: ModelInfo, tokens: int) -> float:
+    """Return the FLOPs of attention scores and values in the prefill of one prompt of `tokens` tokens."""
+    anatomy = info.anatomy
+    full = anatomy.flops_per_token("attention", tokens // 2) - 2 * anatomy.attention_parameters
+    return float(full * tokens)
+
+
+def answer_flops(info: ModelInfo, steps: float) -> float:
+    """Return the FLOPs of `steps` decoded tokens: all layers and the LM head."""
+    return 2.0 * (info.costs.per_token + info.costs.head if info.costs else info.anatomy.parameters) * steps
+
+
+def step_bytes(info: ModelInfo, rows: float) -> float:
+    """Return the bytes of weights that a decode step reads; in a mixture of experts, more rows read more experts."""
+    if info.costs is None:
+        return 4.0 * info.anatomy.parameters
+    read = 1.0 - float((1.0 - info.costs.active) ** rows)
+    return info.costs.weights * (1 - info.costs.experts * (1 - read))
+
+
+def answer_seconds(info: ModelInfo, speed: Speed, steps: float, rows: int = ROWS) -> float:
+    """Return the share of one row in the time of `steps` decode steps of `rows` rows."""
+    return steps * speed.step(step_bytes(info, rows), answer_flops(info, rows)) / rows
+
+
+def chunk_seconds(info: ModelInfo, speed: Speed, chunk: Sequence[Trial], most_rows: int) -> float:
+    """Return the seconds after prefill of a chunk: decoding up to `most_rows` rows together, or scoring its options."""
+    steps = sum(trial.tokens - trial.prompt_tokens for trial in chunk)
+    if chunk[0].mode != "generate":
+        return speed.reading(answer_flops(info, steps))
+    return answer_seconds(info, speed, steps, min(len(chunk), most_rows))
+
+
+def measured_speed(info: ModelInfo) -> Speed:
+    """Measure the speed of this machine in the model's dtype by timing two matrix products, in less than a second.
+
+    CPU time is measured, so that other programs do not count, and all threads are assumed to be equally fast.
+    """
+    import torch
+
+    from needlework.model.load import torch_dtype
+
+    threads, dtype = torch.get_num_threads(), torch_dtype(info.model.loading.dtype)
+    several = [torch.randn(_HIGH, _WIDE).to(dtype) for _ in range(4)]  # larger than the CPU cache
+
+    def seconds(rows: int) -> float:
+        x, best = torch.randn(rows, _WIDE).to(dtype), float("inf")
+        for _ in range(3):
+            began = time.process_time()
+            for weight in several:
+                torch.nn.functional.linear(x, weight)
+            best = min(best, (time.process_time() - began) / len(several))
+        return max(best, 1e-9)
+
+    one, many = seconds(1), seconds(_MANY)
+    flops = 2.0 * _HIGH * _WIDE * _MANY / many
+    return Speed(flops, several[0].nbytes / one).times(threads * BESIDE_PRODUCTS)
+
+
+def weights(work: Work) -> dict[str, float]:
+    """Return the estimated seconds of every answer by trial id; a prefill is divided among the trials that share it."""
+    info, speed = work.model, usual_speed(work.model)
+    sizes: dict[tuple[str, ...], tuple[int, int]] = {}  # tokens of the prompts and of the answer
+    prefills: dict[str, tuple[str, ...]] = {}
+    for name, (trial, *_) in work.by_id().items():
+        form = (trial.prompt_id, trial.mode, str(trial.max_new_tokens))
+        if form not in sizes:
+            sizes[form] = trial.prompt_tokens, max(0, trial.tokens - trial.prompt_tokens)
+        prefills[name] = (*form, *(str(part) for part in trial.intervention.parts if part.phase != "decode"))
+    sharing = Counter(prefills.values())
+    made = {}
+    for name, prefill in prefills.items():
+        prompt, steps = sizes[prefill[:3]]
+        reading = speed.reading(reading_flops(info, prompt)) / sharing[prefill]
+        made[name] = reading + answer_seconds(info, speed, steps) + TRIAL_SECONDS
+    return made
 
 
 @dataclass
-class _Underway:
-    """A running batch: its weight, its progress, and the weight that the bar has counted already."""
-
+class _RunningBatch:
     weight: float
     share: Callable[[], float]
-    counted: float = 0.0
-
-    def uncounted(self) -> float:
-        return max(0.0, self.weight * self.share() - self.counted)
+    counted: float = 0.0  # weight that the bar has counted already
 
 
 class Tracker:
@@ -31,7 +150,7 @@ class Tracker:
 
     def __init__(self, works: Sequence[Work], store: Store, shown: bool) -> None:
         self.weights = {work.model.name: weights(work) for work in works}
-        self._underway: dict[Hashable, _Underway] = {}
+        self._underway: dict[Hashable, _RunningBatch] = {}
         done, observed = store.done(), store.observed()
         whole = sum(sum(each.values()) for each in self.weights.values())
         for work in works:
@@ -44,31 +163,28 @@ class Tracker:
                 stored = sum((one.experiment, model, one.task.name, name) in done for one in same)
                 self.bar.found(stored, self.weights[model][name] if stored == len(same) else 0.0)
 
-    def loads(self, model: str) -> None:
-        self.bar.show(f"{model} (loading)")
-
-    def asks(self, model: str, unit: Hashable, names: Sequence[str], share: Callable[[], float]) -> None:
+    def start(self, model: str, batch: Hashable, names: Sequence[str], share: Callable[[], float]) -> None:
         """Track a batch that starts. `names` are its trial ids, `share` returns its progress; batches may run in parallel."""
-        self._follow(model, unit, sum(self.weights[model][name] for name in names), share)
+        self._follow(model, batch, sum(self.weights[model][name] for name in names), share)
 
-    def answered(self, model: str, name: str, trials: int, unit: Hashable) -> None:
+    def count_answer(self, model: str, name: str, trials: int, batch: Hashable) -> None:
         """Count an answer that serves this many trials."""
         weight = self.weights[model][name]
-        if unit in self._underway:
-            self._underway[unit].counted += weight
+        if batch in self._underway:
+            self._underway[batch].counted += weight
         self.bar.advance(trials, weight)
 
-    def over(self, unit: Hashable) -> None:
+    def stop(self, batch: Hashable) -> None:
         """Stop tracking a batch; trials that it did not finish count as not done."""
-        self._underway.pop(unit, None)
+        self._underway.pop(batch, None)
 
     @contextmanager
-    def records(self, model: str, recording: Recording, share: Callable[[], float]) -> Iterator[None]:
+    def recording(self, model: str, recording: RecordedTask, share: Callable[[], float]) -> Iterator[None]:
         """Track a recording while it runs: it has a weight, but counts as no trial."""
         weight = self._weight(model, recording)
         self._follow(f"{model} (attention)", id(recording), weight, share)
         yield
-        self.over(id(recording))
+        self.stop(id(recording))
         self.bar.advance(0, weight)
 
     def rate(self) -> str:
@@ -76,64 +192,9 @@ class Tracker:
         count, seconds = self.bar.counted_now, self.bar.seconds
         return f"{count} asked in {clock(seconds)}, {count / seconds:.3g} trials per second" if count else ""
 
-    def _follow(self, name: str, key: Hashable, weight: float, share: Callable[[], float]) -> None:
-        self._underway[key] = _Underway(weight, share)
-        self.bar.show(name, lambda: sum(one.uncounted() for one in list(self._underway.values())))
+    def _follow(self, name: str, batch: Hashable, weight: float, share: Callable[[], float]) -> None:
+        self._underway[batch] = _RunningBatch(weight, share)
+        self.bar.show(name, lambda: sum(max(0.0, b.weight * b.share() - b.counted) for b in list(self._underway.values())))
 
-    def _weight(self, model: str, recording: Recording) -> float:
+    def _weight(self, model: str, recording: RecordedTask) -> float:
         return sum(self.weights[model][trial.id] for trial in recording.trials)
-
-
-def summary(store: Store, plan: Plan, works: Sequence[Work], unasked: int, rate: str, tell: bool = True) -> bool:
-    """Print the summary if `tell`; return whether no trial failed and every `limit_context` hid keys."""
-    plans, folder = _asked_by(plan, works), store.directory
-    (trials,) = store.db.execute(f"SELECT count(*) FROM trials WHERE {plans}").fetchone()
-    failed, error = store.db.execute(f"SELECT count(*), min(error) FROM trials WHERE {plans} AND finish = 'failed'").fetchone()
-    idle = hid_nothing(store, plans)
-    if not tell:
-        return not failed and not idle
-    for work in works:
-        for note in work.skipped:
-            say(note)
-        if work.repeated:
-            say(f"{work.repeated} samples of {work.model.name} were the same question twice and count once")
-    if unasked:
-        say(f"{unasked} rows in {folder} are none that this plan asks for: they are kept, and no report counts them")
-    for note in idle:
-        say(note)
-    if failed:
-        say(f"{failed} of {trials} trials failed, for instance: {error}; --retry-failed tries them again")
-    say(f"{trials} trials in {folder}" + (f"; {rate}" if rate else ""))
-    return not failed and not idle
-
-
-def _asked_by(plan: Plan, works: Sequence[Work]) -> str:
-    """Return the SQL condition for the rows of this run; of an lm-eval run, without those of the store it adds to."""
-    if not plan.adds:
-        return f"asked AND kind != '{LM_EVAL}'"
-
-    def among(column: str, names: Iterable[str]) -> str:
-        quoted = ", ".join("'" + name.replace("'", "''") + "'" for name in sorted(set(names)))
-        return f"{column} IN ({quoted})"
-
-    trials = [trial for work in works for trial in work.trials]
-    own = [
-        among("model", (work.model.name for work in works)),
-        among("task", (trial.task.name for trial in trials)),
-        among("intervention", (str(trial.intervention) for trial in trials)),
-    ]
-    return f"asked AND kind = '{LM_EVAL}' AND {' AND '.join(own)}"
-
-
-def hid_nothing(store: Store, where: str) -> list[str]:
-    """Return notes on conditions whose `limit_context` hid no key in any trial, so that the limit was not tested."""
-    note = f'"{NOTHING_TO_HIDE}'  # start of the note in the JSON of a receipt
-    conditions = store.db.execute(
-        f"SELECT experiment, model, intervention, count(*) FROM trials WHERE {where} AND finish != 'failed'"
-        " GROUP BY 1, 2, 3 HAVING min(instr(receipt, ?)) > 0 ORDER BY 1, 2, 3",
-        (note,),
-    )
-    return [
-        f"{act} hid nothing in any of its {trials} trials of {experiment} ({model}); choose fewer tokens"
-        for experiment, model, act, trials in conditions
-    ]

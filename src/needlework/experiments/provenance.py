@@ -1,10 +1,11 @@
-"""Record the models and the plan of a store; refuse other models, and mark rows that are not in the plan."""
+"""What a store keeps of a run besides its rows: models, plan, which rows are in it; and the summary at the end."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from needlework.errors import NeedleworkError
@@ -12,12 +13,26 @@ from needlework.experiments.executors import Batch, Executor, NotSupported, run_
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Work
+from needlework.receipts import NOTHING_TO_HIDE
 from needlework.results import LM_EVAL, SEMANTICS_VERSION, Store
 from needlework.terminal import say
 
 
-def record_provenance(store: Store, plan: Plan, works: Sequence[Work]) -> None:
-    """Write models, plan and experiments of this run into the store.
+@dataclass(frozen=True)
+class Scope:
+    """The rows of a store that a run writes: those of its plan, or of its evaluation by lm-eval."""
+
+    where: str  # SQL condition
+    unasked: int  # rows of the same kind that are in the store and not in the plan
+
+
+def record_provenance(store: Store, plan: Plan, works: Sequence[Work], retry_failed: bool) -> Scope:
+    """Write models, plan and experiments of this run into the store, and mark which rows are in the plan.
+
+    A plan replaces the plan before. An evaluation by lm-eval (`plan.adds`) adds its tasks to what is in the store.
+
+    Args:
+        retry_failed: Remove failed rows of this plan, or of evaluations, so that they are run again.
 
     Raises:
         NeedleworkError: The store has rows of other models, of other versions of these models, or of another semantics version.
@@ -48,17 +63,63 @@ def record_provenance(store: Store, plan: Plan, works: Sequence[Work]) -> None:
     for name in signed.keys() & signed_before.keys():
         signed[name] = {**signed_before[name], **signed[name]}  # keeps the doctor's results
     store.set_meta("models", {**signed_before, **signed})
-    if not plan.adds or store.meta("plan") is None:
-        store.set_meta("plan", {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text})
-    known_before, added = store.meta("experiments") or {}, experiments(plan)
-    if plan.adds:  # merge with an experiment of the same name, keeping its other tasks
-        for name, content in added.items():
-            known = known_before.get(name, {})
-            lists = {key: list(dict.fromkeys([*known.get(key, ()), *content[key]])) for key in ("models", "interventions")}
-            added[name] = {**content, **known, **lists, "tasks": {**known.get("tasks", {}), **content["tasks"]}}
-    else:
-        store.set_meta("skipped", [note for work in works for note in work.skipped])
+    return (_add_evaluation if plan.adds else _replace_plan)(store, plan, works, retry_failed)
+
+
+def _replace_plan(store: Store, plan: Plan, works: Sequence[Work], retry_failed: bool) -> Scope:
+    store.set_meta("plan", _describe_plan(plan))
+    store.set_meta("skipped", [note for work in works for note in work.skipped])
+    store.set_meta("experiments", {**(store.meta("experiments") or {}), **describe_experiments(plan)})
+    store.set_meta("planned", [[*group, count] for group, count in _planned(works).items()])
+    wanted = {(trial.experiment, work.model.name, trial.task.name, trial.id) for work in works for trial in work.trials}
+    unasked = store.mark_asked(wanted, "kind != ?", [LM_EVAL])
+    store.keep_recordings({(r.experiment, work.model.name, r.task): r.content() for work in works for r in work.recordings})
+    if retry_failed:
+        store.forget_failed()
+    return Scope(f"asked AND kind != '{LM_EVAL}'", unasked)
+
+
+def _add_evaluation(store: Store, plan: Plan, works: Sequence[Work], retry_failed: bool) -> Scope:
+    """Add to the tasks of the experiment of this name; only rows of the same tasks with other prompts are left out."""
+    if store.meta("plan") is None:
+        store.set_meta("plan", _describe_plan(plan))
+    known_before, added = store.meta("experiments") or {}, describe_experiments(plan)
+    for name, content in added.items():
+        known = known_before.get(name, {})
+        lists = {key: list(dict.fromkeys([*known.get(key, ()), *content[key]])) for key in ("models", "interventions")}
+        added[name] = {**content, **known, **lists, "tasks": {**known.get("tasks", {}), **content["tasks"]}}
     store.set_meta("experiments", {**known_before, **added})
+    planned = {tuple(group): count for *group, count in store.meta("planned") or ()} | _planned(works)
+    store.set_meta("planned", [[*group, count] for group, count in planned.items()])
+    unasked = 0
+    prompts: dict[tuple[str, str], set[str]] = {}
+    for work in works:
+        for trial in work.trials:
+            prompts.setdefault((work.model.name, trial.task.name), set()).add(trial.prompt_id)
+    for group, current in prompts.items():
+        where, values = "kind = ? AND model = ? AND task = ?", (LM_EVAL, *group)
+        rows = store.db.execute(f"SELECT experiment, model, task, id, prompt_id FROM trials WHERE {where}", values)
+        unasked += store.mark_asked({row[:4] for row in rows if row[4] in current}, where, values)
+    if retry_failed:
+        store.forget_failed(lm_eval=True)
+    own = {
+        "model": {work.model.name for work in works},
+        "task": {task for _, task in prompts},
+        "intervention": {str(trial.intervention) for work in works for trial in work.trials},
+    }
+    quoted = {column: ", ".join("'" + name.replace("'", "''") + "'" for name in sorted(names)) for column, names in own.items()}
+    return Scope(
+        " AND ".join([f"asked AND kind = '{LM_EVAL}'", *(f"{column} IN ({names})" for column, names in quoted.items())]), unasked
+    )
+
+
+def _describe_plan(plan: Plan) -> dict[str, Any]:
+    return {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text}
+
+
+def _planned(works: Sequence[Work]) -> Counter[tuple[str, ...]]:
+    """Return the number of trials by experiment, model and task."""
+    return Counter((trial.experiment, work.model.name, trial.task.name) for work in works for trial in work.trials)
 
 
 Doctor = Literal["quick", "full", "off"]
@@ -95,7 +156,7 @@ def examine(store: Store, info: ModelInfo, executor: Executor, how: Doctor) -> N
         )
 
 
-def experiments(plan: Plan) -> dict[str, Any]:
+def describe_experiments(plan: Plan) -> dict[str, Any]:
     """Return the metadata of each experiment that reports need besides the rows."""
     return {
         experiment.name: {
@@ -118,23 +179,27 @@ def experiments(plan: Plan) -> dict[str, Any]:
     }
 
 
-def flag_stale_rows(store: Store, plan: Plan, works: Sequence[Work]) -> int:
-    """Mark which rows of a store are in the plan and store the planned counts; return how many rows are not in it."""
-    unasked = 0
-    asked = Counter((trial.experiment, work.model.name, trial.task.name) for work in works for trial in work.trials)
-    planned = {tuple(group): count for *group, count in store.meta("planned") or ()} if plan.adds else {}
-    store.set_meta("planned", [[*group, count] for group, count in {**planned, **asked}.items()])
-    if plan.adds:  # excludes only rows of the same tasks that have other prompts
+def summarize(store: Store, scope: Scope, works: Sequence[Work], rate: str, tell: bool = True) -> bool:
+    """Print the summary if `tell`; return whether no trial failed and every `limit_context` hid keys."""
+    counts = "count(*), sum(finish = 'failed'), min(CASE finish WHEN 'failed' THEN error END)"
+    trials, failed, error = store.db.execute(f"SELECT {counts} FROM trials WHERE {scope.where}").fetchone()
+    idle = store.db.execute(  # conditions whose limit_context hid no key in any trial, so that the limit was not tested
+        f"SELECT experiment, model, intervention, count(*) FROM trials WHERE {scope.where} AND finish != 'failed'"
+        " GROUP BY 1, 2, 3 HAVING min(instr(receipt, ?)) > 0 ORDER BY 1, 2, 3",
+        (f'"{NOTHING_TO_HIDE}',),  # start of the note in the JSON of a receipt
+    ).fetchall()
+    if tell:
         for work in works:
-            prompts: dict[str, set[str]] = {}
-            for trial in work.trials:
-                prompts.setdefault(trial.task.name, set()).add(trial.prompt_id)
-            for task, current in prompts.items():
-                where, values = "kind = ? AND model = ? AND task = ?", (LM_EVAL, work.model.name, task)
-                rows = store.db.execute(f"SELECT experiment, model, task, id, prompt_id FROM trials WHERE {where}", values)
-                unasked += store.mark_asked({row[:4] for row in rows if row[4] in current}, where, values)
-        return unasked
-    wanted = {(trial.experiment, work.model.name, trial.task.name, trial.id) for work in works for trial in work.trials}
-    unasked = store.mark_asked(wanted, "kind != ?", [LM_EVAL])
-    store.keep_recordings({(r.experiment, work.model.name, r.task): r.content() for work in works for r in work.recordings})
-    return unasked
+            for note in work.skipped:
+                say(note)
+            if work.repeated:
+                say(f"{work.repeated} samples of {work.model.name} were the same question twice and count once")
+        if scope.unasked:
+            kept = "rows in {} are none that this plan asks for: they are kept, and no report counts them"
+            say(f"{scope.unasked} {kept.format(store.directory)}")
+        for experiment, model, act, count in idle:
+            say(f"{act} hid nothing in any of its {count} trials of {experiment} ({model}); choose fewer tokens")
+        if failed:
+            say(f"{failed} of {trials} trials failed, for instance: {error}; --retry-failed tries them again")
+        say(f"{trials} trials in {store.directory}" + (f"; {rate}" if rate else ""))
+    return not failed and not idle

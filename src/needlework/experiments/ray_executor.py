@@ -13,17 +13,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from needlework import plugins
 from needlework.errors import NeedleworkError, short_repr
-from needlework.experiments.executors import Batch, BatchResult, NotSupported, TimedAnswer, call_model, time_answers
-from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo, ModelSource, locate, look
-from needlework.experiments.plan import Model
+from needlework.experiments.executors import Batch, BatchResult, LocalExecutor, NotSupported, TimedAnswer
+from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo, ModelSource, locate
 from needlework.model.files import weights_hash
 from needlework.terminal import say
 
@@ -37,6 +37,8 @@ _PROGRAM_BYTES = 2**30  # memory of a worker besides weights, caches and activat
 _STORE_BYTES = 2**28  # size of Ray's object store: answers are small
 _ENVIRONMENT = ("HF_HUB_OFFLINE", "HF_HOME", "TRANSFORMERS_VERBOSITY", "HF_HUB_DISABLE_PROGRESS_BARS")
 _QUIET = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True, "namespace": "needlework"}
+_LOST = ("RayActorError", "ObjectLostError", "WorkerCrashedError", "OutOfMemoryError", "NodeDiedError")
+_MEMORY_HINT = "if memory ran out, take fewer workers or larger nodes"
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # preface and an empty SETTINGS frame
 
 
@@ -71,12 +73,7 @@ class Cluster:
 
     def cores(self) -> int:
         """Return the number of CPUs of a local cluster: those of the machine, or more if `workers` needs more."""
-        import psutil
-
-        return max(psutil.cpu_count() or 1, (self.workers or 1) * self.threads)
-
-    def models(self, memory_bytes: int | None = None) -> WorkerModels:
-        return WorkerModels(memory_bytes, self)
+        return max(os.cpu_count() or 1, (self.workers or 1) * self.threads)
 
     @contextmanager
     def connected(self) -> Iterator[RayConnection]:
@@ -104,8 +101,7 @@ class Cluster:
             with self.connected() as connection:
                 connection.connect()
                 nodes = connection.nodes()
-        found = [_count_places(nodes, self.needs(info)) for info in models]
-        return [min(count, self.workers or count) for count in found]
+        return [min(count, self.workers or count) for count in (_count_places(nodes, self.needs(info)) for info in models)]
 
 
 def is_address(text: str) -> bool:
@@ -139,8 +135,7 @@ class RayConnection:
         self._connected = False
         self._ended = False  # Ray died
 
-    @contextmanager
-    def __call__(self, source: ModelSource, info: ModelInfo, most: int) -> Generator[RayExecutor, None, None]:
+    def __call__(self, source: ModelSource, info: ModelInfo, most: int) -> AbstractContextManager[RayExecutor]:
         """Open an executor for one model, with at most `most` workers."""
         self.connect()
         if isinstance(source, WorkerModels):
@@ -151,11 +146,7 @@ class RayConnection:
             raise NeedleworkError(
                 f"no node of the cluster has room for a worker ({text}); add nodes, or give --workers to wait for them"
             )
-        executor = RayExecutor(self, source, info, min(most, workers or most))
-        try:
-            yield executor
-        finally:
-            executor.close()
+        return closing(RayExecutor(self, source, info, min(most, workers or most)))
 
     def nodes(self) -> list[dict[str, float]]:
         """Return the resources of every node that is alive."""
@@ -173,30 +164,26 @@ class RayConnection:
         if address == LOCAL or address.rpartition(":")[0] in _LOOPBACK:
             constants.ENABLE_RAY_CLUSTER = False  # else Ray replaces 127.0.0.1 by an external address
         try:
-            self._start_local() if address == LOCAL else self._join()
+            if address == LOCAL:
+                self._start_local()
+            else:
+                if address != "auto":
+                    _check_answers(address)
+                    self.ray._raylet.GcsClient(address=address)  # raises at once where ray.init() would retry for long
+                self.ray.init(address=address, **_QUIET)
+        except Exception as error:  # Ray raises many types
+            self.ray.shutdown()
+            said = str(error).splitlines()[0] if str(error) else type(error).__name__
+            problem = f"no Ray cluster answers at {address} ({said}); `ray start --head` begins one, and --ray local needs none"
+            if address == LOCAL:
+                problem = f"Ray cannot be started here ({said}); try again, or run without --ray"
+            elif "AuthenticationError" in (type(error).__name__, *str(error).split()) or "InvalidAuthToken" in str(error):
+                token = "set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
+                problem = f"the Ray cluster at {address} refuses this token; {token}"
+            raise NeedleworkError(problem) from None
         finally:
             constants.ENABLE_RAY_CLUSTER = clustered
         threading.Thread(target=self._watch_ray, daemon=True).start()
-
-    def _join(self) -> None:
-        """Connect to an existing cluster; raise NeedleworkError with a hint if that fails."""
-        address = self.cluster.address
-        try:
-            if address != "auto":
-                _check_answers(address)
-                self.ray._raylet.GcsClient(address=address)  # raises at once where ray.init() would retry for long
-            self.ray.init(address=address, **_QUIET)
-        except Exception as error:  # Ray raises many types
-            self.ray.shutdown()
-            if "AuthenticationError" in (type(error).__name__, *str(error).split()) or "InvalidAuthToken" in str(error):
-                raise NeedleworkError(
-                    f"the Ray cluster at {address} refuses this token; set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN (or"
-                    " RAY_AUTH_TOKEN_PATH)"
-                ) from None
-            raise NeedleworkError(
-                f"no Ray cluster answers at {address} ({_first_line(error)}); `ray start --head` begins one, and --ray local"
-                " needs none"
-            ) from None
 
     def _start_local(self) -> None:
         """Start a cluster on this machine in a temporary folder."""
@@ -204,15 +191,12 @@ class RayConnection:
         _remove_stale_folders(Path(short))
         self._folder = Path(tempfile.mkdtemp(prefix=f"nw-{os.getpid()}-", dir=short))
         room = {"num_cpus": self.cluster.cores(), "object_store_memory": _STORE_BYTES, "_node_ip_address": "127.0.0.1"}
-        for last in (False, True):  # retry once: on a busy machine Ray's startup may time out
-            try:
-                self.ray.init(address=LOCAL, include_dashboard=False, _temp_dir=str(self._folder), **room, **_QUIET)
-                return
-            except Exception as error:
-                self.ray.shutdown()
-                if last:
-                    said = _first_line(error)
-                    raise NeedleworkError(f"Ray cannot be started here ({said}); try again, or run without --ray") from None
+        start = partial(self.ray.init, address=LOCAL, include_dashboard=False, _temp_dir=str(self._folder), **room, **_QUIET)
+        try:
+            start()
+        except Exception:  # on a busy machine Ray's startup may time out
+            self.ray.shutdown()
+            start()
 
     def close(self) -> None:
         if self._ended:
@@ -220,9 +204,6 @@ class RayConnection:
         if self._connected:
             self._connected = False
             self.ray.shutdown()
-        self._remove_folder()
-
-    def _remove_folder(self) -> None:
         for _ in range(50):  # Ray processes that are shutting down may still write
             if self._folder is None or not self._folder.exists():
                 return
@@ -263,10 +244,6 @@ class RayConnection:
                 os._exit(2)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
-
-
 def _check_answers(address: str) -> None:
     """Raise unless an HTTP/2 (gRPC) server replies at this address; Ray itself would retry for minutes."""
     host, _, port = address.rpartition(":")
@@ -291,16 +268,14 @@ class WorkerModels(DiskModels):
     """Models from disk or hub that each worker loads on its own node."""
 
     def __init__(self, memory_bytes: int | None, cluster: Cluster, versions: dict[str, str] | None = None) -> None:
-        super().__init__(memory_bytes)
+        super().__init__(memory_bytes, elsewhere=True)
         self.cluster, self.more_versions = cluster, versions or {}
         self.home = ""  # node id of the driver, on which the hashes were computed
-
-    def look(self, model: Model) -> ModelInfo:
-        return look(model, elsewhere=True)
 
     def load(self, info: ModelInfo) -> LoadedModel:
         import torch
 
+        from needlework.engine.budget import default_limit
         from needlework.subject import load
 
         torch.set_num_threads(self.cluster.threads)
@@ -310,18 +285,10 @@ class WorkerModels(DiskModels):
             raise NeedleworkError(f"{short_repr(place)} on another node has other weights; copy the model there again")
         if gpus:
             loading |= {"device": "cuda", "device_map": "auto" if gpus > 1 else None}  # a worker sees only its own GPUs
-        memory = self.memory_bytes or (None if gpus else _memory_share(self.cluster.threads))
+        memory, threads = self.memory_bytes, self.cluster.threads
+        if not memory and not gpus:  # its share of the default limit, as if workers occupied all cores of the machine
+            memory = max(1, default_limit(torch.device("cpu")) * threads // max(threads, os.cpu_count() or 1))
         return LoadedSubject(load(place, memory_bytes=memory, **loading), info.model, self.more_versions)
-
-
-def _memory_share(threads: int) -> int:
-    """Return a worker's share of the default memory limit, assuming that workers occupy all cores of the machine."""
-    import psutil
-    import torch
-
-    from needlework.engine.budget import default_limit
-
-    return max(1, default_limit(torch.device("cpu")) * threads // max(threads, psutil.cpu_count() or 1))
 
 
 Outcome = tuple[list[TimedAnswer], Any, tuple[str, str] | None]  # answers, value of a call, type and text of an error
@@ -344,13 +311,10 @@ class Worker:
     def execute(self, batch: Batch) -> Outcome:
         """Return the answers of a batch; if it raises, the answers until then and the error."""
         answers: list[TimedAnswer] = []
-        try:
-            value = call_model(self.model, batch) if batch.method else None
-            for one in time_answers(self.model, batch.requests):
-                answers.append(one)
-        except Exception as error:  # by name: the driver may not have its class
-            return answers, None, (type(error).__name__, str(error))
-        return answers, value, None
+        for result in LocalExecutor(self.model).run([batch]):
+            answers += result.answers
+        error = result.error  # sent by name: the driver may not have its class
+        return answers, result.value, None if error is None else (type(error).__name__, str(error))
 
     def share(self) -> float:
         return float(getattr(self.model, "share", float)())
@@ -405,14 +369,14 @@ class RayExecutor:
                     return
                 results = self._step()
                 self._hand_out(jobs)  # workers stay busy while the caller writes results
-                yield from results or [BatchResult(job.batch, done=False) for _, job in self._live()]  # progress
+                yield from results or [BatchResult(job.batch, done=False) for job in self._live()]  # progress
         finally:
             self._waiting.clear()
-            for _, job in self._live():
+            for job in self._live():
                 job.dropped = True
 
-    def _live(self) -> list[tuple[Any, _Job]]:
-        return [(worker, job) for worker, job in self._running.values() if not job.dropped]
+    def _live(self) -> list[_Job]:
+        return [job for _, job in self._running.values() if not job.dropped]
 
     def share(self, batch: Batch) -> float:
         return next((job.share for _, job in list(self._running.values()) if job.batch is batch), 0.0)
@@ -436,7 +400,13 @@ class RayExecutor:
         """Start workers, wait up to one tick for calls to finish, and return the results of finished batches."""
         self._start_workers()
         results = []
-        for call in self._wait([*self._running, *self._loading]):
+        ready: list[Any] = []
+        if calls := [*self._running, *self._loading]:
+            self.ray.wait(calls, num_returns=1, timeout=TICK)
+            ready = self.ray.wait(calls, num_returns=len(calls), timeout=0)[0]
+        else:
+            time.sleep(TICK)
+        for call in ready:
             if call in self._loading:
                 self._admit(call)
                 continue
@@ -446,14 +416,6 @@ class RayExecutor:
                 results.append(result)
         self._poll_shares()
         return results
-
-    def _wait(self, calls: list[Any]) -> list[Any]:
-        if not calls:
-            time.sleep(TICK)
-            return []
-        self.ray.wait(calls, num_returns=1, timeout=TICK)
-        ready: list[Any] = self.ray.wait(calls, num_returns=len(calls), timeout=0)[0]
-        return ready
 
     def _start_workers(self) -> None:
         """Start as many workers as fit, minus the number that was refused, but at least one."""
@@ -473,23 +435,20 @@ class RayExecutor:
         worker = self._loading.pop(call)
         try:
             versions: dict[str, str] = self._get(call)
+            self._versions = self._versions or versions
+            if versions != self._versions:
+                other = ", ".join(f"{key} {value}" for key, value in versions.items() if self._versions.get(key) != value)
+                raise NeedleworkError(f"it differs from the first one: {other}; install the same everywhere")
         except _Lost as lost:
             self._lost_loading += 1
             if self._lost_loading >= MAX_DEATHS:
-                hint = "if memory ran out, take fewer workers or larger nodes"
-                died = f"{MAX_DEATHS} workers one after the other died while they loaded the model ({lost}); {hint}"
+                died = f"{MAX_DEATHS} workers one after the other died while they loaded the model ({lost}); {_MEMORY_HINT}"
                 self._refuse(worker, NeedleworkError(died))
-            return
         except Exception as error:
             self._refuse(worker, error)
-            return
-        self._versions = self._versions or versions
-        if versions != self._versions:
-            other = ", ".join(f"{key} {value}" for key, value in versions.items() if self._versions.get(key) != value)
-            self._refuse(worker, NeedleworkError(f"it differs from the first one: {other}; install the same everywhere"))
-            return
-        self._lost_loading = 0
-        self._idle.append(worker)
+        else:
+            self._lost_loading = 0
+            self._idle.append(worker)
 
     def _refuse(self, worker: Any, error: Exception) -> None:
         """Stop a worker and continue without it; raise the error if there is no other worker."""
@@ -514,14 +473,16 @@ class RayExecutor:
                     say(f"a worker was lost ({lost}); what it was asked is asked again", style="yellow")
                     self._waiting.appendleft(job)
                 return None
-            hint = "if memory ran out, take fewer workers or larger nodes"
-            text = f"it ended {job.deaths} workers, each that it was given to: {lost}; {hint}"
+            text = f"it ended {job.deaths} workers, each that it was given to: {lost}; {_MEMORY_HINT}"
             return BatchResult(job.batch, error=WorkerLost(text))
         except Exception as other:
             self._idle.append(worker)
             return BatchResult(job.batch, error=other)
         self._idle.append(worker)
-        return BatchResult(job.batch, answers, value, error=_rebuild_error(error) if error else None)
+        if error:  # an exception with the type name and text that the worker reported
+            known = {cls.__name__: cls for cls in (NeedleworkError, NotSupported)}
+            error = known.get(error[0], type(error[0], (RuntimeError,), {}))(error[1])
+        return BatchResult(job.batch, answers, value, error=error)
 
     def _get(self, call: Any) -> Any:
         """Return the result of a call; raise _Lost if its worker died."""
@@ -530,13 +491,7 @@ class RayExecutor:
             return self.ray.get(call)
         except types.RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else NeedleworkError(str(error)) from None
-        except (
-            types.RayActorError,
-            types.ObjectLostError,
-            types.WorkerCrashedError,
-            types.OutOfMemoryError,
-            types.NodeDiedError,
-        ) as error:
+        except tuple(getattr(types, name) for name in _LOST) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             text = lines[-1] if "creation task" in lines[0] else lines[0]  # the cause is in the last line
             raise _Lost(text if len(text) <= 160 else f"{text[:150]} ...") from None
@@ -553,10 +508,3 @@ class RayExecutor:
 
 class _Lost(Exception):
     """A worker died; its running call has no result."""
-
-
-def _rebuild_error(error: tuple[str, str]) -> Exception:
-    """Return an exception with the type name and text that a worker reported."""
-    name, text = error
-    known = {cls.__name__: cls for cls in (NeedleworkError, NotSupported)}
-    return known[name](text) if name in known else type(name, (RuntimeError,), {})(text)

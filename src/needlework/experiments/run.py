@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
@@ -12,35 +12,26 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from needlework.anatomy import Head
 from needlework.errors import NeedleworkError
-from needlework.experiments import rows
-from needlework.experiments.executors import Batch, BatchResult, Executor, OpenExecutor, TimedAnswer, local_executor, run_call
+from needlework.experiments.executors import Batch, Executor, OpenExecutor, TimedAnswer, local_executor, run_call
 from needlework.experiments.models import DiskModels, ModelSource
-from needlework.experiments.plan import Plan
-from needlework.experiments.progress import Tracker, summary
-from needlework.experiments.provenance import Doctor, examine, flag_stale_rows, record_provenance
-from needlework.experiments.ray_executor import Cluster
+from needlework.experiments.plan import Plan, get
+from needlework.experiments.progress import Tracker
+from needlework.experiments.provenance import Doctor, examine, record_provenance, summarize
+from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.result import Result
-from needlework.experiments.shipped import get
-from needlework.experiments.trials import Ranked, Recording, Trial, Work, chunks, expand
+from needlework.experiments.trials import RankingSamples, RecordedTask, Trial, Work, chunked, expand, to_row
 from needlework.heads.methods import find_methods
 from needlework.interventions import Ranking
 from needlework.interventions.ranking import Recorded
 from needlework.requests import Answer, Prepared, failed_answer, prepare
 from needlework.results import Observation, Row, Store, StoreError, claimed, is_full, writing
+from needlework.results.rows import stored_answer
 from needlework.tasks.scores import SCORES_VERSION
 from needlework.terminal import say
 
 if TYPE_CHECKING:
     from needlework.observation import HeadRow
 
-
-# Limits of a chunk: trials that are sent to a worker as one batch. A resumed run executes an unfinished chunk again, so chunks
-# are as small as throughput allows. On a CPU, more than about 32 rows hardly decode faster together: there, a chunk of that
-# many trials ends once it takes about a minute.
-CHUNK_TRIALS = 1024
-CHUNK_FLOPS = 5e13
-ENOUGH_TRIALS = 32
-ENOUGH_FLOPS = 3e12
 REUSED_ROWS = 500  # per transaction
 RECORDED_SPAN = "needle"
 
@@ -88,15 +79,25 @@ def run(
     if doctor not in get_args(Doctor):
         raise NeedleworkError(f"doctor={doctor!r} is not known; choose from {', '.join(get_args(Doctor))}")
     asked = get(plan, fast=fast, models=models, device=device, dtype=dtype, window=window, kernels=kernels)
-    source = source or (cluster.models(memory_bytes) if cluster else DiskModels(memory_bytes))
+    source = source or (WorkerModels(memory_bytes, cluster) if cluster else DiskModels(memory_bytes))
     works = [expand(asked, source.look(model)) for model in asked.models.values()]
     for work in works:
         if work.model.costs is not None:
-            work.model.costs.within(source.memory_bytes, _largest(work))
+            work.model.costs.within(source.memory_bytes, _largest_requests(work))
     with claimed(out) as folder, cluster.connected() if cluster else nullcontext(local_executor) as open_executor:
         store = Store(folder, create=True)
         try:
-            return Result(folder, _into(store, asked, works, source, open_executor, retry_failed, progress, tell, doctor))
+            scope = record_provenance(store, asked, works, retry_failed)
+            runs = [_ModelRun(store, work, doctor) for work in works]
+            if again := sum(one.reuse() for one in runs):
+                say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
+            if any(trial.task.scoring for work in works for trial in work.trials):  # all but those that lm-eval scores
+                store.set_meta("scores_version", SCORES_VERSION)
+            tracker = Tracker(works, store, progress)
+            with tracker.bar:
+                for one in runs:
+                    one.run(source, open_executor, tracker)
+            return Result(folder, summarize(store, scope, works, tracker.rate(), tell))
         except KeyboardInterrupt:
             if store.done():
                 say(f"everything that was finished is in {folder}; the same command goes on from there")
@@ -105,35 +106,7 @@ def run(
             store.close()
 
 
-def _into(
-    store: Store,
-    plan: Plan,
-    works: Sequence[Work],
-    source: ModelSource,
-    open_executor: OpenExecutor,
-    retry_failed: bool,
-    progress: bool,
-    tell: bool,
-    doctor: Doctor,
-) -> bool:
-    """Run the trials that the store lacks; return whether none failed and every `limit_context` hid keys."""
-    record_provenance(store, plan, works)
-    unasked = flag_stale_rows(store, plan, works)
-    if retry_failed:
-        store.forget_failed(lm_eval=plan.adds)
-    runs = [_ModelRun(store, work, doctor) for work in works]
-    if again := sum(one.reuse() for one in runs):
-        say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
-    if not plan.adds:
-        store.set_meta("scores_version", SCORES_VERSION)
-    tracker = Tracker(works, store, progress)
-    with tracker.bar:
-        for one in runs:
-            one.go(source, open_executor, tracker)
-    return summary(store, plan, works, unasked, tracker.rate(), tell)
-
-
-def _largest(work: Work) -> Iterator[Prepared]:
+def _largest_requests(work: Work) -> Iterator[Prepared]:
     """Yield the longest request of each mode and intervention: the memory limit must fit these."""
     longest: dict[tuple[str, str], Trial] = {}
     for trial in sorted(work.trials, key=lambda trial: trial.tokens):
@@ -143,18 +116,12 @@ def _largest(work: Work) -> Iterator[Prepared]:
             yield from [prepare(request, work.model.anatomy) for request in trial.requests(work.any_rankings)]
 
 
-def chunked(work: Work) -> Iterator[list[Trial]]:
-    """Yield the trials of each batch: see `trials.chunks`. Chunks for a CPU are smaller."""
-    short = ENOUGH_FLOPS if work.model.model.loading.device == "cpu" else CHUNK_FLOPS
-    return chunks(work, CHUNK_TRIALS, CHUNK_FLOPS, ENOUGH_TRIALS, short)
-
-
 @dataclass(eq=False)
 class _TrialBatch(Batch):
     """A batch that holds all requests of a chunk of trials."""
 
-    trials: list[Trial] = field(default_factory=list)
-    owners: list[int] = field(default_factory=list)  # the index of each request's trial
+    trials: Sequence[Trial] = ()
+    owners: Sequence[int] = ()  # the index of each request's trial
     _parts: dict[int, dict[int, TimedAnswer]] = field(default_factory=dict)  # of incomplete trials
 
     def complete(self, one: TimedAnswer) -> tuple[Trial, Answer, float] | None:
@@ -181,7 +148,7 @@ class _ModelRun:
         self.rankings: dict[Recorded, Ranking] = {}
         self.finished: set[str] = set()  # trial ids whose rows are written
 
-    def go(self, source: ModelSource, open_executor: OpenExecutor, tracker: Tracker) -> None:
+    def run(self, source: ModelSource, open_executor: OpenExecutor, tracker: Tracker) -> None:
         """Load the model if anything is missing; check it, rank heads, run pending chunks and recordings."""
         unfinished = {name for name, same in self.trials.items() if any(trial.key not in self.done for trial in same)}
         pending = [chunk for chunk in chunked(self.work) if any(trial.id in unfinished for trial in chunk)]
@@ -189,52 +156,46 @@ class _ModelRun:
         recordings = [r for r in self.work.recordings if (r.experiment, self.model, r.task) not in recorded]
         if not pending and not recordings:
             return
-        tracker.loads(self.model)
+        tracker.bar.show(f"{self.model} (loading)")
         with open_executor(source, self.work.model, max(1, len(pending))) as executor:
             self.versions = self.store.note_versions(executor.versions())
             examine(self.store, self.work.model, executor, self.doctor)
             self._rank(executor)
             self.finished = self.trials.keys() - unfinished
-            self._ask(executor, pending, tracker)
+            while pending:  # trials of a batch that raised are executed again one by one, so that only the faulty ones fail
+                broken = self._ask(executor, pending, tracker)
+                pending = [[trial] for trial in broken if trial.id not in self.finished]
             for recording in recordings:
                 self._record(executor, recording, tracker)
 
-    def _ask(self, executor: Executor, chunks: Sequence[Sequence[Trial]], tracker: Tracker) -> None:
-        """Execute one batch per chunk and write the rows of each answer as it arrives.
+    def _ask(self, executor: Executor, chunks: Sequence[Sequence[Trial]], tracker: Tracker) -> list[Trial]:
+        """Execute one batch per chunk, write the rows of each answer as it arrives, and return the trials of broken batches."""
+        broken: list[Trial] = []
 
-        If a batch raises, its unfinished trials are executed again one by one, so that only the faulty ones fail.
-        """
-        while chunks:
-            broken: list[Sequence[Trial]] = []
-            with closing(executor.run(self._batches(executor, chunks, tracker))) as results:
-                for result in results:
-                    self._keep(result, tracker)
-                    if result.error is not None:
-                        self._stop_if_full(result.error)
-                        assert isinstance(result.batch, _TrialBatch)
-                        broken.append(result.batch.trials)
-                        if len(result.batch.trials) == 1:
-                            self._write(result.batch.trials[0], failed_answer(result.error), 0.0, tracker)
-            chunks = [[trial] for trials in broken for trial in trials if trial.id not in self.finished]
+        def batches() -> Iterator[_TrialBatch]:
+            for chunk in chunks:
+                asked = [trial.requests(self.rankings) for trial in chunk]
+                owners = [i for i, requests in enumerate(asked) for _ in requests]
+                batch = _TrialBatch([request for requests in asked for request in requests], trials=chunk, owners=owners)
+                unfinished = [trial.id for trial in chunk if trial.id not in self.finished]
+                tracker.start(self.model, batch, unfinished, partial(executor.share, batch))
+                yield batch
 
-    def _batches(self, executor: Executor, chunks: Sequence[Sequence[Trial]], tracker: Tracker) -> Iterator[_TrialBatch]:
-        """Yield one batch per chunk and register it with the progress tracker."""
-        for chunk in chunks:
-            asked = [trial.requests(self.rankings) for trial in chunk]
-            owners = [i for i, requests in enumerate(asked) for _ in requests]
-            batch = _TrialBatch([request for requests in asked for request in requests], trials=list(chunk), owners=owners)
-            unfinished = [trial.id for trial in chunk if trial.id not in self.finished]
-            tracker.asks(self.model, batch, unfinished, partial(executor.share, batch))
-            yield batch
-
-    def _keep(self, result: BatchResult, tracker: Tracker) -> None:
-        """Write the rows of all trials that this result completes."""
-        assert isinstance(result.batch, _TrialBatch)
-        for one in result.answers:
-            if whole := result.batch.complete(one):
-                self._write(*whole, tracker, result.batch)
-        if result.done:
-            tracker.over(result.batch)
+        with closing(executor.run(batches())) as results:
+            for result in results:
+                batch = result.batch
+                assert isinstance(batch, _TrialBatch)
+                for one in result.answers:
+                    if whole := batch.complete(one):
+                        self._write(*whole, tracker, batch)
+                if result.done:
+                    tracker.stop(batch)
+                if result.error is not None:
+                    self._stop_if_full(result.error)
+                    broken += batch.trials
+                    if len(batch.trials) == 1:
+                        self._write(batch.trials[0], failed_answer(result.error), 0.0, tracker)
+        return broken
 
     def reuse(self) -> int:
         """Write rows that need no inference because the store has their answer; return how many rows were rescored.
@@ -251,8 +212,8 @@ class _ModelRun:
                 known = {(row.experiment, row.task): row for row in self.store.rows("id = ? AND model = ?", (name, self.model))}
                 for trial in lacking:
                     own = known.get((trial.experiment, trial.task.name))
-                    row = own or min(known.values(), key=lambda row: rows.stored(row).finish == "failed")
-                    made.append(rows.to_row(trial, rows.stored(row), self.model, row.seconds, row.versions))
+                    row = own or min(known.values(), key=lambda row: stored_answer(row).finish == "failed")
+                    made.append(to_row(trial, stored_answer(row), self.model, row.seconds, row.versions))
                     again += own is not None
             if len(made) >= REUSED_ROWS:
                 self.store.add(made)
@@ -275,13 +236,13 @@ class _ModelRun:
             return
         same = self.trials[trial.id]
         try:
-            self.store.add([rows.to_row(one, answer, self.model, seconds, self.versions) for one in same])
+            self.store.add([to_row(one, answer, self.model, seconds, self.versions) for one in same])
         except Exception as error:
             self._stop_if_full(error)
             failed = failed_answer(error)
-            self.store.add([rows.to_row(one, failed, self.model, seconds, self.versions) for one in same])
+            self.store.add([to_row(one, failed, self.model, seconds, self.versions) for one in same])
         self.finished.add(trial.id)
-        tracker.answered(self.model, trial.id, len(same), batch)
+        tracker.count_answer(self.model, trial.id, len(same), batch)
 
     def _rank(self, executor: Executor) -> None:
         """Compute the head rankings that interventions refer to, or read them from the store if it has them."""
@@ -289,46 +250,41 @@ class _ModelRun:
         known = kept.setdefault(self.model, {})
         for ranked in self.work.rankings.values():
             if ranked.source.content not in known:
-                known[ranked.source.content] = {"name": ranked.source.name, **self._ordered(executor, ranked)}
+                known[ranked.source.content] = {"name": ranked.source.name, **_compute_ranking(executor, ranked)}
                 self.store.set_meta("rankings", kept)
             self.rankings[ranked.source] = Ranking.parse(known[ranked.source.content]["order"])
 
-    def _ordered(self, executor: Executor, ranked: Ranked) -> dict[str, Any]:
-        """Return the record of a ranking: from its file, from observed attention, or from a method run on the model."""
-        if ranked.ranking is not None:
-            return _ranking_record(f"file {ranked.by}".strip(), ranked.ranking, (), ranked.ranking.samples)
-        requests = [request for trial in ranked.trials for request in trial.requests()]
-        seen = run_call(executor, Batch(method="watch", args=(requests, RECORDED_SPAN)))
-        (method,) = find_methods([ranked.by])
-        if method.of_row is not None:
-            order = _rank_by_rows(method.of_row, seen)
-        else:
-            order = run_call(executor, Batch(method="rank", args=(ranked.by, ranked.items, ranked.trials[0].seed)))
-        return _ranking_record(ranked.by, order, seen, len(requests))
-
-    def _record(self, executor: Executor, recording: Recording, tracker: Tracker) -> None:
+    def _record(self, executor: Executor, recording: RecordedTask, tracker: Tracker) -> None:
         """Record the attention statistics of a task and store them."""
         requests = [request for trial in recording.trials for request in trial.requests()]
         batch = Batch(method="watch", args=(requests, RECORDED_SPAN))
-        with tracker.records(self.model, recording, partial(executor.share, batch)):
+        with tracker.recording(self.model, recording, partial(executor.share, batch)):
             heads = run_call(executor, batch)
         where = (recording.experiment, self.model, recording.task)
         samples = len(recording.trials)
-        self.store.observe([Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in heads])
+        self.store.add([Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in heads])
         self.store.note_recording(where, recording.content())
 
 
-def _rank_by_rows(of_row: Callable[[HeadRow], float], heads: Sequence[HeadRow]) -> Ranking:
-    """Rank heads by a score that is computed from their attention statistics over all answers."""
-    return Ranking.by_scores({Head(head.layer, head.head): of_row(head) for head in heads})
+def _compute_ranking(executor: Executor, ranked: RankingSamples) -> dict[str, Any]:
+    """Return what the store keeps of a ranking: the order, and each head's attention mass on the first token, by layer.
 
-
-def _ranking_record(by: str, order: Ranking, heads: Sequence[HeadRow], samples: int) -> dict[str, Any]:
-    """Return what the store keeps of a ranking: the order, and each head's attention mass on the first token, by layer."""
+    The order comes from a file, from observed attention, or from a method that is run on the model.
+    """
+    by, order, samples, heads = f"file {ranked.by}".strip(), ranked.ranking, 0, list["HeadRow"]()
+    if order is None:
+        by, requests = ranked.by, [request for trial in ranked.trials for request in trial.requests()]
+        samples = len(requests)
+        heads = sorted(run_call(executor, Batch(method="watch", args=(requests, RECORDED_SPAN))), key=lambda h: (h.layer, h.head))
+        (method,) = find_methods([by])
+        if method.of_row is not None:
+            order = Ranking.by_scores({Head(head.layer, head.head): method.of_row(head) for head in heads})
+        else:
+            order = run_call(executor, Batch(method="rank", args=(by, ranked.items, ranked.trials[0].seed)))
     sinks: dict[str, list[float]] = {}
     by_entropy: dict[str, list[float]] = {}
-    for head in sorted(heads, key=lambda head: (head.layer, head.head)):
+    for head in heads:
         sinks.setdefault(str(head.layer), []).append(head.sink_mass)
         by_entropy.setdefault(str(head.layer), []).append(head.sink_mass_of_best)
     words = order.text().removeprefix("ranking('").removesuffix("')")
-    return {"by": by, "samples": samples, "order": words, "sinks": sinks, "sinks_by_entropy": by_entropy}
+    return {"by": by, "samples": samples or order.samples, "order": words, "sinks": sinks, "sinks_by_entropy": by_entropy}

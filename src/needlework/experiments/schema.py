@@ -48,37 +48,28 @@ class YamlFile:
 
 def read(path: str | Path) -> YamlFile:
     """Read a YAML file as plain data; raise PlanError if it cannot be read or parsed."""
-    file = YamlFile(Path(path))
     try:
         text = read_text(path, "give the path of a plan file", most=_MOST_BYTES)
     except NeedleworkError as error:
         raise PlanError(str(error)) from None
-    file.text = text
+    file = YamlFile(Path(path), text)
     try:
         node = yaml.compose(text, Loader=_Bounded)
         if node is None:
             raise PlanError(f"{path}:1: the file is empty; a plan needs at least models and experiments")
-        _Reader(file).read(node)
+        file.data = _Reader(file).read(node)
     except yaml.MarkedYAMLError as error:
-        mark = _mark(error)
-        raise PlanError(f"{path}:{mark.line + 1 if mark else 1}: not valid YAML: {_problem(error, text)}") from None
+        # An unclosed quote is reported where it was opened, not at the end of the file.
+        missed = "end of stream" in str(error.problem)
+        mark = (error.context_mark if missed else None) or error.problem_mark or error.context_mark
+        at = mark.line if mark else 0
+        brace = "".join(text.splitlines()[at : at + 1]).strip().startswith(("- {", "{"))
+        hint = "; text that starts with { must stand in quotes" if brace else ""
+        raise PlanError(f"{path}:{at + 1}: not valid YAML: {error.problem or error.context}{hint}") from None
     except yaml.YAMLError as error:  # a forbidden character: the error has a position instead of a mark
         line = text.count("\n", 0, getattr(error, "position", 0)) + 1
         raise PlanError(f"{path}:{line}: not valid YAML: {getattr(error, 'reason', error)}") from None
     return file
-
-
-def _mark(error: yaml.MarkedYAMLError) -> Any:
-    """Return the position of the error; for an unclosed quote, where it was opened instead of the end of the file."""
-    missed = "end of stream" in str(error.problem)
-    return (error.context_mark if missed else None) or error.problem_mark or error.context_mark
-
-
-def _problem(error: yaml.MarkedYAMLError, text: str) -> str:
-    mark = _mark(error)
-    line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
-    hint = "; text that starts with { must stand in quotes" if line.startswith(("- {", "{")) else ""
-    return f"{error.problem or error.context}{hint}"
 
 
 class _Bounded(yaml.SafeLoader):
@@ -99,22 +90,17 @@ class _Reader:
     """Converter of YAML nodes into plain data; fills `YamlFile.lines`."""
 
     def __init__(self, file: YamlFile) -> None:
-        self.file = file
-        self.nodes = 0
-        self.loader = yaml.SafeLoader("")
+        self.file, self.nodes, self.loader = file, 0, yaml.SafeLoader("")
 
-    def read(self, node: yaml.Node) -> None:
-        self.file.data = self._value(node, ())
-
-    def _value(self, node: yaml.Node, place: Place) -> Any:
+    def read(self, node: yaml.Node, place: Place = ()) -> Any:
         self.nodes += 1
         self.file.lines.setdefault(place, node.start_mark.line + 1)
-        if self.nodes > _MOST_NODES or len(place) > _DEEPEST:
+        if self.nodes > _MOST_NODES or len(place) > _DEEPEST:  # aliases are counted each time
             raise self.file.error(place, _TOO_MUCH)
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, place)
+            return self._read_mapping(node, place)
         if isinstance(node, yaml.SequenceNode):
-            return [self._value(item, (*place, i)) for i, item in enumerate(node.value)]
+            return [self.read(item, (*place, i)) for i, item in enumerate(node.value)]
         try:
             value = self.loader.construct_object(node, deep=True)
             check_plain(value)
@@ -125,10 +111,10 @@ class _Reader:
             reason = getattr(error, "problem", None) or (error if isinstance(error, ValueError) else f"it is no {node.tag}")
             raise self.file.error(place, f"cannot read the value {short_repr(node.value)}: {reason}") from None
 
-    def _mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
+    def _read_mapping(self, node: yaml.MappingNode, place: Place) -> dict[str, Any]:
         made: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = self._value(key_node, (*place, "<key>"))
+            key = self.read(key_node, (*place, "<key>"))
             self.file.lines.pop((*place, "<key>"), None)
             line = key_node.start_mark.line + 1
             if not isinstance(key, str):
@@ -136,7 +122,7 @@ class _Reader:
             if key in made:
                 raise PlanError(f"{self.file.path}:{line}: the key {short_repr(key)} occurs twice; keep one")
             self.file.lines[(*place, key)] = line
-            made[key] = self._value(value_node, (*place, key))
+            made[key] = self.read(value_node, (*place, key))
         return made
 
 
@@ -202,10 +188,6 @@ class ModelFile(Loading):
         return Loading(**{key: getattr(self, key) for key in Loading.model_fields})
 
 
-def _model(value: Any) -> Any:
-    return {"source": value} if isinstance(value, str) else value
-
-
 def model_option(text: str) -> ModelFile:
     """Parse the value of `--model`: SOURCE or NAME=SOURCE. A path may contain "=" if it exists or has a "/" before it."""
     if not text:
@@ -221,12 +203,16 @@ def model_option(text: str) -> ModelFile:
     return ModelFile(source=source, name=name)
 
 
-Models = Annotated[list[Annotated[ModelFile, BeforeValidator(_model)]], BeforeValidator(_listed), Field(min_length=1)]
+Models = Annotated[
+    list[Annotated[ModelFile, BeforeValidator(lambda value: {"source": value} if isinstance(value, str) else value)]],
+    BeforeValidator(_listed),
+    Field(min_length=1),
+]
 Tasks = Annotated[list[Any], BeforeValidator(_listed), Field(min_length=1)]  # validated by the task classes
 
 
-class Settings(Strict):
-    """Settings of an experiment, or of the plan for all experiments. None: inherited from the plan."""
+class PlanSettings(Strict):
+    """PlanSettings of an experiment, or of the plan for all experiments. None: inherited from the plan."""
 
     models: Models | None = None
     seeds: Seeds | None = None
@@ -235,7 +221,7 @@ class Settings(Strict):
     limit: Count | None = None  # samples per task and seed, evenly spaced
 
 
-class FastFile(Settings):
+class FastFile(PlanSettings):
     """Values that replace those of an experiment with --fast."""
 
     tasks: Tasks | None = None
@@ -243,7 +229,7 @@ class FastFile(Settings):
     skip: bool = False
 
 
-class ExperimentFile(Settings):
+class ExperimentFile(PlanSettings):
     """An experiment entry."""
 
     about: str = ""
@@ -257,23 +243,21 @@ class RankingFile(Strict):
     """A head ranking, computed by the run or read from a file, for `keep_heads(k=2, by=recorded('NAME'))`."""
 
     about: str = ""
-    file: Annotated[str, Field(min_length=1, strict=True)] | None = (
-        None  # written by `needlework heads`; excludes by, tasks, seeds and limit
-    )
+    file: Annotated[str, Field(min_length=1, strict=True)] | None = None  # of `needlework heads`; excludes the keys below
     by: str = "needle_mass"  # ranking method, highest score first; see heads/methods.py
     tasks: Tasks | None = None  # observed without an intervention
     seeds: Seeds | None = None  # must differ from the seeds of experiments that use the ranking
     limit: Count | None = None
 
 
-class PlanFile(Settings):
+class PlanFile(PlanSettings):
     """A whole plan file."""
 
     name: str = ""
     about: str = ""
     rankings: dict[str, RankingFile] | None = None
     experiments: Annotated[dict[str, ExperimentFile], Field(min_length=1)]
-    fast: Settings | None = None
+    fast: PlanSettings | None = None
 
 
 def keys_at(place: tuple[str | int, ...]) -> set[str]:
@@ -285,4 +269,4 @@ def keys_at(place: tuple[str | int, ...]) -> set[str]:
         return set(RankingFile.model_fields)
     if shape[:1] == ("experiments",) and len(shape) >= 2:
         return set((FastFile if shape[2:3] == ("fast",) else ExperimentFile).model_fields)
-    return set((Settings if shape[:1] == ("fast",) else PlanFile).model_fields)
+    return set((PlanSettings if shape[:1] == ("fast",) else PlanFile).model_fields)

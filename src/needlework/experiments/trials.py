@@ -1,26 +1,28 @@
-"""Expand a plan into trials (each sample under each intervention) and group them into chunks. Free of torch."""
+"""Expand a plan into trials (each sample under each intervention), group them into chunks, and make rows of their answers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments.models import ModelInfo
-from needlework.experiments.plan import Experiment, Grid, NamedTask, Plan, RankingSource
+from needlework.experiments.plan import Experiment, InterventionText, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
 from needlework.interventions.acts import Phase
 from needlework.interventions.attention import recorded, with_rankings
 from needlework.interventions.ranking import Recorded
 from needlework.interventions.text import expand as expand_text
 from needlework.measure import make_requests
-from needlework.requests import Request, prepare
-from needlework.results import SEMANTICS_VERSION, digest
+from needlework.requests import Answer, Request, prepare
+from needlework.results import ANSWER_FINISH, SEMANTICS_VERSION, Row, digest
+from needlework.results.rows import stored_facts
 from needlework.tasks.base import Item, Mode
 
 NO_RANKINGS: Mapping[Recorded, Ranking] = MappingProxyType({})
@@ -55,6 +57,10 @@ class Trial:
         """Upper bound of the tokens that all requests process: prompts, and options or new tokens."""
         return sum(len(r.prompt) + (sum(map(len, r.options)) or r.max_new_tokens) for r in self.requests())
 
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(item.prompt) for item in (self.item, *self.item.also))
+
     def requests(self, rankings: Mapping[Recorded, Ranking] = NO_RANKINGS) -> list[Request]:
         """Return the requests: one, unless the sample has several prompts. `rankings` fill in the intervention's rankings."""
         act = with_rankings(self.intervention, rankings)
@@ -62,7 +68,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Recording:
+class RecordedTask:
     """A task whose attention statistics are recorded over all its samples, without an intervention."""
 
     experiment: str
@@ -75,7 +81,7 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class RankingSamples:
     """A head ranking that trials of a model depend on, and the samples that it is computed on."""
 
     source: Recorded
@@ -95,8 +101,8 @@ class Work:
 
     model: ModelInfo
     trials: list[Trial] = field(default_factory=list)
-    recordings: list[Recording] = field(default_factory=list)
-    rankings: dict[str, Ranked] = field(default_factory=dict)  # by their names in the plan
+    recordings: list[RecordedTask] = field(default_factory=list)
+    rankings: dict[str, RankingSamples] = field(default_factory=dict)  # by their names in the plan
     skipped: list[str] = field(default_factory=list)  # messages about skipped interventions and optional tasks
     repeated: int = 0  # duplicate trials within a task: run and counted once
 
@@ -153,19 +159,22 @@ def expand(plan: Plan, model: ModelInfo) -> Work:
     return expander.work
 
 
+_SIDES = {"kv": "attention"}  # the side of a half of memory, where their names differ
+
+
 class _Expander:
     """Expansion of a plan's experiments for one model; samples are generated once per task and seed."""
 
     def __init__(self, work: Work, sources: Mapping[str, RankingSource]) -> None:
         self.work, self.model, self.sources = work, work.model, sources
-        self._limits = PlanLimits()
+        self._counts = Counter[str]()
         self._samples_of: dict[tuple[str, str, int], list[tuple[Item, str]]] = {}
         self._prompt_ids: dict[str, str] = {}  # generate: digest without options -> id of the first such sample
 
     def add(self, experiment: Experiment) -> None:
         """Add the trials of an experiment: every sample under every intervention."""
         chosen = self._interventions(experiment)
-        self._limits.add(experiment, self.model.name, len(chosen))
+        self._check_limits(experiment, len(chosen))
         for named in experiment.tasks:
             try:
                 new_tokens, stop = self._ending(named, experiment.max_new_tokens)
@@ -195,22 +204,37 @@ class _Expander:
             if experiment.observe:
                 self._record(experiment, named, list(trials.values()))
 
+    def _check_limits(self, experiment: Experiment, conditions: int) -> None:
+        """Count samples, trials and prompt tokens of one more experiment; raise PlanError if a limit is exceeded."""
+        for named in experiment.tasks:
+            each = named.task.extent()
+            if each is None:  # unknown in advance: `_samples` checks its limit while it generates them
+                continue
+            samples = each.samples * len(experiment.seeds)
+            self._counts.update({"samples": samples, "trials": samples * conditions, "tokens of prompts": samples * each.tokens})
+            for what, most in {"samples": MOST_SAMPLES, "trials": MOST_TRIALS, "tokens of prompts": MOST_PROMPT_TOKENS}.items():
+                if (count := self._counts[what]) > most:
+                    raise named.error(f"for {self.model.name}, the plan makes {count:,} {what}; the most is {most:,}: {_HINT}")
+
     def _record(self, experiment: Experiment, named: NamedTask, trials: Sequence[Trial]) -> None:
         """Add the recording of a task with `observe: true`, on its trials without intervention."""
         untouched = tuple(trial for trial in trials if not trial.intervention.parts)
         if named.task.mode != "generate" or not untouched:
             raise experiment.error("observe: true needs tasks that generate, and none among the interventions")
         if self.model.anatomy.attention_layers:
-            self.work.recordings.append(Recording(experiment.name, named.name, untouched))
+            self.work.recordings.append(RecordedTask(experiment.name, named.name, untouched))
 
-    def _interventions(self, experiment: Experiment) -> list[tuple[Grid, Intervention]]:
+    def _interventions(self, experiment: Experiment) -> list[tuple[InterventionText, Intervention]]:
         """Return the interventions of an experiment, without those that act on parts that the model lacks."""
-        chosen: dict[str, tuple[Grid, Intervention]] = {}
+        chosen: dict[str, tuple[InterventionText, Intervention]] = {}
+        layers = {"attention": self.model.anatomy.attention_layers, "recurrent": self.model.anatomy.recurrent_layers}
+        lacking = {side for side, indices in layers.items() if not indices}
         for text in experiment.grids:
             try:
                 for act in expand_text(text.text, self.model.sizes):
-                    if missing := self._missing(act):
-                        note = f"{experiment.name}: {self.model.name} has no {missing}, so {act} is left out"
+                    halves = (part.half if isinstance(part, SwapMemory) else part.side for part in act.parts)
+                    if missing := next((side for half in halves if (side := _SIDES.get(half, half)) in lacking), None):
+                        note = f"{experiment.name}: {self.model.name} has no {missing} layers, so {act} is left out"
                         if note not in self.work.skipped:
                             self.work.skipped.append(note)
                     else:
@@ -242,12 +266,12 @@ class _Expander:
             named[by] = self.work.rankings[by.name].source
         return with_rankings(act, named)
 
-    def _watched(self, source: RankingSource) -> Ranked:
+    def _watched(self, source: RankingSource) -> RankingSamples:
         """Return a ranking with its samples. Its content hash covers prompts, decoding settings and the ranking method."""
         if source.ranking is not None:
             source.ranking.check(self.model.anatomy, self.model.weights)
             content = digest([f"order {source.ranking.text()}"])[:12]
-            return Ranked(Recorded(name=source.name, content=content), source.by, (), source.ranking)
+            return RankingSamples(Recorded(name=source.name, content=content), source.by, (), source.ranking)
         trials: dict[str, Trial] = {}
         for named in source.tasks:
             most, stop = self._ending(named)
@@ -260,18 +284,7 @@ class _Expander:
         if not trials:
             raise source.error(f"the ranking {source.name!r} has no samples for {self.model.name}")
         content = digest([f"by {source.by}", *trials])[:12]
-        return Ranked(Recorded(name=source.name, content=content), source.by, tuple(trials.values()))
-
-    def _missing(self, act: Intervention) -> str:
-        """Return the kind of layers that an intervention needs and the model lacks; empty if none."""
-        anatomy = self.model.anatomy
-        for part in act.parts:
-            side = {"kv": "attention"}.get(part.half, part.half) if isinstance(part, SwapMemory) else part.side
-            if side == "attention" and not anatomy.attention_layers:
-                return "attention layers"
-            if side == "recurrent" and not anatomy.recurrent_layers:
-                return "recurrent layers"
-        return ""
+        return RankingSamples(Recorded(name=source.name, content=content), source.by, tuple(trials.values()))
 
     def _ending(self, named: NamedTask, most: int | None = None) -> tuple[int, frozenset[int]]:
         """Return the limit of new tokens and the stop tokens of a task."""
@@ -282,32 +295,28 @@ class _Expander:
             raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
 
     def _samples(self, named: NamedTask, seed: int) -> list[tuple[Item, str]]:
-        """Return the samples of a task and seed with their prompt ids; equal tasks share them."""
-        key = (named.task.kind, named.task.model_dump_json(), seed)
-        if key not in self._samples_of:
-            anatomy = self.model.anatomy
-            try:
-                made = named.task.items(self.model.tokenizer, seed, anatomy.window, anatomy.max_tokens)
-                items = list(islice(made, MOST_SAMPLES + 1))
-                if len(items) > MOST_SAMPLES:
-                    raise NeedleworkError(f"it makes more than {MOST_SAMPLES:,} samples of a seed; take fewer")
-            except NeedleworkError as error:
-                raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
-            self._samples_of[key] = [(item, self._prompt_id(item, named.task.mode)) for item in items]
-        return self._samples_of[key]
+        """Return the samples of a task and seed with their prompt ids; equal tasks share them.
 
-    def _prompt_id(self, item: Item, mode: Mode) -> str:
-        """Return the hash that identifies a sample in trial ids.
-
-        The hash covers the options, which generation does not read. Generated samples that differ only in their options
+        A prompt id covers the options, which generation does not read. Generated samples that differ only in their options
         therefore get the id of the first one, so that they are run and counted once.
         """
-        prompt_id = item.digest or item_digest(item)
-        if mode != "generate" or item.digest:
-            return prompt_id
-        return self._prompt_ids.setdefault(item_digest(item, with_options=False), prompt_id)
+        key = (named.task.kind, named.task.model_dump_json(), seed)
+        if key not in self._samples_of:
+            anatomy, samples = self.model.anatomy, []
+            try:
+                for item in named.task.items(self.model.tokenizer, seed, anatomy.window, anatomy.max_tokens):
+                    prompt_id = item.digest or item_digest(item)
+                    if named.task.mode == "generate" and not item.digest:
+                        prompt_id = self._prompt_ids.setdefault(item_digest(item, with_options=False), prompt_id)
+                    samples.append((item, prompt_id))
+                    if len(samples) > MOST_SAMPLES:
+                        raise NeedleworkError(f"it makes more than {MOST_SAMPLES:,} samples of a seed; take fewer")
+            except NeedleworkError as error:
+                raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
+            self._samples_of[key] = samples
+        return self._samples_of[key]
 
-    def _check(self, text: Grid, trial: Trial) -> None:
+    def _check(self, text: InterventionText, trial: Trial) -> None:
         """Check an intervention on the first sample of a task and seed, so that it fails before the run and not in it."""
         try:
             for request in trial.requests(self.work.any_rankings):
@@ -327,56 +336,44 @@ def _spread(items: list[Any], limit: int | None) -> list[Any]:
 MOST_SAMPLES = 250_000
 MOST_TRIALS = 5_000_000
 MOST_PROMPT_TOKENS = 1_000_000_000
-_CURE = "take fewer seeds, samples, lengths or interventions, or part it into several plans with directories of their own"
+_HINT = "take fewer seeds, samples, lengths or interventions, or part it into several plans with directories of their own"
 
 
-class PlanLimits:
-    """Running counts of the samples, trials and prompt tokens of one model, checked against fixed limits."""
-
-    def __init__(self) -> None:
-        self.samples = self.trials = self.tokens = 0
-
-    def add(self, experiment: Experiment, model: str, conditions: int) -> None:
-        """Add one experiment; raise PlanError if a limit is exceeded."""
-        for named in experiment.tasks:
-            each = named.task.extent()
-            if each is None:  # unknown in advance: `_samples` checks its limit while it generates them
-                continue
-            samples = each.samples * len(experiment.seeds)
-            self.samples += samples
-            self.trials += samples * conditions
-            self.tokens += samples * each.tokens
-            for count, most, what in (
-                (self.samples, MOST_SAMPLES, "samples"),
-                (self.trials, MOST_TRIALS, "trials"),
-                (self.tokens, MOST_PROMPT_TOKENS, "tokens of prompts"),
-            ):
-                if count > most:
-                    raise named.error(f"for {model}, the plan makes {count:,} {what}; the most is {most:,}: {_CURE}")
-
-
+# Limits of a chunk: trials that are sent to a worker as one batch. A resumed run executes an unfinished chunk again, so chunks
+# are as small as throughput allows. On a CPU, more than about 32 rows hardly decode faster together: there, a chunk of that
+# many trials ends once it takes about a minute.
+CHUNK_TRIALS = 1024
+CHUNK_FLOPS = 5e13
+ENOUGH_TRIALS = 32
+ENOUGH_FLOPS = 3e12
 _STEM_PART = 8  # a shared prefix costs at most 1/8 of its chunk, unless the chunk would exceed a limit
 
 
-def chunks(work: Work, most_trials: int, most_flops: float, enough_trials: int, enough_flops: float) -> Iterator[list[Trial]]:
+def chunked(work: Work) -> Iterator[list[Trial]]:
     """Yield chunks of trials to execute as one batch, one trial per id.
 
-    All interventions of a prompt are in one chunk, and prompts are sorted by shared prefix and length. Chunks depend on the
-    plan alone, not on what is done already: a resumed run executes an unfinished chunk as a whole, so that batches, and with
-    them all numbers, are those of an uninterrupted run.
+    All interventions of a prompt are in one chunk, and prompts are sorted by shared prefix and length. A chunk ends before it
+    exceeds CHUNK_TRIALS or CHUNK_FLOPS, unless one prompt alone does. A chunk with ENOUGH_TRIALS ends before it exceeds
+    `enough_flops` (on a CPU ENOUGH_FLOPS), unless the prefill of its current shared prefix, which every chunk repeats, is more
+    than 1/8 of its cost.
 
-    Args:
-        most_trials, most_flops: A chunk ends before it exceeds either, unless one prompt alone does.
-        enough_trials, enough_flops: A chunk with that many trials ends before it exceeds `enough_flops`, unless the prefill
-            of its current shared prefix, which every chunk repeats, is more than 1/8 of its cost.
+    Chunks depend on the plan alone, not on what is done already: a resumed run executes an unfinished chunk as a whole, so
+    that batches, and with them all numbers, are those of an uninterrupted run.
     """
+    enough_flops = ENOUGH_FLOPS if work.model.model.loading.device == "cpu" else CHUNK_FLOPS
     prompts: dict[tuple[str, str], list[Trial]] = {}
     for same in work.by_id().values():
         trial = same[0]
         how = decoding(trial.mode, trial.max_new_tokens, trial.boundary, trial.stop)
         prompts.setdefault((how, trial.prompt_id), []).append(trial)
     order = sorted(prompts.values(), key=lambda group: (group[0].mode, group[0].item.stem, len(group[0].item.prompt)))
-    begins = _beginnings(order)
+    by_stem: dict[str, list[tuple[int, ...]]] = {}
+    for group in order:
+        by_stem.setdefault(group[0].item.stem, []).append(group[0].item.prompt)
+    begins = {  # length of the prefix that all prompts of a stem share: the common prefix of min and max is common to all
+        stem: sum(1 for _ in takewhile(lambda ab: ab[0] == ab[1], zip(min(some), max(some), strict=False))) * bool(stem)
+        for stem, some in by_stem.items()
+    }
     batch: list[Trial] = []
     flops = of_stem = 0.0  # of the batch; and of the shared prefix of its last samples
     for group in order:
@@ -384,8 +381,8 @@ def chunks(work: Work, most_trials: int, most_flops: float, enough_trials: int, 
         again = bool(batch) and batch[-1].item.stem == stem
         cost = each * (group[0].tokens - (begins[stem] if again else 0))
         other = bool(batch) and batch[0].mode != group[0].mode  # generating and scoring are two passes
-        large = len(batch) + len(group) > most_trials or flops + cost > most_flops
-        enough = len(batch) >= enough_trials and flops + cost > enough_flops
+        large = len(batch) + len(group) > CHUNK_TRIALS or flops + cost > CHUNK_FLOPS
+        enough = len(batch) >= ENOUGH_TRIALS and flops + cost > enough_flops
         if batch and (other or large or (enough and not (again and of_stem * _STEM_PART > flops))):
             yield batch
             batch, flops, again = [], 0.0, False
@@ -397,13 +394,56 @@ def chunks(work: Work, most_trials: int, most_flops: float, enough_trials: int, 
         yield batch
 
 
-def _beginnings(order: Sequence[Sequence[Trial]]) -> dict[str, int]:
-    """Return the length in tokens of the prefix that all prompts of a stem share; 0 for samples without a stem."""
-    prompts: dict[str, list[tuple[int, ...]]] = {}
-    for group in order:
-        prompts.setdefault(group[0].item.stem, []).append(group[0].item.prompt)
-    edges = {stem: (min(some), max(some)) for stem, some in prompts.items()}  # the common prefix of min and max is common to all
-    return {
-        stem: sum(1 for _ in takewhile(lambda ab: ab[0] == ab[1], zip(*two, strict=False))) * bool(stem)
-        for stem, two in edges.items()
-    }
+# [walk 6] docs/architecture.md
+def to_row(trial: Trial, answer: Answer, model: str, seconds: float, versions: str) -> Row:
+    """Score an answer and return the row of its trial; an error of the task's scoring makes the row a failed one."""
+    item, task = trial.item, trial.task.task
+    facts = stored_facts(item, trial.mode)
+    scores: dict[str, float] = {}
+    finish, error, output = answer.finish, answer.error, answer.text
+    if finish != "failed":
+        try:
+            output = task.said(item, answer)
+            scores = dict(task.score(item, replace(answer, text=output)))
+        except Exception as fault:  # a user's task may raise anything; the answer is kept
+            facts[ANSWER_FINISH] = finish
+            finish, error = "failed", f"the task could not score this: {type(fault).__name__}: {fault}"
+    logprobs, margins = list(answer.logprobs), list(answer.margins)  # of each token, and of the logits at each decode step
+    if trial.mode == "perplexity":
+        logprobs = [value for option in answer.option_logprobs for value in option]
+    elif trial.mode == "choices":
+        logprobs = list(answer.totals)  # of each option; the margin is that of the best two
+        best = sorted(logprobs, reverse=True)
+        margins = [best[0] - best[1]] if len(best) > 1 else margins
+    return Row(
+        id=trial.id,
+        experiment=trial.experiment,
+        model=model,
+        task=trial.task.name,
+        sample=item.id,
+        cluster=item.cluster,
+        seed=trial.seed,
+        intervention=str(trial.intervention),
+        mode=trial.mode,
+        prompt=item.prompt_text,
+        prompt_tokens=max(len(part.prompt) for part in (item, *item.also)),
+        target=item.target,
+        output=output,
+        finish=finish,
+        error=error,
+        seconds=seconds,
+        spans={name: [list(part) for part in span] for name, span in item.spans.items()},
+        facts=facts,
+        scores=scores,
+        logprobs=logprobs,
+        margins=margins,
+        receipt=answer.receipt.to_dict(),
+        prompt_id=trial.prompt_id,
+        versions=versions,
+        kind=task.kind,
+        ability=task.ability,
+        boundary=trial.boundary if trial.mode == "generate" else "",
+        scoring=trial.task.scoring,
+        greedy=list(answer.greedy),
+        tokens=list(answer.tokens),
+    )

@@ -24,7 +24,7 @@ from needlework.analysis.model_trials import Pairs
 from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError
 from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo, ModelSource, look
-from needlework.experiments.plan import Experiment, Grid, Model, NamedTask, Plan
+from needlework.experiments.plan import Experiment, InterventionText, Model, NamedTask, Plan
 from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.run import run
 from needlework.experiments.schema import Loading
@@ -219,7 +219,7 @@ def _make_plan(
         "General ability: " + ", ".join(tasks),
         (info.name,),
         tuple(NamedTask("eval", name, LmEvalTask.of(group, lm, info.eos)) for name, group in by_task.items()),
-        tuple(Grid("eval", text) for text in texts),
+        tuple(InterventionText("eval", text) for text in texts),
         (0,),
         "decode",
         None,

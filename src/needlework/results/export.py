@@ -38,10 +38,6 @@ def export(directory: Path | str, to: str, out: Path | str | None = None) -> lis
         store.close()
 
 
-def score_column(name: str) -> str:
-    return "score_" + re.sub(r"\W", "_", name)
-
-
 def read_trials(store: Store, where: str = _ALL, json_text: bool = True) -> tuple[list[str], Iterator[dict[str, Any]]]:
     """Return the column names of the table of trials, and its rows.
 
@@ -53,7 +49,8 @@ def read_trials(store: Store, where: str = _ALL, json_text: bool = True) -> tupl
         The columns of the store and one more column per score; rows as dicts by column.
     """
     names = [f.name for f in fields(Row)]
-    scores = {name: score_column(name) for name in store.score_names()}
+    found = store.db.execute("SELECT DISTINCT j.key FROM trials, json_each(scores) j ORDER BY 1")
+    scores = {name: "score_" + re.sub(r"\W", "_", name) for (name,) in found}
 
     def read() -> Iterator[dict[str, Any]]:
         for row in store.rows(where):

@@ -1,17 +1,26 @@
 """Rows of a store (docs/store.md describes every column), and their scores, computed again without model or torch."""
 
+# ruff: noqa: UP013
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    NoReturn,
+    NotRequired,  # pydantic needs these before Python 3.12
+)
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from typing_extensions import TypedDict
 
 from needlework.errors import NeedleworkError
 from needlework.interventions import Ranking
+from needlework.receipts import Receipt
 from needlework.requests import Answer
 from needlework.tasks.base import Item, Mode, Task
 from needlework.tasks.scores import SCORES_VERSION
@@ -90,69 +99,33 @@ _REAL = {"seconds", "needle_mass", "entropy", "copy_score"}
 WHOLE_COLUMNS = {"seed", "prompt_tokens", "layer", "head", "samples", "asked"}
 
 
-class _Meta(BaseModel):
-    """Base of objects in the table `meta`. Fields that are not declared may have any value."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-
-
-class _AttentionPart(_Meta):
-    query_heads: int
-
-
-class _Layer(_Meta):
-    kind: str = "other"
-    attention: _AttentionPart | None = None
-    recurrent: dict[str, Any] | None = None
+# Types of the objects in the table `meta`. Fields that are not declared may have any value.
+_Attention = TypedDict("_Attention", {"query_heads": int})
+_Layer = TypedDict("_Layer", {"kind": str, "attention": _Attention | None, "recurrent": dict[str, Any] | None}, total=False)
+_Anatomy = TypedDict("_Anatomy", {"layers": list[_Layer], "window": int | None, "parameters": int | None}, total=False)
+_Check = TypedDict("_Check", {"law": str, "outcome": str})
+_Software = TypedDict("_Software", {"needlework": str})
+_Checkup = TypedDict(
+    "_Checkup",
+    {"checks": list[_Check], "quick": bool, "at": str, "versions": _Software, "identity": NotRequired[dict[str, Any]]},
+)
+_Identity = TypedDict("_Identity", {"weights": str, "tokenizer": str, "dtype": str, "window_rule": str}, total=False)
 
 
-class _Anatomy(_Meta):
-    layers: list[_Layer] = []
-    window: int | None = None
-    parameters: int | None = None
+class _Model(_Identity, total=False):
+    source: str
+    anatomy: _Anatomy | None
+    checkup: _Checkup | None
 
 
-class _Check(_Meta):
-    law: str
-    outcome: str
+_Task = TypedDict("_Task", {"kind": str, "options": dict[str, Any]}, total=False)
+_Experiment = TypedDict("_Experiment", {"tasks": dict[str, _Task], "models": list[str], "interventions": list[str]}, total=False)
 
 
-class _Software(_Meta):
-    needlework: str
-
-
-class _Checkup(_Meta):
-    checks: list[_Check]
-    quick: bool
-    at: str
-    versions: _Software
-    identity: dict[str, Any] = {}
-
-
-class _Model(_Meta):
-    weights: str = ""
-    tokenizer: str = ""
-    dtype: str = ""
-    window_rule: str = ""
-    source: str = ""
-    anatomy: _Anatomy | None = None
-    checkup: _Checkup | None = None
-
-
-class _Task(_Meta):
-    kind: str = ""
-    options: dict[str, Any] = {}
-
-
-class _Experiment(_Meta):
-    tasks: dict[str, _Task] = {}
-    models: list[str] = []
-    interventions: list[str] = []
-
-
-class _RecordedRanking(_Meta):
+class _RecordedRanking(BaseModel):
     """A head ranking, and each head's attention mass on the first token by layer (empty if it comes from a file)."""
 
+    model_config = ConfigDict(strict=True, extra="allow")
     order: str
     sinks: dict[int, Annotated[list[float], Field(min_length=1)]]
     sinks_by_entropy: dict[int, Annotated[list[float], Field(min_length=1)]]
@@ -247,17 +220,14 @@ def stored_item(trial: Row) -> Item:
 
 
 def stored_answer(trial: Row) -> Answer:
-    """Rebuild the answer of a row, with the fields that scores read."""
-    logs, greedy = tuple(trial.logprobs), tuple(trial.greedy)
+    """Rebuild the answer of a row; how it finished is known even if scoring failed."""
+    finish = trial.facts.get(ANSWER_FINISH, trial.finish)
+    error, logs = trial.error if finish == "failed" else "", tuple(trial.logprobs)
+    rest = {"margins": tuple(trial.margins), "receipt": Receipt.from_dict(trial.receipt), "finish": finish, "error": error}
     if trial.mode == "generate":
-        return Answer(tuple(trial.tokens), logs, finish="stop", text=trial.output)
+        return Answer(tuple(trial.tokens), logs, text=trial.output, **rest)
     options = (logs,) if trial.mode == "perplexity" else tuple((value,) for value in logs)
-    return Answer(option_logprobs=options, greedy=greedy)
-
-
-def stored_finish(trial: Row) -> str:
-    """Return how the answer finished, even if scoring failed."""
-    return str(trial.facts.get(ANSWER_FINISH, trial.finish))
+    return Answer(option_logprobs=options, greedy=tuple(trial.greedy), **rest)
 
 
 @dataclass(frozen=True)
@@ -280,12 +250,12 @@ def rescore(store: Store, make_task: Callable[[Mapping[str, Any]], Task] | None 
     why = ""
 
     def rescored(trial: Row, task: Task) -> Row:
-        finish = stored_finish(trial)
-        if finish == "failed":
+        answer = stored_answer(trial)
+        if answer.finish == "failed":
             return replace(trial, scoring=scoring(task))
-        scores = task.score(stored_item(trial), stored_answer(trial))
+        scores = task.score(stored_item(trial), answer)
         facts = {name: value for name, value in trial.facts.items() if name != ANSWER_FINISH}
-        return replace(trial, scores=scores, scoring=scoring(task), finish=finish, error="", facts=facts)
+        return replace(trial, scores=scores, scoring=scoring(task), finish=answer.finish, error="", facts=facts)
 
     experiments = store.meta("experiments") or {}
     for name, task_name, known in [(e, t, known) for e in experiments for t, known in experiments[e].get("tasks", {}).items()]:

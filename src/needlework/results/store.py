@@ -275,15 +275,11 @@ class Store:
         with _reading(self.directory / FILE_NAME):
             return {name: json.loads(text) for name, text in self.db.execute("SELECT id, content FROM versions")}
 
-    def add(self, trials: Sequence[Row]) -> None:
-        self._insert("trials", trials)
-
-    def observe(self, observations: Sequence[Observation]) -> None:
-        self._insert("observations", observations)
-
-    def _insert(self, table: str, rows: Sequence[Any]) -> None:
+    def add(self, rows: Sequence[Row] | Sequence[Observation]) -> None:
+        """Insert rows, all of one kind, or replace those with the same key."""
         if not rows:
             return
+        table = "trials" if isinstance(rows[0], Row) else "observations"
         names = [f.name for f in fields(rows[0])]
         marks, changes = ", ".join("?" for _ in names), ", ".join(f"{name} = excluded.{name}" for name in names)
         values = [[json.dumps(getattr(row, k)) if k in JSON_COLUMNS else getattr(row, k) for k in names] for row in rows]
@@ -343,9 +339,6 @@ class Store:
         names = [f.name for f in fields(Observation)]
         rows = self.db.execute(f"SELECT {', '.join(names)} FROM observations ORDER BY experiment, model, task, layer, head")
         return [Observation(**dict(zip(names, row, strict=True))) for row in rows]
-
-    def score_names(self) -> list[str]:
-        return [name for (name,) in self.db.execute("SELECT DISTINCT j.key FROM trials, json_each(scores) j ORDER BY 1")]
 
     def close(self) -> None:
         empty = False
