@@ -13,22 +13,9 @@ from needlework.analysis.power import CHANCE, POWER
 from needlework.analysis.reader import planned
 from needlework.analysis.verdicts import RULES, verdicts
 from needlework.engine.budget import default_limit
+from needlework.experiments import progress
 from needlework.experiments.models import ModelSource, PublicModels
 from needlework.experiments.plan import Plan
-from needlework.experiments.progress import (
-    GPU,
-    GPU_BYTES,
-    LARGE_ON_CPU,
-    SMALL,
-    SMALL_PARAMETERS,
-    TRIAL_SECONDS,
-    Speed,
-    chunk_seconds,
-    context_flops,
-    measured_speed,
-    reading_flops,
-    usual_speed,
-)
 from needlework.experiments.provenance import describe_experiments
 from needlework.experiments.ray_executor import Cluster
 from needlework.experiments.trials import Trial, Work, chunked, expand, to_row
@@ -212,19 +199,21 @@ def _count_prefills(work: Work, trials: Sequence[Trial]) -> tuple[int, int]:
     return round(len(readings) * scale), round(sum(readings.values()) * scale)
 
 
-def speed_here(work: Work) -> Speed:
+def speed_here(work: Work) -> progress.Speed:
     """Return the speed of this machine: measured for a large model on the CPU, else a typical value."""
-    large_on_cpu = work.model.model.loading.device == "cpu" and work.model.anatomy.parameters >= SMALL_PARAMETERS
-    return measured_speed(work.model) if large_on_cpu else usual_speed(work.model)
+    large_on_cpu = work.model.model.loading.device == "cpu" and work.model.anatomy.parameters >= progress.SMALL_PARAMETERS
+    return progress.measured_speed(work.model) if large_on_cpu else progress.usual_speed(work.model)
 
 
-def estimate_seconds(work: Work, speed: Speed) -> float:
+def estimate_seconds(work: Work, speed: progress.Speed) -> float:
     """Estimate the seconds that one worker of this speed takes for a model's trials."""
     info, asked = work.model, [same[0] for same in work.by_id().values()]
     prefills, prompt_tokens = _count_prefills(work, asked)
-    reading = reading_flops(info, prompt_tokens) + prefills * context_flops(info, prompt_tokens // max(1, prefills))
-    answering = sum(chunk_seconds(info, speed, chunk, _ROWS) for chunk in chunked(work))
-    return speed.reading(reading) + answering + TRIAL_SECONDS * len(work.trials)
+    reading = progress.reading_flops(info, prompt_tokens) + prefills * progress.context_flops(
+        info, prompt_tokens // max(1, prefills)
+    )
+    answering = sum(progress.chunk_seconds(info, speed, chunk, _ROWS) for chunk in chunked(work))
+    return speed.reading(reading) + answering + progress.TRIAL_SECONDS * len(work.trials)
 
 
 def _time(seconds: float) -> str:
@@ -293,12 +282,12 @@ def place(plan: Plan, cluster: Cluster | None) -> Placement:
 def _place(work: Work, workers: int) -> ModelPlacement:
     info, units = work.model, len(list(chunked(work)))
     weights = info.costs.weights if info.costs else 4 * info.anatomy.parameters
-    gpus = math.ceil(weights * _SPARE / GPU_BYTES)
+    gpus = math.ceil(weights * _SPARE / progress.GPU_BYTES)
     loadings = (info.model.loading.replace(device=device) for device in ("cuda", "cpu"))
     on_gpu, on_cpu = (replace(work, model=replace(info, model=replace(info.model, loading=one))) for one in loadings)
     busy = min(workers, units)
-    gpu_hours = estimate_seconds(on_gpu, GPU) / 3600
-    laptop = (SMALL if info.anatomy.parameters < SMALL_PARAMETERS else LARGE_ON_CPU).times(LAPTOP_CORES / 2)
+    gpu_hours = estimate_seconds(on_gpu, progress.GPU) / 3600
+    laptop = progress.usual_speed(on_cpu.model).times(LAPTOP_CORES / 2)
     fits = weights * _SPARE <= LAPTOP_BYTES
     return ModelPlacement(
         info.name,

@@ -41,18 +41,13 @@ T = TypeVar("T")
 
 def tasks_of(task: Tasks, subject: Subject) -> list[Task]:
     """Return the tasks to rank heads on: `niah`, `recall`, given tasks, or the retrieval tasks of a plan."""
-    if isinstance(task, Task):
-        return _retrieving([task])
-    if not isinstance(task, (str, Path)):
-        return _retrieving(list(task))
-    if str(task) in NAMES:
+    if isinstance(task, (str, Path)) and str(task) in NAMES:
         return named_tasks(str(task), subject)
-    plan = get(task)
-    every = [named.task for experiment in plan.experiments for named in experiment.tasks]
-    return _retrieving(list({(one.kind, one.model_dump_json()): one for one in every}.values()))
-
-
-def _retrieving(tasks: list[Task]) -> list[Task]:
+    if isinstance(task, (str, Path)):
+        every = [named.task for experiment in get(task).experiments for named in experiment.tasks]
+        tasks = list({(one.kind, one.model_dump_json()): one for one in every}.values())
+    else:
+        tasks = [task] if isinstance(task, Task) else list(task)
     kept = [task for task in tasks if task.ability == "retrieval" and task.mode == "generate"]
     if not kept:
         raise NeedleworkError(
@@ -112,8 +107,8 @@ def open_subject(model: str, cluster: Cluster | None, **loading: Any) -> Iterato
 def recurrent_side_of(subject: Subject, task: Tasks, samples: int, seed: int, progress: bool = False) -> RecurrentSide:
     """Return the analysis of `needlework heads --recurrent`, on the samples that heads would be ranked on."""
     drawn = draw_samples(subject, tasks_of(task, subject), samples, seed)
-    with ProgressSteps(1, progress) as steps, steps.step("the recurrent side") as told:
-        return recurrent_side(subject, [sample.item for sample in drawn], seed=seed, progress=told)
+    with ProgressSteps(1, progress) as steps, steps.step("the recurrent side") as report_progress:
+        return recurrent_side(subject, [sample.item for sample in drawn], seed=seed, progress=report_progress)
 
 
 def rank(
@@ -137,12 +132,12 @@ def rank(
     methods = methods_of(by, subject)
     drawn = draw_samples(subject, tasks_of(task, subject), samples, seed)
     with ProgressSteps(1 + len(methods), progress) as steps:
-        with steps.step("asking the untouched model") as told:
-            measure_baseline(subject, drawn, told)
+        with steps.step("asking the untouched model") as report_progress:
+            measure_baseline(subject, drawn, report_progress)
         made, of = {}, origin(subject, name)
         for method in methods:
-            with steps.step(f"ranking by {method.name}") as told:
-                made[method.name], _ = rank_by(subject, method, drawn, seed, told, of)
+            with steps.step(f"ranking by {method.name}") as report_progress:
+                made[method.name], _ = rank_by(subject, method, drawn, seed, report_progress, of)
     return made[by] if isinstance(by, str) and by in made else made
 
 
@@ -180,8 +175,7 @@ class RemoteSubject(Subject):
         self._executor = executor
 
     def with_text(self, answer: Answer) -> Answer:
-        """Return the answer unchanged: workers have added its text."""
-        return answer
+        return answer  # workers have added its text
 
     def map_samples(self, function: SampleFunction[T], samples: Sequence[Any], progress: Progress, whole: bool) -> list[T]:
         """Apply a function to slices of the samples, or to all at once: see `measure.map_samples`."""

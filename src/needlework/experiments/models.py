@@ -199,12 +199,8 @@ class LoadedSubject:
 
     def apply(self, function: SampleFunction[T], samples: Sequence[Any]) -> T:
         """Apply a function to samples: see `measure.map_samples`. Meanwhile, `share` returns its progress."""
-
-        def progress(share: float) -> None:
-            self._share = share
-
         try:
-            return function(self.subject, samples, progress)
+            return function(self.subject, samples, partial(setattr, self, "_share"))
         finally:
             self._share = None
 

@@ -15,22 +15,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from needlework.errors import NeedleworkError, did_you_mean, short_repr
-from needlework.experiments.schema import (
-    NAME,
-    NAME_RULE,
-    ExperimentFile,
-    Loading,
-    ModelFile,
-    Place,
-    PlanError,
-    PlanFile,
-    PlanSettings,
-    RankingFile,
-    YamlFile,
-    keys_at,
-    model_option,
-    read,
-)
+from needlework.experiments import schema
+from needlework.experiments.schema import Loading, Place, PlanError
 from needlework.heads.methods import find_methods
 from needlework.interventions import Ranking
 from needlework.interventions.acts import Phase
@@ -140,11 +126,11 @@ def load(path: str | Path, *, fast: bool = False, models: Sequence[str] = (), ma
         models: Models as on the command line (SOURCE or NAME=SOURCE), instead of the plan's.
         make_task: Creates a task from its options; by default from the registry of tasks.
     """
-    file = read(path)
+    file = schema.read(path)
     if not isinstance(file.data, dict):
         raise file.error((), "a plan is a mapping with the keys models and experiments")
     try:
-        content = PlanFile.model_validate(file.data)
+        content = schema.PlanFile.model_validate(file.data)
     except ValidationError as error:
         raise _explain(error, file) from None
     if make_task is None:
@@ -154,14 +140,14 @@ def load(path: str | Path, *, fast: bool = False, models: Sequence[str] = (), ma
     return _Builder(file, content, fast, models, make_task).plan()
 
 
-def _explain(error: ValidationError, file: YamlFile) -> PlanError:
+def _explain(error: ValidationError, file: schema.YamlFile) -> PlanError:
     """Convert pydantic's errors into one PlanError: a line per fault, in the order of the file."""
     faults = []
     for fault in error.errors():
         place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
         where = ".".join(map(str, place))
         if fault["type"] == "extra_forbidden":
-            message = f"unknown key {short_repr(place[-1])}: {did_you_mean(str(place[-1]), keys_at(place[:-1]))}"
+            message = f"unknown key {short_repr(place[-1])}: {did_you_mean(str(place[-1]), schema.keys_at(place[:-1]))}"
         elif fault["type"] == "missing":
             message = f"the key {place[-1]!r} is missing" + (f" in {'.'.join(map(str, place[:-1]))}" if place[1:] else "")
         else:
@@ -174,8 +160,8 @@ def _explain(error: ValidationError, file: YamlFile) -> PlanError:
 class _Builder:
     """Builder of a Plan from validated YAML: inherits settings, creates tasks, checks intervention texts."""
 
-    file: YamlFile
-    content: PlanFile
+    file: schema.YamlFile
+    content: schema.PlanFile
     fast: bool
     override: Sequence[str]
     make_task: MakeTask
@@ -184,8 +170,8 @@ class _Builder:
     def plan(self) -> Plan:
         experiments = []
         for name, spec in self.content.experiments.items():
-            if not NAME.fullmatch(name):
-                raise self.file.error(("experiments", name), f"{short_repr(name)} is no name; {NAME_RULE}")
+            if not schema.NAME.fullmatch(name):
+                raise self.file.error(("experiments", name), f"{short_repr(name)} is no name; {schema.NAME_RULE}")
             if not (self.fast and spec.fast and spec.fast.skip):
                 experiments.append(self._experiment(name, spec))
         if not experiments:
@@ -195,11 +181,11 @@ class _Builder:
         about, text = self.content.about, self.file.text
         return Plan(self.file.path, name, about, text, self.models, tuple(experiments), self.fast, rankings)
 
-    def _ranking(self, name: str, spec: RankingFile) -> RankingSource:
+    def _ranking(self, name: str, spec: schema.RankingFile) -> RankingSource:
         """Return a ranking that the run computes, or one from a file, relative to the plan or to the working directory."""
         place: Place = ("rankings", name)
-        if not NAME.fullmatch(name):
-            raise self.file.error(place, f"{name!r} is no name; {NAME_RULE}")
+        if not schema.NAME.fullmatch(name):
+            raise self.file.error(place, f"{name!r} is no name; {schema.NAME_RULE}")
         if spec.file is not None:
             if more := sorted(spec.model_fields_set - {"about", "file"}):
                 raise self.file.error((*place, more[0]), f"rankings.{name} comes from a file, so leave {more[0]!r} out")
@@ -222,12 +208,12 @@ class _Builder:
             raise wrong[0].error(f"task {wrong[0].name!r} generates nothing, so there are no answers to watch")
         return RankingSource(self._at(place), name, spec.by, tasks, tuple(dict.fromkeys(spec.seeds)), spec.limit)
 
-    def _experiment(self, name: str, spec: ExperimentFile) -> Experiment:
+    def _experiment(self, name: str, spec: schema.ExperimentFile) -> Experiment:
         """Resolve the settings of an experiment: its own, else the plan's, each reduced with --fast."""
         place: Place = ("experiments", name)
-        levels: list[tuple[Place, PlanSettings]] = [(place, spec), ((), self.content)]
+        levels: list[tuple[Place, schema.PlanSettings]] = [(place, spec), ((), self.content)]
         if self.fast:  # precedence: the reduced grid before the full one, in each the experiment before the plan
-            fast: list[tuple[Place, PlanSettings | None]] = [((*place, "fast"), spec.fast), (("fast",), self.content.fast)]
+            fast: list[tuple[Place, schema.PlanSettings | None]] = [((*place, "fast"), spec.fast), (("fast",), self.content.fast)]
             levels = [(at, level) for at, level in fast if level is not None] + levels
 
         def setting(key: str) -> Any:
@@ -257,16 +243,16 @@ class _Builder:
     def _at(self, place: Place) -> str:
         return f"{self.file.path}:{self.file.line(place)}"
 
-    def _models(self, levels: list[tuple[Place, PlanSettings]], place: Place) -> tuple[str, ...]:
+    def _models(self, levels: list[tuple[Place, schema.PlanSettings]], place: Place) -> tuple[str, ...]:
         if self.override:
-            return tuple(dict.fromkeys(self._model(model_option(text), "--model") for text in self.override))
+            return tuple(dict.fromkeys(self._model(schema.model_option(text), "--model") for text in self.override))
         for at, level in levels:
             if level.models is not None:
                 each = enumerate(level.models)
                 return tuple(dict.fromkeys(self._model(spec, self._at((*at, "models", i))) for i, spec in each))
         raise self.file.error(place, "no models: give models here, for the whole plan, or with --model")
 
-    def _model(self, spec: ModelFile, at: str) -> str:
+    def _model(self, spec: schema.ModelFile, at: str) -> str:
         """Register a model and return its name; raise if another model has this name."""
         source = spec.source
         beside = self.file.path.parent / source
@@ -296,8 +282,8 @@ class _Builder:
         if not isinstance(options, dict) or not isinstance(options.get("kind"), str):
             raise self.file.error(place, "a task is its name, or a mapping with kind: NAME and the task's options")
         name = options.get("name", options["kind"])
-        if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise self.file.error((*place, "name"), f"{short_repr(name)} is no name; {NAME_RULE}")
+        if not isinstance(name, str) or not schema.NAME.fullmatch(name):
+            raise self.file.error((*place, "name"), f"{short_repr(name)} is no name; {schema.NAME_RULE}")
         optional = options.get("optional", False)
         if not isinstance(optional, bool):
             raise self.file.error((*place, "optional"), f"optional is true or false (got {short_repr(optional)})")

@@ -195,8 +195,7 @@ def summarize(store: Store, scope: Scope, works: Sequence[Work], rate: str, tell
             if work.repeated:
                 say(f"{work.repeated} samples of {work.model.name} were the same question twice and count once")
         if scope.unasked:
-            kept = "rows in {} are none that this plan asks for: they are kept, and no report counts them"
-            say(f"{scope.unasked} {kept.format(store.directory)}")
+            say(f"{scope.unasked} rows in {store.directory} are not in this plan (kept, not reported)")
         for experiment, model, act, count in idle:
             say(f"{act} hid nothing in any of its {count} trials of {experiment} ({model}); choose fewer tokens")
         if failed:

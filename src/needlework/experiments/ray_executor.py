@@ -173,10 +173,10 @@ class RayConnection:
                 self.ray.init(address=address, **_QUIET)
         except Exception as error:  # Ray raises many types
             self.ray.shutdown()
-            said = str(error).splitlines()[0] if str(error) else type(error).__name__
-            problem = f"no Ray cluster answers at {address} ({said}); `ray start --head` begins one, and --ray local needs none"
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            problem = f"no Ray cluster answers at {address} ({reason}); `ray start --head` begins one, and --ray local needs none"
             if address == LOCAL:
-                problem = f"Ray cannot be started here ({said}); try again, or run without --ray"
+                problem = f"Ray cannot be started here ({reason}); try again, or run without --ray"
             elif "AuthenticationError" in (type(error).__name__, *str(error).split()) or "InvalidAuthToken" in str(error):
                 token = "set RAY_AUTH_MODE=token and its RAY_AUTH_TOKEN (or RAY_AUTH_TOKEN_PATH)"
                 problem = f"the Ray cluster at {address} refuses this token; {token}"
@@ -236,8 +236,8 @@ class RayConnection:
                             found.add(one)
             if self._connected:
                 self._ended = True
-                said = "error: Ray has ended on this machine (one of its processes was killed), and this command with it"
-                say(f"{said}; what was finished is kept: start Ray anew and give the same command", style="red")
+                ended = "error: Ray has ended on this machine (one of its processes was killed), and this command with it"
+                say(f"{ended}; what was finished is kept: start Ray anew and give the same command", style="red")
                 if self._folder is not None:  # removed by a separate process: Ray is about to end this one
                     remove = ["sh", "-c", 'sleep 2; rm -rf "$0"', str(self._folder)]
                     subprocess.Popen(remove, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -352,7 +352,7 @@ class RayExecutor:
         self._waiting: deque[_Job] = deque()
         self._versions: dict[str, str] | None = None
         self._refused, self._lost_loading, self._ticks_without = 0, 0, 0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def versions(self) -> dict[str, str]:
         """Return the versions of the first worker; workers with other versions are refused."""
@@ -457,8 +457,8 @@ class RayExecutor:
             raise error
         self._refused += 1
         self._lost_loading = 0
-        if str(error) not in self._said:
-            self._said.add(str(error))
+        if str(error) not in self._reported:
+            self._reported.add(str(error))
             say(f"a worker is left out: {error}", style="yellow")
 
     def _finish(self, call: Any, worker: Any, job: _Job) -> BatchResult | None:
@@ -470,7 +470,7 @@ class RayExecutor:
             job.deaths += 1
             if job.deaths < MAX_DEATHS:
                 if not job.dropped:
-                    say(f"a worker was lost ({lost}); what it was asked is asked again", style="yellow")
+                    say(f"a worker was lost ({lost}); its batch runs again", style="yellow")
                     self._waiting.appendleft(job)
                 return None
             text = f"it ended {job.deaths} workers, each that it was given to: {lost}; {_MEMORY_HINT}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
@@ -37,9 +38,9 @@ class _Row:
     margins: Sequence[float]
 
 
-def _read(directory: Path | str) -> dict[_Key, _Row]:
-    """Read the compared columns of all rows of a run's plan."""
-    rows: dict[_Key, _Row] = {}
+def _read(directory: Path | str) -> Iterator[tuple[_Key, _Row]]:
+    """Yield the compared columns of all rows of a run's plan."""
+    seen = Counter[tuple[str, str, str]]()
     idle = f"instr(receipt, '\"{NOTHING_TO_HIDE}') > 0"
     columns = f"experiment, task, id, model, finish, tokens, scores, logprobs, margins, facts, {idle}, {', '.join(_LABELS)}"
     with closing(Store(directory)) as store:
@@ -51,11 +52,9 @@ def _read(directory: Path | str) -> dict[_Key, _Row]:
             labels["facts"] = json.dumps(json.loads(facts), sort_keys=True)
             labels["options"] = json.dumps({option: options.get(option) for option in _OPTIONS})
             labels["hid nothing"] = str(bool(hid_nothing))
-            count = 0
-            while (key := (experiment, task, name, count)) in rows:
-                count += 1
-            rows[key] = _Row(model, labels, finish, *map(json.loads, (tokens, scores, logprobs, margins)))
-    return rows
+            key = (experiment, task, name)
+            yield (*key, seen[key]), _Row(model, labels, finish, *map(json.loads, (tokens, scores, logprobs, margins)))
+            seen[key] += 1
 
 
 def fingerprint(directory: Path | str) -> str:
@@ -68,9 +67,9 @@ def fingerprint(directory: Path | str) -> str:
     return _hash(_read(directory))
 
 
-def _hash(rows: Mapping[_Key, _Row]) -> str:
+def _hash(rows: Iterable[tuple[_Key, _Row]]) -> str:
     lines = []
-    for key, row in rows.items():
+    for key, row in rows:
         generated = row.labels["mode"] == "generate"
         scores = {name: value for name, value in row.scores.items() if value is not None}
         kept = {name: round(value, 6) for name, value in scores.items() if generated or float(value).is_integer()}
@@ -139,7 +138,7 @@ class Comparison:
 
 def compare(a: Path | str, b: Path | str, tolerance: float = TOLERANCE) -> Comparison:
     """Compare the rows of two runs that have the same experiment, task and trial id."""
-    first, second = _read(a), _read(b)
+    first, second = dict(_read(a)), dict(_read(b))
     both = [key for key in first if key in second]
     differing: list[Difference] = []
     largest = 0.0
@@ -154,7 +153,7 @@ def compare(a: Path | str, b: Path | str, tolerance: float = TOLERANCE) -> Compa
         if what:
             about = (one.labels["sample"], one.labels["intervention"])
             differing.append(Difference(key[0], one.model, key[1], *about, key[2], what, detail, apart, near_tie))
-    marks = _hash(first), _hash(second)
+    marks = _hash(first.items()), _hash(second.items())
     only = len(first) - len(both), len(second) - len(both)
     return Comparison((str(a), str(b)), marks, len(both), only, tuple(differing), largest, tolerance)
 
