@@ -1,0 +1,397 @@
+"""The model behind the page: draws prompts, answers requests, and shows where heads looked, all as JSON values.
+
+The methods of `Playground` are those of the provider interface in static/provider.js. The server calls them one at a time;
+`export.py` calls them with many requests at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from needlework.anatomy import Anatomy
+from needlework.errors import NeedleworkError, short_repr
+from needlework.interventions.base import Intervention
+from needlework.measure import make_samples, require_tokenizer, run_requests, task_ending
+from needlework.observation import PatternBlock, observe
+from needlework.play import stories
+from needlework.play.state import MOST_CHARACTERS, MOST_NEW_TOKENS, PromptState, RequestState
+from needlework.requests import Answer, Request
+from needlework.subject import Subject
+from needlework.tasks.base import Item, Task, make_task
+from needlework.tasks.niah import BASE_LEAD
+from needlework.tasks.prompts import Piece, encode, token_ids
+from needlework.tasks.retrieval import FRAMES
+from needlework.tasks.toy import is_toy
+from needlework.toy.words import WORD_ID
+
+SCORES = ["entropy", "l2", "norm", "random"]  # of `keep_heads(by=...)`, without a ranking
+RANKINGS = ["copy_score", "needle_mass"]  # methods of `needlework heads` that look once
+RANKING_SAMPLES = 12
+DRAWS = 20  # seeds of drawn prompts
+DEPTHS = [0, 25, 50, 75, 100]
+LENGTHS = {"toy": [64, 128, 192, 256], "english": [64, 96, 160, 256]}
+NEW_TOKENS = {"toy": 12, "english": 6}
+NEEDLE = "The secret code of {key} is {value}."  # of English prompts: short, so that an answer takes few tokens
+QUESTION = "What is the secret code of {key}?"
+CODES = {"Loran": "471", "Mirel": "285", "Tavon": "936", "Kesta": "610", "Brune": "752", "Oskar": "148", "Palen": "394"}
+ENGLISH_LEAD = "ANSWER: The secret code of {key} is"
+KEPT_ANSWERS, KEPT_ATTENTION = 512, 8
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt in tokens."""
+
+    ids: tuple[int, ...]
+    spans: dict[str, tuple[tuple[int, int], ...]]
+    twins: dict[str, tuple[int, ...]]
+    options: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Looks:
+    """Attention of all heads during one answer."""
+
+    layers: dict[int, np.ndarray]  # [answer tokens, heads, positions]
+    prompt_tokens: int
+    needle: np.ndarray  # positions
+
+    def to_dict(self, token: int) -> dict[str, Any]:
+        """Return the JSON form of one answer token's attention: see Attention in static/provider.js."""
+        count = min((weights.shape[0] for weights in self.layers.values()), default=0)
+        if not 0 <= token < count:
+            raise NeedleworkError(f"the answer has tokens 0 to {count - 1}, and no token {token}")
+        keys = self.prompt_tokens + token
+        return {
+            "token": token,
+            "layers": [
+                {"layer": layer, "weights": np.round(weights[token, :, :keys].astype(float), 5).tolist()}
+                for layer, weights in self.layers.items()
+            ],
+            "needle": [
+                {"layer": layer, "mass": np.round(weights[:, :, self.needle].sum(-1).mean(0).astype(float), 5).tolist()}
+                for layer, weights in self.layers.items()
+            ],
+        }
+
+
+class Playground:
+    """A loaded model, with the methods of the page's provider interface."""
+
+    def __init__(self, subject: Subject, name: str) -> None:
+        self.subject, self.name = subject, name
+        self.tokenizer = require_tokenizer(subject)
+        self.language = "toy" if is_toy(self.tokenizer) else "english"
+        self._answers: OrderedDict[object, dict[str, Any]] = OrderedDict()
+        self._looks: OrderedDict[object, Looks] = OrderedDict()
+        self._rankings: dict[str, list[list[int]]] = {}
+
+    @property
+    def anatomy(self) -> Anatomy:
+        return self.subject.anatomy
+
+    def describe(self) -> dict[str, Any]:
+        anatomy = self.anatomy
+        return {
+            "name": self.name,
+            "architecture": anatomy.architecture,
+            "parameters": anatomy.parameters,
+            "provider": "server",
+            "language": self.language,
+            "max_tokens": anatomy.max_tokens,
+            "max_characters": MOST_CHARACTERS,
+            "max_new_tokens": NEW_TOKENS[self.language],
+            "most_new_tokens": MOST_NEW_TOKENS,
+            "layers": [_layer(layer) for layer in anatomy.layers],
+            "no_mixers": anatomy.no_mixer_reason,
+            "scores": SCORES if anatomy.attention_layers else [],
+            "rankings": RANKINGS if anatomy.attention_layers else [],
+            "draws": {"lengths": self._lengths(), "depths": DEPTHS, "draws": DRAWS},
+            "stop": [str(self.tokenizer.decode([token])) for token in sorted(self._ending[1] - self._eos)],
+            "task": {"kind": "niah", **self._task_fields},
+            "weights": self.subject.body.weights,
+        }
+
+    def stories(self) -> list[dict[str, Any]]:
+        return [story.to_dict() for story in stories.stories(self.anatomy)]
+
+    def sample(self, length: int, depth: float, seed: int) -> PromptState:
+        """Draw a prompt from the model's own needle task."""
+        if length not in self._lengths() or depth not in DEPTHS or not 0 <= seed < DRAWS:
+            raise NeedleworkError(
+                f"prompts are drawn with a length of {self._lengths()}, a depth of {DEPTHS} and a draw of 0 to {DRAWS - 1}"
+            )
+        item = make_samples(self.subject, self._task(length, depth), seed)[0].item
+        unit = "words" if self.language == "toy" else "tokens"
+        return self._prompt_of(item, f"{length} {unit}, needle at {depth} %, draw {seed}")
+
+    def ranking(self, name: str) -> list[list[int]]:
+        """Return [layer, head] pairs, best first, by a method of `needlework heads` on samples that the page does not show."""
+        from needlework.experiments.heads import rank
+
+        if name not in self.describe()["rankings"]:
+            raise NeedleworkError(f"heads are not ranked by {short_repr(name)} here; known: {', '.join(RANKINGS)}")
+        if name not in self._rankings:
+            found = rank(self.subject, list(RANKINGS), task=self._task(self._lengths()[0]), samples=RANKING_SAMPLES, seed=DRAWS)
+            assert isinstance(found, dict)
+            self._rankings = {method: [list(head) for head in ranking.order] for method, ranking in found.items()}
+        return self._rankings[name]
+
+    def generate(self, request: RequestState) -> dict[str, Any]:
+        """Answer one request; answers are kept, so that undo and compare cost nothing."""
+        return self.generate_all([request])[0]
+
+    def generate_all(self, requests: Sequence[RequestState]) -> list[dict[str, Any]]:
+        """Answer requests in one run of the engine, which reads what they share once."""
+        asked = [(one, one.intervention) for one in requests]
+        new = {_key(one, act): (one, act) for one, act in asked if _key(one, act) not in self._answers}
+        for key, answer in zip(new, self._run(list(new.values())), strict=True):
+            self._answers[key] = answer
+        found = []
+        for one, act in asked:
+            self._answers.move_to_end(_key(one, act))
+            found.append(self._answers[_key(one, act)])
+        while len(self._answers) > KEPT_ANSWERS:
+            self._answers.popitem(last=False)
+        return found
+
+    def attention(self, request: RequestState, token: int) -> dict[str, Any]:
+        """Return where every head looked from one answer token."""
+        intervention = request.intervention
+        key = _key(request, intervention)
+        if key not in self._looks:
+            self._looks[key] = self._observe(request, intervention)
+            while len(self._looks) > KEPT_ATTENTION:
+                self._looks.popitem(last=False)
+        self._looks.move_to_end(key)
+        return self._looks[key].to_dict(token)
+
+    def encode(self, prompt: PromptState) -> Encoded:
+        """Tokenize a prompt, its twin and its options.
+
+        Raises:
+            NeedleworkError: The prompt is empty, or the tokenizer cannot place its needle.
+        """
+        if not prompt.text.strip():
+            raise NeedleworkError("the prompt is empty; type one, or draw one")
+        if self.language == "toy":
+            self._check_words(prompt)
+        encoded = self._pieces(prompt)
+        twins = {"twin": self._pieces(prompt.of_twin()).ids} if prompt.twin else {}
+        options = tuple(token_ids(self.tokenizer, option) for option in prompt.options)
+        if not all(options):
+            raise NeedleworkError("an option is empty; leave it out")
+        return Encoded(encoded.ids, encoded.spans, twins, options)
+
+    def _pieces(self, prompt: PromptState) -> Any:
+        pieces = [Piece(text, ("needle",) if is_needle else ()) for text, is_needle in prompt.pieces()]
+        return encode(self.tokenizer, pieces, special=prompt.special)
+
+    def _check_words(self, prompt: PromptState) -> None:
+        words = " ".join([prompt.text, prompt.twin, *prompt.options]).split()
+        if unknown := sorted({word for word in words if word not in WORD_ID}):
+            more = f" and {len(unknown) - 5} more" if len(unknown) > 5 else ""
+            raise NeedleworkError(
+                f"{self.name} speaks a toy language without the words {', '.join(map(short_repr, unknown[:5]))}{more}; draw a"
+                " prompt to see its words"
+            )
+
+    def _run(self, asked: Sequence[tuple[RequestState, Intervention]]) -> list[dict[str, Any]]:
+        start = time.perf_counter()
+        encoded = {request.prompt: self.encode(request.prompt) for request, _ in asked}
+        requests: list[Request] = []
+        places = []
+        for request, intervention in asked:
+            prompt = encoded[request.prompt]
+            places.append(len(requests))
+            requests += self._requests(prompt, request, intervention)
+        places.append(len(requests))
+        answers = run_requests(self.subject, requests)
+        milliseconds = (time.perf_counter() - start) * 1000
+        return [
+            self._answer(encoded[request.prompt], request, intervention, answers[first:last], milliseconds / len(asked))
+            for (request, intervention), first, last in zip(asked, places, places[1:], strict=False)
+        ]
+
+    def _requests(self, prompt: Encoded, request: RequestState, intervention: Intervention) -> list[Request]:
+        """Return the request to generate, and one that decodes each option; all share one prefill."""
+        shared: dict[str, Any] = {"spans": prompt.spans, "twins": prompt.twins}
+        made = [Request(prompt.ids, intervention, request.max_new_tokens, self._ending[1], **shared)]
+        made += [Request(prompt.ids, intervention, forced=option, **shared) for option in prompt.options]
+        return made
+
+    def _answer(
+        self, prompt: Encoded, request: RequestState, intervention: Intervention, answers: Sequence[Answer], milliseconds: float
+    ) -> dict[str, Any]:
+        said, *options = answers
+        totals = [sum(option.logprobs) for option in options]
+        shares = np.exp(np.array(totals) - max(totals, default=0.0))
+        return {
+            "intervention": str(intervention),
+            "prompt": {"tokens": self.texts(prompt.ids), "needle": [list(part) for part in prompt.spans.get("needle", ())]},
+            "tokens": [
+                {"text": text, "id": token, "probability": math.exp(logprob)}
+                for token, logprob, text in zip(
+                    said.tokens, said.logprobs, self.texts((*prompt.ids[-1:], *said.tokens))[1:], strict=True
+                )
+            ],
+            "text": said.text,
+            "finish": said.finish,
+            "options": [
+                {"text": text, "logprob": total, "probability": float(share)}
+                for text, total, share in zip(request.prompt.options, totals, shares / max(shares.sum(), 1e-30), strict=True)
+            ],
+            "receipt": _receipt(said),
+            "notes": list(said.receipt.notes),
+            "milliseconds": round(milliseconds, 1),
+        }
+
+    def _observe(self, request: RequestState, intervention: Intervention) -> Looks:
+        prompt = self.encode(request.prompt)
+        if not self.anatomy.attention_layers:
+            raise NeedleworkError(f"{self.name} has no attention to look at")
+        count = len(prompt.ids)
+        rows: dict[int, list[np.ndarray]] = {}
+
+        def keep(block: PatternBlock) -> None:
+            if block.phase != "decode":
+                return
+            weights = block.weights[0, :, -1].float().cpu().numpy()  # [heads, keys]
+            positions = block.k_positions[0].cpu().numpy()
+            dense = np.zeros((weights.shape[0], count + request.max_new_tokens), np.float16)
+            dense[:, positions[positions >= 0]] = weights[:, positions >= 0]
+            rows.setdefault(block.layer, []).append(dense)
+
+        asked = self._requests(prompt, request, intervention)[:1]
+        with observe(self.subject, patterns=keep):
+            run_requests(self.subject, asked)
+        needle = [p for start, end in prompt.spans.get("needle", ()) for p in range(start, end)]
+        return Looks({layer: np.stack(row) for layer, row in sorted(rows.items())}, count, np.array(needle, int))
+
+    def texts(self, ids: Sequence[int]) -> list[str]:
+        """Return the text of each token with the white space before it."""
+
+        def decoded(tokens: Sequence[int]) -> str:
+            return str(self.tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
+
+        found: list[str] = []
+        for before, token in zip((None, *ids), ids, strict=False):
+            if before is None:
+                found.append(decoded([token]))
+                continue
+            alone, both = decoded([before]), decoded([before, token])
+            found.append(both[len(alone) :] if both.startswith(alone) else decoded([token]))
+        return found
+
+    def _lengths(self) -> list[int]:
+        room = (self.anatomy.max_tokens or MOST_CHARACTERS) - NEW_TOKENS[self.language] - 24  # words of the question
+        return [length for length in LENGTHS[self.language] if length <= room] or LENGTHS[self.language][:1]
+
+    @cached_property
+    def _task_fields(self) -> dict[str, Any]:
+        """The fields of the needle task besides its length and depth."""
+        if self.language == "toy":
+            return {"distractors": 3}
+        (key, value), *others = CODES.items()
+        return {
+            "style": "base",
+            "distractors": 3,
+            "reserve_tokens": 0,
+            "needle": NEEDLE,
+            "question": QUESTION,
+            "key": key,
+            "value": value,
+            "others": [{"key": name, "value": code} for name, code in others],
+            "twins": True,
+            "max_new_tokens": NEW_TOKENS["english"],
+            "stop": ".",
+        }
+
+    def _task(self, length: int, depth: float | None = None) -> Task:
+        depths = DEPTHS if depth is None else [depth]
+        many = {"samples": -(-RANKING_SAMPLES // len(DEPTHS))} if depth is None else {}
+        return make_task({"kind": "niah", **self._task_fields, "lengths": [length], "depths": depths, **many})
+
+    @cached_property
+    def _ending(self) -> tuple[int, frozenset[int]]:
+        return task_ending(self.subject, self._task(self._lengths()[0], 0))
+
+    @property
+    def _eos(self) -> set[int]:
+        eos = getattr(self.subject.model.generation_config, "eos_token_id", None)
+        return {eos} if isinstance(eos, int) else set(eos or ())
+
+    def _prompt_of(self, item: Item, label: str) -> PromptState:
+        """Return a drawn sample as the page's prompt: its text is split around the needle and before the question."""
+        ((start, end),) = item.spans["needle"]
+        needle = str(self.tokenizer.decode(list(item.prompt[start:end]), clean_up_tokenization_spaces=False)).strip()
+        before, _, rest = item.prompt_text.partition(needle)
+        mark = FRAMES[self.language][1]
+        after, _, question = rest.rpartition(mark)
+        facts = item.facts
+        options = [text for kind, text in zip(facts["option_kinds"], facts["options"], strict=True) if kind != "absent"]
+        target, twin, question = item.target, item.twin_target, mark + question
+        if self.language == "english":
+            value, other = self._task_fields["value"], _value(twin)
+            question = question.removesuffix(BASE_LEAD) + ENGLISH_LEAD.format(key=self._task_fields["key"])
+            options, target = [f" {_value(option)}" for option in options], f" {value}"
+        else:
+            value, other = target, twin
+        return PromptState(
+            before=before,
+            needle=needle,
+            after=after,
+            question=question,
+            twin=needle.replace(value, other) if twin else "",
+            options=tuple(options),
+            target=target,
+            label=label,
+        )
+
+
+def _value(sentence: str) -> str:
+    """Return the code of an English needle's sentence: its last word."""
+    return sentence.rstrip(".").rpartition(" ")[2]
+
+
+def _key(request: RequestState, intervention: Intervention) -> object:
+    return request.prompt, str(intervention), request.max_new_tokens
+
+
+def _layer(layer: Any) -> dict[str, Any]:
+    attention, recurrent = layer.attention, layer.recurrent
+    return {
+        "index": layer.index,
+        "kind": layer.kind,
+        "attention": attention and {"heads": attention.query_heads, "kv_heads": attention.kv_heads, "window": attention.window},
+        "recurrent": recurrent
+        and {
+            "mixer": recurrent.mixer,
+            "groups": recurrent.groups,
+            "group_kind": recurrent.group_kind,
+            "no_groups": recurrent.no_groups_reason,
+            "conv": bool(recurrent.taps),
+            "state": recurrent.carries_state,
+        },
+    }
+
+
+def _receipt(answer: Answer) -> dict[str, dict[str, int]]:
+    """Return the counts of a receipt by phase, summed over layers."""
+    sums: dict[str, dict[str, int]] = {}
+    for (_, phase), counts in sorted(answer.receipt.counts.items()):
+        for name, number in counts.items():
+            if number and name != "positions":
+                of_phase = sums.setdefault(phase, {})
+                of_phase[name] = of_phase.get(name, 0) + number
+    if answer.receipt.swapped:
+        sums["between"] = {f"{half}_swapped": 1 for half in answer.receipt.swapped}
+    return sums

@@ -1,0 +1,139 @@
+"""The model behind the page: its answers are those of `subject.generate`, whatever the page asks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import needlework as nw
+from needlework import zoo
+from needlework.measure import make_samples
+from needlework.play.playground import Playground
+from needlework.play.state import PromptState, RequestState, parts_of
+from needlework.play.stories import stories
+from needlework.tasks import make_task
+
+TEXTS = [
+    "none",
+    "keep_heads(k=2)",
+    "keep_heads(phase='decode', k=1, by='random', seed=2)",
+    "ablate_attention()",
+    "ablate_heads(heads=[[2, 0], [5, 3]])",
+    "expose_tokens(phase='decode', mode='omit')",
+    "limit_context(tokens=9, sinks=1)",
+    "ablate_recurrent()",
+    "ablate_recurrent(site='conv')",
+    "ablate_recurrent_groups(groups=[[0, 1]])",
+    "swap_memory(half='kv')",
+]
+
+
+def ask(playground: Playground, prompt: PromptState, text: str) -> dict[str, Any]:
+    return playground.generate(RequestState(prompt=prompt, parts=tuple(parts_of(text)), max_new_tokens=12))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_an_answer_is_that_of_generate_and_the_choice_that_of_choices(griffin: Playground, text: str) -> None:
+    subject = griffin.subject
+    prompt = griffin.sample(128, 50, 0)
+    found = ask(griffin, prompt, text)
+    spans = {"needle": tuple((start, end) for start, end in found["prompt"]["needle"])}
+    twin = {"twin": prompt.of_twin().text}
+    (told,) = subject.generate([prompt.text], text, spans=[spans], twins=[twin], max_new_tokens=12, stop=["."])
+    assert (found["text"], [token["id"] for token in found["tokens"]]) == (told.text, list(told.tokens))
+    assert found["intervention"] == str(nw.parse(text))
+    assert "".join(found["prompt"]["tokens"]).removeprefix("<bos>").strip() == prompt.text
+    assert "".join(token["text"] for token in found["tokens"]).strip() == told.text.strip()
+    if "phase" in text or "swap" in text:
+        return  # scoring has no decode phase
+    (scored,) = subject.choices([prompt.text], [[f" {option}" for option in prompt.options]], text, spans=[spans])
+    assert [option["logprob"] for option in found["options"]] == pytest.approx(list(scored.totals), abs=2e-3)
+    assert sum(option["probability"] for option in found["options"]) == pytest.approx(1)
+
+
+def test_the_prompt_is_the_tasks_own(griffin: Playground) -> None:
+    task = make_task({"kind": "niah", "distractors": 3, "lengths": [64], "depths": [75]})
+    item = make_samples(griffin.subject, task, 3)[0].item
+    prompt = griffin.sample(64, 75, 3)
+    encoded = griffin.encode(prompt)
+    assert (prompt.text, encoded.ids, encoded.spans["needle"]) == (item.prompt_text, item.prompt, item.spans["needle"])
+    assert encoded.twins == item.twins
+    assert prompt.target == item.target
+    assert len(prompt.options) == 4
+
+
+def test_attention_is_what_observe_sees(griffin: Playground) -> None:
+    prompt = griffin.sample(64, 50, 1)
+    request = RequestState(prompt=prompt, parts=tuple(parts_of("keep_heads(k=2)")), max_new_tokens=12)
+    found = griffin.attention(request, 1)
+    encoded = griffin.encode(prompt)
+    with nw.observe(griffin.subject, patterns=True, positions=[len(encoded.ids)]) as seen:
+        griffin.subject.generate([prompt.text], "keep_heads(k=2)", spans=[encoded.spans], max_new_tokens=12, stop=["."])
+    assert len(seen.patterns) == 20
+    for pattern in seen.patterns:
+        layer = next(each for each in found["layers"] if each["layer"] == pattern.layer)
+        weights = [layer["weights"][pattern.head][key] for key in pattern.keys.tolist()]
+        assert weights == pytest.approx(pattern.weights.tolist(), abs=2e-3)
+    for row in seen.table():
+        mass = next(each for each in found["needle"] if each["layer"] == row.layer)["mass"]
+        assert mass[row.head] == pytest.approx(row.needle_mass, abs=2e-3)
+    with pytest.raises(nw.NeedleworkError, match="the answer has tokens 0 to"):
+        griffin.attention(request, 99)
+
+
+@pytest.mark.parametrize("name", [*zoo.catalog()])
+def test_every_zoo_model_has_its_stories_or_says_what_it_lacks(name: str) -> None:
+    playground = Playground(nw.load(name), name)
+    told = stories(playground.anatomy)
+    assert len(told) == 8
+    prompt = playground.sample(64, 50, 0)
+    shown = [story for story in told if not story.missing]
+    requests = [RequestState(prompt=prompt, parts=tuple(story.parts), max_new_tokens=12) for story in shown]
+    assert all(answer["tokens"] for answer in playground.generate_all(requests))
+    missing = {story.id for story in told if story.missing}
+    expected = {"tiny-transformer": {"no-recurrence"}, "tiny-mamba": {x.id for x in told} - {"untouched", "no-recurrence"}}
+    assert missing == expected.get(name, set())
+    assert all("has no" in story.missing for story in told if story.missing)
+
+
+def test_a_model_without_attention_says_so() -> None:
+    playground = Playground(nw.load("tiny-mamba"), "tiny-mamba")
+    described = playground.describe()
+    assert described["scores"] == described["rankings"] == []
+    request = RequestState(prompt=playground.sample(64, 50, 0), parts=({"name": "keep_heads", "k": 1},), max_new_tokens=4)
+    with pytest.raises(nw.NeedleworkError, match="has no separate attention layers"):
+        playground.generate(request)
+    with pytest.raises(nw.NeedleworkError, match="no attention to look at"):
+        playground.attention(request.model_copy(update={"parts": ()}), 0)
+
+
+def test_a_ranking_orders_all_heads(griffin: Playground) -> None:
+    order = griffin.ranking("needle_mass")
+    assert sorted(order) == [[layer, head] for layer in (2, 5) for head in range(10)]
+    with pytest.raises(nw.NeedleworkError, match="are not ranked by 'guessing'"):
+        griffin.ranking("guessing")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"before": "", "needle": "", "after": "", "question": " "}, "the prompt is empty"),
+        ({"needle": "the secret code of gandalf is 4"}, "toy language without the words 'gandalf'"),
+        ({"twin": "the secret code of belan is 1"}, "they must be of one length"),
+        ({"options": ("4 7 1", "four hundred")}, "toy language without the words 'four', 'hundred'"),
+        ({"options": ("",)}, "an option is empty"),
+        ({"needle": ""}, "no span 'needle'"),
+    ],
+)
+def test_what_is_wrong_with_a_typed_prompt_is_told(griffin: Playground, fields: dict[str, Any], said: str) -> None:
+    prompt = griffin.sample(64, 50, 0).model_copy(update=fields)
+    text = "expose_tokens(mode='omit')" if fields == {"needle": ""} else "swap_memory(half='kv')"
+    with pytest.raises(nw.NeedleworkError, match=said):
+        ask(griffin, prompt, text)
+
+
+def test_draws_that_do_not_exist_are_refused(griffin: Playground) -> None:
+    for draw in ((65, 50, 0), (64, 51, 0), (64, 50, 20), (64, 50, -1)):
+        with pytest.raises(nw.NeedleworkError, match="prompts are drawn with"):
+            griffin.sample(*draw)
