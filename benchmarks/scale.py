@@ -54,7 +54,7 @@ def random_model(folder: Path) -> None:
     """The public configuration with random weights, saved as any checkpoint."""
     from transformers import AutoModelForCausalLM
 
-    from needlework.model.presets import preset_config
+    from needlework.model.files import preset_config
     from needlework.toy import tokenizer
 
     torch.manual_seed(0)

@@ -33,8 +33,8 @@ def _count(number: float) -> str:
 
 def anatomy_table(anatomy: Anatomy, name: str = "") -> Group:
     """Return a table with one row per layer, then totals of the attention and recurrent sides, and notes."""
-    from needlework.model.chunks import CHUNK_TOKENS
     from needlework.model.families import family
+    from needlework.model.hooked_model import CHUNK_TOKENS
 
     columns = ("layer", "kind", "query/kv heads", "dim", "window", "output", "groups", "memory, bytes", "parameters")
     rows = Table(columns, [_layer_row(layer) for layer in anatomy.layers], left=("kind", "output"))

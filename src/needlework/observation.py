@@ -17,7 +17,7 @@ from torch import Tensor
 from needlework.anatomy import Head
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.acts import Phase
-from needlework.model.attention import Block, Forward
+from needlework.model.attention import Forward, QueryBlock
 from needlework.requests import Request
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class AttentionObserver:
                 for start, end in request.spans.get(name, ()):
                     mask[slot, start:end] = True
 
-    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
+    def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None:
         """Receive attention probabilities [rows, heads, queries, keys] of one block of queries."""
         raise NotImplementedError
 
@@ -173,7 +173,7 @@ class HeadObserver(AttentionObserver):
                 raise NeedleworkError(f"observe: a request has no span {self.span!r} to observe; {known}")
         super().begin(requests, device)
 
-    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
+    def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None:
         p, key = probabilities, (layer, forward.phase)
         rows, heads, queries, _ = p.shape
         if self.on_block is not None:

@@ -240,7 +240,7 @@ def test_keeping_none_that_keeps_one(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_that_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.model.mixers._Acting.leave", lambda *_: None)
+    monkeypatch.setattr("needlework.model.mixers._MixerHooks.leave", lambda *_: None)
     found = examined(nw.wrap(cases.build("jamba")), "heads act", "memory acts")
     assert [check.law for check in found.failed] == ["memory acts"]
     assert "states_cut is 0" in found["memory acts"].why

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import cases
 from needlework.heads.contribution import ContributionObserver
-from needlework.model.gates import answer_log_p, differentiable
+from needlework.model.hooked_model import answer_log_p, differentiable
 from needlework.requests import Request
 from needlework.tasks.base import Item
 

@@ -14,7 +14,7 @@ import needlework as nw
 from needlework.anatomy import Head
 from needlework.heads.contribution import learned
 from needlework.heads.methods import Scores
-from needlework.model.gates import answer_log_p, differentiable
+from needlework.model.hooked_model import answer_log_p, differentiable
 from needlework.tasks.base import Item, make_task
 
 PLANTED = (Head(2, 0), Head(2, 5), Head(2, 9), Head(2, 14))  # with these alone, it finds 9 needles in 10

@@ -18,7 +18,7 @@ import cases
 import needlework as nw
 from needlework.engine import budget, prefill
 from needlework.engine.depth import Depth
-from needlework.model import attention, chunks, hooked_model
+from needlework.model import attention, hooked_model
 from needlework.model.edits import keeps_from_sdpa
 from needlework.requests import Answer, Request, prepare
 from tiny import build
@@ -41,12 +41,12 @@ DECODE_ONLY = ("keep in decode", "keys swapped", "state swapped")  # nothing tha
 @contextmanager
 def in_chunks(subject: nw.Subject, tokens: int) -> Iterator[None]:
     """Chunks of so many tokens, and masks in blocks from the first chunk that goes on."""
-    before, whole = subject.body.chunk, chunks.WHOLE_MASK
-    subject.body.chunk, chunks.WHOLE_MASK = tokens, 1
+    before, whole = subject.body.chunk, attention.WHOLE_MASK
+    subject.body.chunk, attention.WHOLE_MASK = tokens, 1
     try:
         yield
     finally:
-        subject.body.chunk, chunks.WHOLE_MASK = before, whole
+        subject.body.chunk, attention.WHOLE_MASK = before, whole
 
 
 def asked(subject: nw.Subject, name: str) -> tuple[list[str], list[Request]]:
@@ -152,7 +152,7 @@ def test_a_shared_beginning_goes_on_in_chunks(name: str, monkeypatch: pytest.Mon
 def test_what_is_watched_is_the_same() -> None:
     subject = cases.subject("jamba")
     seen = []
-    for size in (chunks.CHUNK_TOKENS, 7):
+    for size in (hooked_model.CHUNK_TOKENS, 7):
         with in_chunks(subject, size), nw.observe(subject, patterns=True, positions=[3, 20, 29]) as watch:
             subject.generate([LONG], max_new_tokens=2, spans=[SPANS])
         seen.append(watch)
@@ -171,7 +171,7 @@ def test_what_is_watched_is_the_same() -> None:
 
 @given(st.integers(1, 5000), st.integers(3, 700))
 def test_chunks_are_alike_and_none_is_a_lone_token(tokens: int, most: int) -> None:
-    edges = [0, *sorted(chunks.cuts(tokens, most)), tokens]
+    edges = [0, *sorted(hooked_model.chunk_boundaries(tokens, most)), tokens]
     sizes = [b - a for a, b in itertools.pairwise(edges)]
     assert sum(sizes) == tokens
     assert max(sizes) <= most
@@ -248,7 +248,7 @@ def growth(name: str, act: nw.Intervention, chunk: int, monkeypatch: pytest.Monk
     assert part is not None
     monkeypatch.setattr(attention, "CPU_BLOCK_BYTES", 1 << 13)  # small as the model is
     monkeypatch.setattr(attention, "MANY_KEYS", 16)
-    monkeypatch.setattr(chunks, "_BLOCK_PAIRS", {"cpu": 1 << 10})
+    monkeypatch.setattr(attention, "CPU_MASK_PAIRS", 1 << 10)
     seen = []
     for tokens in (48, 192):
         prompt = cases.tokens(tokens, seed=3).tolist()
@@ -272,7 +272,7 @@ def test_in_one_piece_it_would(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_prompt_costs_its_cache_and_one_chunk() -> None:
     costs = cases.subject("jamba").engine.budget.costs
-    assert costs.chunk == chunks.CHUNK_TOKENS
+    assert costs.chunk == hooked_model.CHUNK_TOKENS
     more = costs.prompt(3 * costs.chunk) - costs.prompt(costs.chunk)
     assert more == 2 * costs.chunk * 2 * costs.kv_per_token
     assert costs.prompt(costs.chunk) - costs.prompt(1000) == (costs.chunk - 1000) * (

@@ -107,7 +107,7 @@ def test_an_intervention_that_did_nothing_fails_its_trial(act: nw.Intervention, 
 
 def test_a_mixer_that_was_not_cut_fails_its_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = cases.subject("jamba")
-    monkeypatch.setattr("needlework.model.mixers._Acting.leave", lambda *_: None)
+    monkeypatch.setattr("needlework.model.mixers._MixerHooks.leave", lambda *_: None)
     answer = subject.generate([cases.PROMPT], nw.AblateRecurrent(), max_new_tokens=2)[0]
     assert answer.finish == "failed"
     assert "states_cut is 0" in answer.error

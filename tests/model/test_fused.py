@@ -11,7 +11,7 @@ from needlework.engine import budget as budget_module
 from needlework.engine import depth as depth_module
 from needlework.interventions.acts import Act, ChangeOutputs, ExposeColumns, KeepBest, LimitKeys, SilenceHeads
 from needlework.model import attention
-from needlework.model.attention import Block, Forward, fuses
+from needlework.model.attention import Forward, QueryBlock, fuses
 from needlework.model.keys import OwnKeys
 from needlework.receipts import Tally
 from needlework.requests import Answer, Request
@@ -103,7 +103,7 @@ def test_a_topmost_layer_computes_one_query_and_counts_all(act: nw.Intervention,
     seen: list[tuple[int, int]] = []
     stock = attention.fused_block
 
-    def watched(forward: Forward, layer: int, block: Block, query: torch.Tensor) -> torch.Tensor:
+    def watched(forward: Forward, layer: int, block: QueryBlock, query: torch.Tensor) -> torch.Tensor:
         seen.append((layer, query.shape[2]))
         return stock(forward, layer, block, query)
 

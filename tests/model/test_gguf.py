@@ -17,9 +17,9 @@ from gguf_files import write_gguf
 from needlework import zoo
 from needlework.cli import app
 from needlework.errors import NeedleworkError, ZooError
-from needlework.model import gguf as conversion
+from needlework.model import files as conversion
 from needlework.model import load
-from needlework.model.gguf import CACHE_VARIABLE, COMPLETE, cache_directory, convert_once
+from needlework.model.files import CACHE_VARIABLE, COMPLETE, cache_directory, convert_once
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from needlework.errors import NeedleworkError
 from needlework.experiments.models import PublicModels
 from needlework.experiments.plan import Model
 from needlework.experiments.schema import Loading
-from needlework.model.presets import preset_config, presets
+from needlework.model.files import preset_config, presets
 
 # As stated by the publishers: layers, of which with attention and with a recurrent mixer; query and key-value heads.
 PUBLISHED = {

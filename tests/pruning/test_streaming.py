@@ -10,7 +10,7 @@ from kept import NO_STREAMS, STREAMING, pruned
 import needlework as nw
 from cases import PROMPT, SPANS, apart, each, intervention, subject, tokens
 from needlework.heads.contribution import ContributionObserver
-from needlework.model.gates import differentiable
+from needlework.model.hooked_model import differentiable
 from needlework.pruning.cutting import Others, Pruned, prune_subject
 from needlework.receipts import Tally
 

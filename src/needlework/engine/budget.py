@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from needlework.errors import NeedleworkError
-from needlework.model.chunks import LEAST_CHUNK
-from needlework.model.hooked_model import HookedModel
+from needlework.model.hooked_model import LEAST_CHUNK, HookedModel
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt
 from needlework.requests import Prepared

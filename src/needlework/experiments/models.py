@@ -165,8 +165,8 @@ class PublicModels(DiskModels):
 
     def look(self, model: Model) -> ModelInfo:
         from needlework.engine.budget import Costs
+        from needlework.model.files import presets
         from needlework.model.load import blueprint, torch_dtype
-        from needlework.model.presets import presets
         from needlework.toy.tokenizer import build
 
         if model.source not in presets():

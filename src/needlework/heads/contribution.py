@@ -24,8 +24,8 @@ from needlework.heads.methods import Scores, method
 from needlework.heads.observers import SampleObserver
 from needlework.heads.samples import AnsweredItem, evidence, select_correct
 from needlework.measure import Progress, map_samples, run_requests
-from needlework.model.attention import Block, Forward
-from needlework.model.gates import answer_log_p, differentiable
+from needlework.model.attention import Forward, QueryBlock
+from needlework.model.hooked_model import answer_log_p, differentiable
 from needlework.observation import NEEDLE, observing
 from needlework.requests import Request
 from needlework.tasks.base import Item
@@ -56,7 +56,7 @@ class ContributionObserver(SampleObserver):
         self._entered: tuple[nn.Linear, Tensor] | None = None  # last linear layer called since then, and its input
         self._towards: list[tuple[nn.Linear, Tensor]] = []  # output projection of each call, and its input
 
-    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
+    def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None:
         if forward.phase != "decode":
             return
         p, k = probabilities, block.k_positions

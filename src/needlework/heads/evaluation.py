@@ -22,7 +22,7 @@ from needlework.interventions.attention import KeepHeads
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.ranking import Ranking
 from needlework.measure import Progress, Sample, map_samples, measure, run_requests
-from needlework.model.attention import Block, Forward
+from needlework.model.attention import Forward, QueryBlock
 from needlework.observation import entropy, observing
 from needlework.stats import Estimate, accuracy, cluster_sums, difference, interval, resample, retained, wilson
 
@@ -257,7 +257,7 @@ class SelectionCounts(SampleObserver):
         super().__init__(samples)
         self.kept = kept
 
-    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
+    def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None:
         # As in keep_heads, the lower head index wins a tie.
         order = entropy(probabilities).argsort(dim=1, stable=True)[:, : self.kept[layer]]  # [rows, k, queries]
         selected = torch.zeros_like(probabilities[..., 0]).scatter_(1, order, 1.0).sum(-1)

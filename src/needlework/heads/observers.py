@@ -14,7 +14,7 @@ from torch import Tensor
 
 from needlework.errors import NeedleworkError
 from needlework.measure import Progress, map_samples, run_requests
-from needlework.model.attention import Block, Forward
+from needlework.model.attention import Forward, QueryBlock
 from needlework.observation import NEEDLE, AttentionObserver, entropy, observing
 from needlework.requests import Request
 from needlework.tasks import toy
@@ -88,7 +88,7 @@ class AttentionSums(SampleObserver):
         super().__init__(samples, NEEDLE, "question")
         self._looked: dict[int, Tensor] = {}  # layer -> [rows, heads] most attended position in this step
 
-    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None:
+    def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None:
         slots, p = forward.slots, probabilities
         on_needle = (p * self.in_span(NEEDLE, slots, block.k_positions)[:, None, None]).sum(-1)  # [rows, heads, queries]
         asking = self.in_span("question", slots, block.q_positions)[:, None].to(p.dtype)  # [rows, 1, queries]

@@ -11,19 +11,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.integrations.sdpa_attention import create_position_bias_mask, sdpa_attention_forward
 from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function, sdpa_mask
 
 from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
 from needlework.kernels.block_attention import attend, supports
-from needlework.model.chunks import sdpa_in_blocks, too_large
 from needlework.model.edits import LayerEdits
 from needlework.model.keys import Keys, OwnKeys, SharedPrefix
 from needlework.model.streaming import Split, SplitKeys
@@ -31,7 +32,9 @@ from needlework.receipts import Tally
 from needlework.requests import Request
 
 NAME = "needlework"
-SDPA_BLOCK = 128  # queries
+WHOLE_MASK = 4096**2  # query-key pairs; larger masks are built for one block of queries at a time
+SDPA_BLOCK = 128  # queries, on a CPU
+CPU_MASK_PAIRS, GPU_MASK_PAIRS = 1 << 21, 1 << 26  # query-key pairs in the mask of a block, which SDPA converts to fp32
 FEWEST_QUERIES = 16  # minimum of a block with up to MANY_KEYS keys; fewer with more keys, so that block memory stays bounded
 MANY_KEYS = 8192
 _ENTROPY = "entropy"
@@ -45,7 +48,7 @@ class Observer(Protocol):
     each_sample: bool  # needs every prompt in full, so shared prefixes are computed for each prompt
 
     def begin(self, requests: Sequence[Request], device: torch.device) -> None: ...
-    def see(self, forward: Forward, layer: int, block: Block, probabilities: Tensor) -> None: ...
+    def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None: ...
     def chose(self, slots: Tensor, tokens: Tensor) -> None: ...
 
 
@@ -67,15 +70,13 @@ class Forward:
     dense_masks: bool = False  # the model itself computes with its masks and needs real ones
     last_only: int | None = None  # the layer of which only the last query's output is used
     recorded_scores: dict[int, list[Any]] | None = None  # by layer; if given, head scores are appended to it, block by block
-    masks: dict[int, tuple[MaskSpec, Tensor]] = field(default_factory=dict)  # by storage address of the placeholder mask
+    masks: dict[int, tuple[MaskFunction, Tensor]] = field(default_factory=dict)  # by storage address of the placeholder mask
     moved: dict[torch.device, Forward] = field(default_factory=dict)  # copies for layers on other devices
 
-    own_maths: bool = field(init=False)  # some layer's probabilities or masks are needed, so stock SDPA cannot be used
-
-    def __post_init__(self) -> None:
-        # Computed once, because every layer reads it in every forward.
-        touched = any(edits.needs_probabilities for edits in self.edits.values())
-        self.own_maths = self.shared or self.observer is not None or touched
+    @cached_property
+    def own_maths(self) -> bool:
+        """Whether some layer's probabilities or masks are needed, so that stock SDPA cannot be used."""
+        return self.shared or self.observer is not None or any(edits.needs_probabilities for edits in self.edits.values())
 
     def on(self, device: torch.device) -> Forward:
         """Return this forward with its tensors on a layer's device, for models that are spread over several devices."""
@@ -103,24 +104,9 @@ def get_current() -> Forward | None:
     return _CURRENT.get()
 
 
-@dataclass
-class MaskSpec:
-    """A mask as a function of positions, evaluated for one block of queries at a time."""
-
-    function: Callable[..., Tensor]
-    q_offset: int
-    kv_offset: int
-    all_visible: bool
-
-    def block(self, rows: int, queries: slice, keys: int, device: torch.device) -> Tensor | None:
-        """Return the visible pairs [rows or 1, 1, queries, keys]; None if all are visible."""
-        if self.all_visible:
-            return None
-        q = torch.arange(queries.start, queries.stop, device=device) + self.q_offset
-        k = torch.arange(keys, device=device) + self.kv_offset
-        b = torch.arange(rows, device=device)
-        seen = self.function(b[:, None, None, None], b[:1, None, None, None], q[None, None, :, None], k[None, None, None])
-        return seen.expand(-1, 1, q.numel(), keys)
+# Returns the visible pairs [rows or 1, 1, queries, keys] of a slice of queries, given the number of rows and keys and the device;
+# None if all are visible.
+MaskFunction = Callable[[int, slice, int, torch.device], Tensor | None]
 
 
 def _mask(
@@ -133,35 +119,46 @@ def _mask(
     attention_mask: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return stock SDPA's mask, or a placeholder that refers to a `MaskSpec` where attention is computed in blocks.
+    """Return stock SDPA's mask, or a placeholder that refers to a `MaskFunction` where attention is computed in blocks.
 
-    The placeholder is an expanded tensor of one element, so it takes no memory; `_visible` finds its spec by its storage.
+    The placeholder is an expanded tensor of one element, so it takes no memory; its function is found by its storage.
     """
     forward = _CURRENT.get()
-    args = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
-    if forward is None or not (forward.own_maths or (too_large(q_length, kv_length) and not forward.dense_masks)):
-        stock: Tensor | None = sdpa_mask(*args, **kwargs)
-        return stock
-    if forward.dense_masks or kwargs.get("use_vmap"):
-        dense: Tensor | None = sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": False})
-        return dense
+    too_large = 1 < q_length < kv_length and q_length * kv_length > WHOLE_MASK  # a later chunk with many earlier keys
+    if forward is None or forward.dense_masks or kwargs.get("use_vmap") or not (forward.own_maths or too_large):
+        if forward is not None and (forward.own_maths or (too_large and not forward.dense_masks)):
+            kwargs["allow_is_causal_skip"] = False
+        mask: Tensor | None = sdpa_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
+        )
+        return mask
     function = mask_function
     if attention_mask is not None:
         missing = kv_length + kv_offset - attention_mask.shape[-1]
         padding = nn.functional.pad(attention_mask, (0, missing)) if missing > 0 else attention_mask
         function = and_masks(mask_function, padding_mask_function(padding))
     window = kwargs.get("local_size")
-    whole = q_length == 1 and attention_mask is None and (window is None or kv_length <= window)
+    all_visible = q_length == 1 and attention_mask is None and (window is None or kv_length <= window)
+
+    def visible(rows: int, queries: slice, keys: int, device: torch.device) -> Tensor | None:
+        if all_visible:
+            return None
+        q = torch.arange(queries.start, queries.stop, device=device) + q_offset
+        k = torch.arange(keys, device=device) + kv_offset
+        b = torch.arange(rows, device=device)
+        seen: Tensor = function(b[:, None, None, None], b[:1, None, None, None], q[None, None, :, None], k[None, None, None])
+        return seen.expand(-1, 1, q.numel(), keys)
+
     stand_in = torch.zeros(1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
-    forward.masks[stand_in.untyped_storage().data_ptr()] = MaskSpec(function, q_offset, kv_offset, whole), stand_in
-    mask = stand_in.expand(batch_size, 1, q_length, kv_length)
+    forward.masks[stand_in.untyped_storage().data_ptr()] = visible, stand_in
+    placeholder = stand_in.expand(batch_size, 1, q_length, kv_length)
     # The placeholder is identified by its storage, so a model with layers on several devices must not copy it.
-    setattr(mask, "to", lambda *args, **kwargs: mask)  # noqa: B010
-    return mask
+    setattr(placeholder, "to", lambda *args, **kwargs: placeholder)  # noqa: B010
+    return placeholder
 
 
 @dataclass
-class Block:
+class QueryBlock:
     """A block of queries and the range of keys that any of them may attend to."""
 
     queries: slice
@@ -195,7 +192,11 @@ def _attention(
         if split is not None:
             out = _sdpa_split(forward, layer, module, query, split, attention_mask, kwargs)
         elif layer == forward.last_only and (edits is None or edits.silences_only):
-            return _last_query(forward, layer, module, query, key, value, attention_mask, kwargs), None
+            last = slice(query.shape[2] - 1, query.shape[2])  # outputs of the other queries, which are not used later, are zero
+            seen = _visible_of(forward, attention_mask, last, OwnKeys(key, value), len(query))
+            one = sdpa_attention_forward(module, query[:, :, last], key, value, seen, **kwargs)[0]
+            out = one.new_zeros(one.shape[0], query.shape[2], *one.shape[2:])
+            out[:, last] = one
         else:
             out = _sdpa(forward, module, query, key, value, attention_mask, kwargs)
         return (out if edits is None else edits.edit_outputs(forward, layer, out, slice(0, out.shape[1]))), None
@@ -209,53 +210,40 @@ def _sdpa(
 
     SDPA on a CPU computes the scores of masked keys, too; blocks leave out the keys that none of their queries sees.
     """
-    queries = query.shape[2]
+    rows, heads, queries, _ = query.shape
+    on_cpu, step, keys = query.device.type == "cpu", SDPA_BLOCK, OwnKeys(key, value)
     if mask is not None and mask.untyped_storage().data_ptr() in forward.masks:
-        return sdpa_in_blocks(module, query, key, value, _block_mask(forward, mask, OwnKeys(key, value), len(query)), kwargs)
-    if not forward.fast or mask is None or mask.dtype != torch.bool or queries < 2 * SDPA_BLOCK or query.device.type != "cpu":
+        # With unequal dims, SDPA materialises the scores of every head.
+        pairs = keys.count * (heads if key.shape[3] != value.shape[3] else 1)
+        step = max(1, min(CPU_MASK_PAIRS // pairs, SDPA_BLOCK) if on_cpu else GPU_MASK_PAIRS // pairs)
+    elif not forward.fast or mask is None or mask.dtype != torch.bool or queries < 2 * SDPA_BLOCK or not on_cpu:
         whole: Tensor = sdpa_attention_forward(module, query, key, value, mask, **kwargs)[0]
         return whole
-    keys, parts = OwnKeys(key, value), []
-    for start in range(0, queries, SDPA_BLOCK):
-        part = slice(start, min(start + SDPA_BLOCK, queries))
-        first, last = _key_range(mask[:, :, part], keys)
-        visible_to_it = (key[:, :, first:last], value[:, :, first:last], mask[:, :, part, first:last])
-        parts.append(sdpa_attention_forward(module, query[:, :, part], *visible_to_it, **kwargs)[0])
-    return torch.cat(parts, 1)
-
-
-def _block_mask(forward: Forward, mask: Tensor, keys: Keys, rows: int) -> Callable[[slice], tuple[Tensor, int, int]]:
-    """Return a function from a slice of queries to their mask and the range of keys (first, last) that it covers."""
-
-    def of(queries: slice) -> tuple[Tensor, int, int]:
-        visible = _visible(forward, mask, rows, queries, keys.count, forward.positions.device)
-        assert visible is not None  # None only for single queries, whose mask is never too large
+    out, bias = query.new_empty(rows, queries, heads, value.shape[3]), kwargs.get("position_bias")
+    for start in range(0, queries, step):
+        part = slice(start, min(start + step, queries))
+        visible = _visible_of(forward, mask, part, keys, rows)
         first, last = _key_range(visible, keys)
-        return visible[..., first:last], first, last
+        near = (query[:, :, part], key[:, :, first:last], value[:, :, first:last])
+        seen = None if visible is None else visible[..., first:last]
+        own_bias = None if bias is None else bias[:, :, part, first:last]
+        if not on_cpu:
+            out[:, part] = sdpa_attention_forward(module, *near, seen, **{**kwargs, "position_bias": own_bias})[0]
+            continue
+        # Equal to `sdpa_attention_forward` bit for bit, without repeating keys for grouped query heads.
+        if own_bias is not None:
+            seen = create_position_bias_mask(own_bias, seen, False, near[0], near[1])
+        mixed = scaled_dot_product_attention(*near, attn_mask=seen, scale=kwargs.get("scaling"), enable_gqa=True)
+        out[:, part] = mixed.transpose(1, 2)
+    return out
 
-    return of
 
-
-def _last_query(
-    forward: Forward,
-    layer: int,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    kwargs: dict[str, Any],
-) -> Tensor:
-    """Run stock SDPA for the last query only; outputs of the other queries, which are not used later, are zero."""
-    seen = None if mask is None else mask[:, :, -1:]
-    if mask is not None and mask.untyped_storage().data_ptr() in forward.masks:
-        queries = query.shape[2]
-        seen = _visible(forward, mask, len(query), slice(queries - 1, queries), key.shape[2], query.device)
-    last = sdpa_attention_forward(module, query[:, :, -1:], key, value, seen, **kwargs)[0]
-    out = last.new_zeros(last.shape[0], query.shape[2], *last.shape[2:])
-    out[:, -1:] = last
-    edits = forward.edits.get(layer)
-    return out if edits is None else edits.edit_outputs(forward, layer, out, slice(0, out.shape[1]))
+def _visible_of(forward: Forward, mask: Tensor | None, queries: slice, keys: Keys, rows: int) -> Tensor | None:
+    """Return the part of a mask, which may be a placeholder, for these queries and all keys; None if all are visible."""
+    if mask is None:
+        return None
+    known = forward.masks.get(mask.untyped_storage().data_ptr())
+    return mask[:, :, queries] if known is None else known[0](rows, queries, keys.count, forward.positions.device)
 
 
 def _sdpa_split(
@@ -289,54 +277,62 @@ def _blockwise(
     out = query.new_empty(rows, queries, heads, keys.value_dim)
     # The kernel reads a transposed copy of the keys; with many keys, the copy would take too much memory.
     fused = keys.count <= MANY_KEYS and fuses(forward, layer, query, keys, kwargs)
-    step = _block_queries(forward, layer, query, keys, 1 if fused else 4 * heads, keys.sliceable and not fused)
+    # A block has as many queries as fit into the budget, but not so few that overhead dominates.
+    seen_keys = keys.count
+    if keys.sliceable and not fused:
+        seen_keys = min(seen_keys, (forward.windows.get(layer) or seen_keys) + FEWEST_QUERIES)
+    budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
+    fewest = max(1, min(FEWEST_QUERIES, FEWEST_QUERIES * MANY_KEYS // seen_keys))
+    step = min(queries, max(fewest, budget // ((1 if fused else 4 * heads) * rows * seen_keys)))
     if edits is not None and edits.needs_all_queries:
         step = queries
-    for start in range(_first_query(forward, layer, out), queries, step):
-        part = slice(start, min(start + step, queries))
-        if isinstance(keys, SplitKeys):
-            visible = _visible_by_position(forward, layer, positions, part)
-            visible = keys.limited(visible, forward.positions[:, part], positions, heads)
-        elif isinstance(keys, SharedPrefix) and _sees_all(forward, layer, keys):
-            visible = None
-        elif isinstance(keys, SharedPrefix):
-            visible = _visible_by_position(forward, layer, positions, part)
-        else:
-            visible = _visible(forward, mask, rows, part, keys.count, query.device)
+    start, off = 0, 0 if edits is None else edits.always_off(heads)
+    if layer == forward.last_only and queries > 1 and off is not None:  # only the last output is used, all counts are known
+        start = queries - 1
+        out.zero_()
+        if edits is not None:
+            forward.tally.add(layer, forward.phase, "heads_zeroed", forward.slots, off * start)
+    for first_query in range(start, queries, step):
+        part = slice(first_query, min(first_query + step, queries))
+        visible = _visible(forward, layer, mask, part, keys, positions, heads)
         first, last = (0, keys.count) if fused else _key_range(visible, keys)
         seen = None if visible is None else visible[..., first:last]
-        block = Block(part, slice(first, last), seen, forward.positions[:, part], positions[:, first:last], keys)
+        block = QueryBlock(part, slice(first, last), seen, forward.positions[:, part], positions[:, first:last], keys)
         out[:, part] = _one_block(forward, layer, block, query[:, :, part], kwargs, fused)
     return out
 
 
-def _first_query(forward: Forward, layer: int, out: Tensor) -> int:
-    """Return the first query to compute: 0, or the last one if only its output is used and the others' counts are known.
+def _visible(
+    forward: Forward, layer: int, mask: Tensor | None, queries: slice, keys: Keys, positions: Tensor, heads: int
+) -> Tensor | None:
+    """Return the visible pairs [rows or 1, 1 or heads, queries, keys] of a block of queries; None if all are visible.
 
-    In the second case, `out` is zeroed and the zeroed heads of the skipped queries are counted.
+    Rows that share a prefix may have different lengths, so that the model's own mask does not apply to them: causality and the
+    layer's sliding window are computed from positions.
+
+    Args:
+        positions: [rows, keys] positions of the keys; negative for padding.
     """
-    queries, heads = out.shape[1:3]
-    edits = forward.edits.get(layer)
-    off = 0 if edits is None else edits.always_off(heads)
-    if layer != forward.last_only or queries == 1 or off is None:
-        return 0
-    out.zero_()
-    if edits is not None:
-        forward.tally.add(layer, forward.phase, "heads_zeroed", forward.slots, off * (queries - 1))
-    return queries - 1
+    if isinstance(keys, OwnKeys):
+        if mask is None:
+            raise TrialError("the model passed no mask to attention: it would not be causal")
+        seen = _visible_of(forward, mask, queries, keys, len(positions))
+        if seen is None or mask.untyped_storage().data_ptr() in forward.masks:
+            return seen
+        dense = seen[:, :1, :, : keys.count]  # built by the model itself: boolean or additive
+        return dense if dense.dtype == torch.bool else dense > torch.finfo(dense.dtype).min / 2
+    window = forward.windows[layer]
+    in_window = window is None or keys.count <= window
+    if isinstance(keys, SharedPrefix) and forward.positions.shape[1] == 1 and keys.prefix.complete and in_window:
+        return None
+    q, k = forward.positions[:, None, queries, None], positions[:, None, None, :]
+    visible = (k >= 0) & (k <= q)
+    if window is not None:
+        visible = visible & (k > q - window)
+    return keys.limited(visible, forward.positions[:, queries], positions, heads) if isinstance(keys, SplitKeys) else visible
 
 
-def _block_queries(forward: Forward, layer: int, query: Tensor, keys: Keys, pair_bytes: int, cut: bool) -> int:
-    """Return the number of queries per block: as many as fit into the budget, but not so few that overhead dominates."""
-    rows, _, queries, _ = query.shape
-    window = forward.windows.get(layer) or keys.count
-    seen = min(keys.count, window + FEWEST_QUERIES) if cut else keys.count
-    budget = CPU_BLOCK_BYTES if query.device.type == "cpu" else GPU_BLOCK_BYTES
-    fewest = max(1, min(FEWEST_QUERIES, FEWEST_QUERIES * MANY_KEYS // seen))
-    return min(queries, max(fewest, budget // (pair_bytes * rows * seen)))
-
-
-def _one_block(forward: Forward, layer: int, block: Block, query: Tensor, kwargs: dict[str, Any], fused: bool) -> Tensor:
+def _one_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor, kwargs: dict[str, Any], fused: bool) -> Tensor:
     """Compute one block's outputs [rows, queries, heads, dim] from its queries [rows, heads, queries, dim]."""
     edits, keys, scaling = forward.edits.get(layer), block.source, kwargs.get("scaling")
     if edits is not None and edits.limit is not None:
@@ -382,14 +378,12 @@ def fuses(forward: Forward, layer: int, query: Tensor, keys: Keys, kwargs: dict[
     edits = forward.edits.get(layer)
     if edits is None:
         return True
-    if type(edits) is not LayerEdits:  # a subclass that edits outputs in its own way
-        return False
     by_head = edits.limit is not None and edits.limit[0].dim() == 2  # one mask per head
     other_scores = edits.keep is not None and edits.keep.names != (_ENTROPY,)
-    return not (by_head or other_scores or edits.expose is not None or edits.functions)
+    return not (by_head or other_scores or edits.expose is not None or edits.functions or edits.gates is not None)
 
 
-def fused_block(forward: Forward, layer: int, block: Block, query: Tensor) -> Tensor:
+def fused_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor) -> Tensor:
     """Compute a block with the compiled kernel, with this layer's edits.
 
     Args:
@@ -430,17 +424,6 @@ def _keys(forward: Forward, key: Tensor, value: Tensor, heads: int) -> Keys:
     return OwnKeys(key, value) if prefix is None else SharedPrefix(prefix, key, value)
 
 
-def _visible(forward: Forward, mask: Tensor | None, rows: int, queries: slice, keys: int, device: torch.device) -> Tensor | None:
-    """Return the visible pairs [rows or 1, 1, queries, keys] of a mask from the model; None if all are visible."""
-    if mask is None:
-        raise TrialError("the model passed no mask to attention: it would not be causal")
-    known = forward.masks.get(mask.untyped_storage().data_ptr())
-    if known is not None:
-        return known[0].block(rows, queries, keys, device)
-    dense = mask[:, :1, queries, :keys]  # built by the model itself: boolean or additive
-    return dense if dense.dtype == torch.bool else dense > torch.finfo(dense.dtype).min / 2
-
-
 def _key_range(visible: Tensor | None, keys: Keys) -> tuple[int, int]:
     """Return the range of keys (first, last) that any query of a block sees, so that masked keys are not computed."""
     if visible is None or not keys.sliceable or visible.shape[2] == 1:
@@ -460,27 +443,6 @@ def _partly_hidden(visible: Tensor) -> list[slice]:
     gaps = (columns.diff() > 1).nonzero()[:, 0].tolist()
     ends = [0, gaps[0] + 1, columns.numel()] if len(gaps) == 1 else [0, columns.numel()]
     return [slice(int(columns[a]), int(columns[b - 1]) + 1) for a, b in pairwise(ends)]
-
-
-def _sees_all(forward: Forward, layer: int, keys: SharedPrefix) -> bool:
-    """Return whether the single query of each row sees every key, so that no mask is needed."""
-    window = forward.windows[layer]
-    return forward.positions.shape[1] == 1 and keys.prefix.complete and (window is None or keys.count <= window)
-
-
-def _visible_by_position(forward: Forward, layer: int, positions: Tensor, queries: slice) -> Tensor:
-    """Return the visible pairs [rows, 1, queries, keys] from positions: causality and the layer's sliding window.
-
-    Used where the model's own mask does not apply, because rows that share a prefix may have different lengths.
-
-    Args:
-        positions: [rows, keys] positions of the keys; negative for padding.
-    """
-    window = forward.windows[layer]
-    q = forward.positions[:, None, queries, None]
-    k = positions[:, None, None, :]
-    visible = (k >= 0) & (k <= q)
-    return visible if window is None else visible & (k > q - window)
 
 
 AttentionInterface.register(NAME, _attention)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -15,9 +15,23 @@ from needlework.interventions.acts import Act, Place
 from needlework.interventions.scores import HEAD_SCORES, RANDOM, HeadScore, Needs, scores_attention
 
 if TYPE_CHECKING:
-    from needlework.model.attention import Block, Forward
+    from needlework.model.attention import Forward, QueryBlock
 
+A = TypeVar("A", bound=Act)
+T = TypeVar("T")
 EVERYTHING = 1 << 40  # more keys than any context has
+
+
+def select_rows(edits: T, rows: Tensor) -> T:
+    """Return the entries of the given rows, in this order, of a tensor or of all tensors in a tuple or dataclass."""
+    selected: Any = edits
+    if isinstance(edits, Tensor):
+        selected = edits[rows.to(edits.device)]
+    elif isinstance(edits, tuple):
+        selected = tuple(select_rows(part, rows) for part in edits)
+    elif is_dataclass(edits) and not isinstance(edits, type):
+        selected = replace(edits, **{name: select_rows(part, rows) for name, part in vars(edits).items()})
+    return selected  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -31,12 +45,7 @@ class Keep:
     names: tuple[str, ...]  # all scores that any row needs
     sinks: Tensor | None = None  # [rows] number of first tokens that the score ignores; None: 0 in all rows
 
-    def select(self, rows: Tensor) -> Keep:
-        """Return the entries of the given rows, in this order."""
-        rows = rows.to(self.k.device)
-        return Keep(self.k[rows], self.by[rows], self.seed[rows], self.sample[rows], self.names, _pick(self.sinks, rows))
-
-    def without_sinks(self, block: Block, p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    def without_sinks(self, block: QueryBlock, p: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
         """Remove the sinks from probabilities [rows, heads, queries, keys] and renormalize; rows without sinks stay unchanged.
 
         A query that sees only sinks gets all-zero probabilities, so that its heads are tied.
@@ -79,6 +88,7 @@ class LayerEdits:
     expose: Expose | None = None
     dropped: Tensor | None = None  # [rows] the output of the whole attention block is zeroed
     functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, sample, function of its outputs)
+    gates: Tensor | None = None  # [rows or 1, heads] differentiable factors on head outputs, in place of all other edits
 
     @property
     def idle(self) -> bool:
@@ -92,7 +102,7 @@ class LayerEdits:
     @property
     def silences_only(self) -> bool:
         """Whether all edits are fixed in advance: heads or the whole block are ablated, and no head output is read."""
-        return self.keep is None and not self.functions and not self.needs_probabilities
+        return self.keep is None and self.gates is None and not self.functions and not self.needs_probabilities
 
     @property
     def needs_all_queries(self) -> bool:
@@ -102,17 +112,10 @@ class LayerEdits:
     def select(self, rows: Tensor) -> LayerEdits:
         """Return the edits of the given rows, in this order."""
         places = {int(row): i for i, row in enumerate(rows)}
-        return LayerEdits(
-            silenced=_pick(self.silenced, rows),
-            means=_pick(self.means, rows),
-            keep=self.keep and self.keep.select(rows),
-            limit=self.limit and (self.limit[0][rows.to(self.limit[0].device)], self.limit[1][rows.to(self.limit[1].device)]),
-            expose=self.expose and Expose(*(x[rows.to(x.device)] for x in vars(self.expose).values())),
-            dropped=_pick(self.dropped, rows),
-            functions=tuple((places[row], sample, change) for row, sample, change in self.functions if row in places),
-        )
+        functions = tuple((places[row], sample, change) for row, sample, change in self.functions if row in places)
+        return replace(select_rows(replace(self, functions=()), rows), functions=functions)
 
-    def limit_keys(self, forward: Forward, layer: int, block: Block) -> Tensor:
+    def limit_keys(self, forward: Forward, layer: int, block: QueryBlock) -> Tensor:
         """Return a block's visible pairs [rows, 1 or heads, queries, keys] under the limit; count the pairs that it masks."""
         assert self.limit is not None
         tokens, sinks = (x[..., None, None] if x.dim() == 2 else x[:, None, None, None] for x in self.limit)
@@ -122,7 +125,7 @@ class LayerEdits:
         forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, _pairs(before & ~near))
         return before & near
 
-    def scores_of_probabilities(self, block: Block, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
+    def scores_of_probabilities(self, block: QueryBlock, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
         """Compute the head scores that are based on probabilities.
 
         Args:
@@ -149,7 +152,7 @@ class LayerEdits:
         by_head = out.transpose(1, 2)
         return {score.name: _head_scores(score, by_head).transpose(1, 2) for score in scores}
 
-    def expose_columns(self, forward: Forward, layer: int, block: Block, p: Tensor) -> Tensor:
+    def expose_columns(self, forward: Forward, layer: int, block: QueryBlock, p: Tensor) -> Tensor:
         """Return probabilities [rows, heads, queries, keys] with exposed columns edited; count the edited columns."""
         assert self.expose is not None
         e, rows = self.expose, p.shape[0]
@@ -200,9 +203,18 @@ class LayerEdits:
             queries: the queries that `out` holds, as a slice of the forward's.
             scores: head scores [rows, queries, heads] by name, where computed already; missing ones are computed from `out`.
         """
-        if self.functions:
-            out = self._change_outputs(forward, layer, out.clone(), queries)
-        scores = self._all_scores(out, scores or {})
+        if self.gates is not None:
+            forward.tally.add(layer, forward.phase, "heads_changed", forward.slots, out.shape[1])
+            return out * self.gates[:, None, :, None].to(out.dtype)
+        out = out.clone() if self.functions else out
+        for row, sample, function in self.functions:
+            place = Place(layer, forward.phase, forward.positions[row, queries], sample)
+            changed = _shaped(function(out[row], place), out.shape[1:], "ChangeOutputs")
+            forward.tally.add(layer, forward.phase, "heads_changed", forward.slots[row : row + 1], changed.shape[0])
+            out[row] = changed
+        scores = scores or {}
+        if self.keep is not None and not all(name in scores or name == RANDOM for name in self.keep.names):
+            scores = {**scores, **self.scores_of_outputs(out)}
         if self.keep is not None and forward.recorded_scores is not None:
             forward.recorded_scores.setdefault(layer, []).append(scores)
         off = self.switched_off(layer, forward.positions[:, queries], out.shape[2], scores)
@@ -213,14 +225,6 @@ class LayerEdits:
             return out.masked_fill(off[..., None], 0.0)
         return torch.where(off[..., None], self.means[:, None].to(out.dtype), out)
 
-    def _change_outputs(self, forward: Forward, layer: int, out: Tensor, queries: slice) -> Tensor:
-        for row, sample, function in self.functions:
-            place = Place(layer, forward.phase, forward.positions[row, queries], sample)
-            changed = _shaped(function(out[row], place), out.shape[1:], "ChangeOutputs")
-            forward.tally.add(layer, forward.phase, "heads_changed", forward.slots[row : row + 1], changed.shape[0])
-            out[row] = changed
-        return out
-
     def switched_off(self, layer: int, positions: Tensor, heads: int, scores: Mapping[str, Tensor]) -> Tensor | None:
         """Return the mask [rows, queries, heads] of heads to ablate; None if no act ablates heads.
 
@@ -230,7 +234,13 @@ class LayerEdits:
         """
         off: Tensor | None = None
         if self.keep is not None:
-            score = self._score(layer, positions, heads, scores)
+            by_name = dict(scores)
+            if RANDOM in self.keep.names:
+                by_name[RANDOM] = hash_scores(self.keep, layer, positions, heads)
+            score = by_name[self.keep.names[0]]
+            if len(self.keep.names) > 1:  # each row ranks heads by its own score
+                stacked = torch.stack([by_name[name].float() for name in self.keep.names])
+                score = stacked.gather(0, self.keep.by[None, :, None, None].expand(1, *positions.shape, heads))[0]
             order = score.argsort(dim=-1, descending=True, stable=True)  # ties go to the lower head index
             places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
             rank = torch.empty_like(order).scatter_(-1, order, places)
@@ -247,23 +257,6 @@ class LayerEdits:
         if self.keep is not None:
             return heads - self.keep.k.clamp(0, heads)
         return None if self.silenced is None else self.silenced.sum(1)
-
-    def _all_scores(self, out: Tensor, scores: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return `scores`, extended by those based on outputs if any is missing."""
-        names = self.keep.names if self.keep is not None else ()
-        lacking = not all(name in scores or name == RANDOM for name in names)
-        return {**scores, **self.scores_of_outputs(out)} if lacking else scores
-
-    def _score(self, layer: int, positions: Tensor, heads: int, scores: Mapping[str, Tensor]) -> Tensor:
-        """Return for each row the score that it ranks heads by. [rows, queries, heads]"""
-        assert self.keep is not None
-        by_name = {**scores}
-        if RANDOM in self.keep.names:
-            by_name[RANDOM] = hash_scores(self.keep, layer, positions, heads)
-        if len(self.keep.names) == 1:
-            return by_name[self.keep.names[0]]
-        stacked = torch.stack([by_name[name].float() for name in self.keep.names])
-        return stacked.gather(0, self.keep.by[None, :, None, None].expand(1, *positions.shape, heads))[0]
 
 
 def _shaped(values: Any, shape: Sequence[int], name: str) -> Tensor:
@@ -312,11 +305,6 @@ def hash_scores(keep: Keep, layer: int, positions: Tensor, heads: int) -> Tensor
     return (state >> 40).float()  # 24 bits: exact in float32, ties go to the lower head
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
 def _signed(x: int) -> int:
     return x - (1 << 64) if x >= 1 << 63 else x
 
@@ -324,12 +312,10 @@ def _signed(x: int) -> int:
 def mix(state: Tensor) -> Tensor:
     """Compute `acts.mix` on int64 tensors, whose overflow wraps around like that of unsigned integers."""
     state = state + _signed(acts.GOLDEN)
-    state = (state ^ _shift(state, 30)) * _signed(acts.MIX1)
-    state = (state ^ _shift(state, 27)) * _signed(acts.MIX2)
-    return state ^ _shift(state, 31)
-
-
-A = TypeVar("A", bound=Act)
+    for bits, factor in ((30, acts.MIX1), (27, acts.MIX2), (31, 1)):
+        shifted = (state >> bits) & ((1 << (64 - bits)) - 1)  # a logical shift
+        state = (state ^ shifted) * _signed(factor)
+    return state
 
 
 def compile_layer(
@@ -348,6 +334,9 @@ def compile_layer(
     def one_a_row(kind: type[A]) -> list[A | None]:
         return [next((act for act in row if isinstance(act, kind)), None) for row in rows]
 
+    def column(of: Sequence[A | None], value: Callable[[A], int], default: int = 0) -> Tensor:
+        return torch.tensor([default if act is None else value(act) for act in of], dtype=torch.int64, device=device)
+
     silences = [[act for act in row if isinstance(act, acts.SilenceHeads)] for row in rows]
     if any(silences):
         edits.silenced = torch.tensor(
@@ -358,18 +347,21 @@ def compile_layer(
     if any(keeps):
         names = tuple(sorted({act.by for act in keeps if act}))
         edits.keep = Keep(
-            k=_column([heads if act is None else act.k for act in keeps], device),
-            by=_column([names.index(act.by) if act else 0 for act in keeps], device),
-            seed=_column([act.seed if act else 0 for act in keeps], device),
-            sample=_column([_signed(s & (1 << 64) - 1) for s in samples], device),
+            k=column(keeps, lambda act: act.k, heads),
+            by=column(keeps, lambda act: names.index(act.by)),
+            seed=column(keeps, lambda act: act.seed),
+            sample=torch.tensor([_signed(s & (1 << 64) - 1) for s in samples], dtype=torch.int64, device=device),
             names=names,
-            sinks=_column([act.sinks if act else 0 for act in keeps], device)
-            if any(act and act.sinks for act in keeps)
-            else None,
+            sinks=column(keeps, lambda act: act.sinks) if any(act and act.sinks for act in keeps) else None,
         )
     limits = one_a_row(acts.LimitKeys)
     if any(limits):
-        edits.limit = _limit(limits, heads, device)
+        edits.limit = column(limits, lambda act: act.tokens, EVERYTHING), column(limits, lambda act: act.sinks)
+        if any(act and act.heads is not None for act in limits):  # heads differ
+            limited = torch.tensor([[not act or act.heads is None or h in act.heads for h in range(heads)] for act in limits])
+            tokens, sinks = (x[:, None].expand(-1, heads) for x in edits.limit)
+            free = ~limited.to(device)
+            edits.limit = tokens.masked_fill(free, EVERYTHING), sinks.masked_fill(free, 0)
     exposures = one_a_row(acts.ExposeColumns)
     if any(exposures):
         edits.expose = _expose(exposures, device)
@@ -396,29 +388,6 @@ def _pairs(of_heads: Tensor) -> Tensor:
     Heads are not counted, because the size of their dimension depends on the other rows of the batch.
     """
     return of_heads.any(1).sum((1, 2))
-
-
-def _pick(x: Tensor | None, rows: Tensor) -> Tensor | None:
-    return None if x is None else x[rows.to(x.device)]
-
-
-def _column(numbers: Sequence[int], device: torch.device) -> Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
-
-
-def _limit(limits: Sequence[acts.LimitKeys | None], heads: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return visible last tokens and sinks: both [rows], or [rows, heads] if an act limits some heads only."""
-    if not any(act and act.heads is not None for act in limits):
-        tokens = _column([act.tokens if act else EVERYTHING for act in limits], device)
-        return tokens, _column([act.sinks if act else 0 for act in limits], device)
-
-    def table(value: Callable[[acts.LimitKeys], int], free: int) -> Tensor:
-        rows = [
-            [value(act) if act and (act.heads is None or head in act.heads) else free for head in range(heads)] for act in limits
-        ]
-        return torch.tensor(rows, dtype=torch.int64, device=device)
-
-    return table(lambda act: act.tokens, EVERYTHING), table(lambda act: act.sinks, 0)
 
 
 def _expose(exposures: Sequence[acts.ExposeColumns | None], device: torch.device) -> Expose:

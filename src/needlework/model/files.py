@@ -1,4 +1,4 @@
-"""Files of a model directory: weights, configuration and tokenizer, checked before they are used.
+"""Files that models are read from, checked before they are used: model directories, GGUF files and presets.
 
 Model files are untrusted: names, sizes and types in them are checked before use. The weight files that are loaded are exactly
 those whose hash identifies the model. Does not import torch.
@@ -10,12 +10,19 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import shutil
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from needlework.errors import NeedleworkError, short_repr
+from needlework.files import atomic_write
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -29,11 +36,25 @@ def weight_files(directory: Path) -> list[Path]:
 
 def _weight_map(directory: Path) -> tuple[list[Path], dict[str, Path]]:
     """Return the weight files that transformers loads, and the file of each tensor by the index (empty without an index)."""
-    _refuse_what_loads_otherwise(directory)
+    # transformers would load adapters and distributed checkpoints instead of the weights or on top of them.
+    if (directory / "adapter_config.json").exists():
+        raise NeedleworkError(
+            f"{directory} holds an adapter (adapter_config.json): merge it into its model (merge_and_unload) and save that"
+        )
+    if part := next(directory.glob("shard-*-model-*.safetensors"), None):
+        raise NeedleworkError(f"{directory} holds a distributed checkpoint ({part.name}): load it and save_pretrained it whole")
     entry = read_config(directory).get("transformers_weights") or (WEIGHTS if (directory / WEIGHTS).is_file() else INDEX)
     file = _beside(directory, entry, "config.json", (".safetensors", ".safetensors.index.json"))
     if not file.is_file():
-        raise _no_weights(directory)
+        if pickles := sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(pattern)):
+            raise NeedleworkError(
+                f"{directory} holds pickled weights only ({pickles[0]}): unpickling runs code from the file. Convert it where you"
+                " trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., safe_serialization=True)"
+            )
+        raise NeedleworkError(
+            f"{directory} holds no *.safetensors that is the model ({WEIGHTS}, or {INDEX} and its parts): save it there with"
+            " model.save_pretrained(...). `needlework inspect` works without weights, loading does not"
+        )
     if file.suffix == ".safetensors":
         return [file], {}
     try:
@@ -94,29 +115,6 @@ def _beside(directory: Path, name: Any, said_by: str, endings: tuple[str, ...]) 
             " Other formats may run code when they are opened: convert them where you trust them"
         )
     return directory / name
-
-
-def _refuse_what_loads_otherwise(directory: Path) -> None:
-    """Refuse adapters and distributed checkpoints, which transformers would load instead of the weights or on top of them."""
-    if (directory / "adapter_config.json").exists():
-        raise NeedleworkError(
-            f"{directory} holds an adapter (adapter_config.json): merge it into its model (merge_and_unload) and save that"
-        )
-    if shard := next(directory.glob("shard-*-model-*.safetensors"), None):
-        raise NeedleworkError(f"{directory} holds a distributed checkpoint ({shard.name}): load it and save_pretrained it whole")
-
-
-def _no_weights(directory: Path) -> NeedleworkError:
-    pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(pattern))
-    if pickles:
-        return NeedleworkError(
-            f"{directory} holds pickled weights only ({pickles[0]}): unpickling runs code from the file. Convert it where you"
-            " trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(..., safe_serialization=True)"
-        )
-    return NeedleworkError(
-        f"{directory} holds no *.safetensors that is the model ({WEIGHTS}, or {INDEX} and its parts): save it there with"
-        " model.save_pretrained(...). `needlework inspect` works without weights, loading does not"
-    )
 
 
 def read_config(directory: Path) -> dict[str, Any]:
@@ -194,8 +192,7 @@ def read_tokenizer(directory: Path, gguf: str = "", trust_remote_code: bool = Fa
     except Exception as error:  # of many types; each means that the tokenizer cannot be read
         if gguf:
             return None
-        first = first_line(error)
-        raise NeedleworkError(f"{directory}: the tokenizer cannot be read ({first})") from None
+        raise NeedleworkError(f"{directory}: the tokenizer cannot be read ({first_line(error)})") from None
     longest = tokenizer.model_max_length
     if isinstance(longest, bool) or not isinstance(longest, (int, float)) or not longest > 0:
         raise NeedleworkError(
@@ -212,8 +209,7 @@ def fetch(name: str, revision: str | None = None, code: bool = False) -> Path:
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=["consolidated*"]))
     except Exception as error:  # of many types; each means that the download failed
-        first = first_line(error)
-        raise NeedleworkError(f"{name!r} could not be had from the hub ({first}); check name and network") from None
+        raise NeedleworkError(f"{name!r} could not be had from the hub ({first_line(error)}); check name and network") from None
 
 
 def first_line(error: Exception) -> str:
@@ -271,43 +267,174 @@ _WORTH_KEEPING = 64 * 2**20
 
 
 def _file_hash(file: Path) -> str:
+    def digest() -> str:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
     stat = file.stat()
-    key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
     if stat.st_size < _WORTH_KEEPING:
-        return _digest(file)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "needlework" / "hashes.json"
-    known = _read_cache(cache)
-    if key not in known:
-        known[key] = _digest(file)
-        try:
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            half = cache.with_suffix(f".{os.getpid()}")
-            half.write_text(json.dumps(known), encoding="utf-8")
-            half.replace(cache)
-        except OSError:
-            pass  # a cache that cannot be written costs time, not correctness
-    return known[key]
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def _read_cache(cache: Path) -> dict[str, str]:
-    try:
-        known = json.loads(cache.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return known if isinstance(known, dict) else {}
-
-
-def _tokenizer_files(place: Path) -> list[Path]:
-    if place.is_file():
-        return [place]
-    return [place / name for name in _TOKENIZER_FILES if (place / name).is_file()]
+        return digest()
+    cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "needlework" / "hashes.json"
+    known: Any = None
+    with suppress(OSError, ValueError):
+        known = json.loads(cached.read_text(encoding="utf-8"))
+    hashes: dict[str, str] = known if isinstance(known, dict) else {}
+    key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
+    if key not in hashes:
+        hashes[key] = digest()
+        with suppress(OSError):  # a cache that cannot be written costs time, not correctness
+            cached.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(cached) as out:
+                json.dump(hashes, out)
+    return hashes[key]
 
 
 def tokenizer_hash(place: Path) -> str:
     """Hash the tokenizer files of a model directory, or a GGUF file."""
-    return hash_files(_tokenizer_files(place))
+    return hash_files([place] if place.is_file() else [place / name for name in _TOKENIZER_FILES if (place / name).is_file()])
+
+
+# --- GGUF files -------------------------------------------------------------------------------------------------------
+
+# transformers reads GGUF files slowly (minutes for a few hundred million parameters) and refuses to save a model that it read
+# from one, so that every command would read it again: they are converted to safetensors, once, into a cache.
+
+CACHE_VARIABLE = "NEEDLEWORK_CACHE"
+COMPLETE = "source.json"  # hashes of the GGUF file and of the weights; written last, so a copy without it is incomplete
+_LONG_ARRAY = 4096  # values; longer arrays belong to the tokenizer (tokens, merges, scores)
+_SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of GGUF's scalar types
+_STRING, _ARRAY = 8, 9
+
+
+def cache_directory() -> Path:
+    """Return the directory of converted models: $NEEDLEWORK_CACHE, or the platform's cache directory."""
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen)
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "needlework"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", str(Path.home() / "AppData" / "Local"))) / "needlework" / "cache"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "needlework"
+
+
+@contextmanager
+def header_only() -> Iterator[None]:
+    """Make transformers skip the contents of long arrays in GGUF headers while the context is open.
+
+    Lengths are right and values are placeholders: a configuration needs only the number of tokens. Reading 262,144 tokens one
+    by one takes transformers about 20 seconds.
+    """
+    import gguf
+
+    class HeaderReader(gguf.GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            if int(raw_type) == _ARRAY:
+                kind, length = struct.unpack_from("<IQ", self.data, orig_offs)
+                if length > _LONG_ARRAY and (kind == _STRING or kind in _SCALAR_BYTES):
+                    first = super()._get_field_parts(orig_offs + 12, kind)
+                    end = _array_end(self.data, orig_offs + 12, kind, length)
+                    types = [gguf.GGUFValueType(_ARRAY), gguf.GGUFValueType(kind)]
+                    return end - orig_offs, [first[1][-1]], [0] * length, types
+            return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
+
+    whole = gguf.GGUFReader
+    gguf.GGUFReader = HeaderReader
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = whole
+
+
+def _array_end(data: Any, offset: int, kind: int, length: int) -> int:
+    """Return the offset after an array's values; raise ValueError if its length exceeds the file."""
+    least = _SCALAR_BYTES.get(kind, 8)
+    if offset + length * least > len(data):
+        raise ValueError("an array in the header is longer than the file")
+    if kind in _SCALAR_BYTES:
+        return offset + length * least
+    buffer, read = memoryview(data), struct.Struct("<Q").unpack_from
+    for _ in range(length):
+        offset += 8 + read(buffer, offset)[0]
+    return offset
+
+
+def convert_once(file: Path, convert: Callable[[Path, Path], None]) -> Path:
+    """Return the directory of a GGUF file's converted copy; `convert(file, directory)` writes it on first use.
+
+    The copy is identified by the file's SHA-256, and is converted again if its weights differ from those that were written.
+    """
+    source = hash_files([file])
+    target = cache_directory() / f"{file.stem}-{source[:12]}"
+    if _is_complete(target, source):
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise _cannot_write(target.parent, error) from None
+    try:
+        convert(file, unfinished)
+        mark = {"source": source, "weights": hash_files([unfinished / WEIGHTS])}
+        (unfinished / COMPLETE).write_text(json.dumps(mark), encoding="utf-8")
+        if _is_complete(target, source):  # another process finished first; its copy is equal and may be in use
+            return target
+        shutil.rmtree(target, ignore_errors=True)
+        try:
+            unfinished.replace(target)
+        except OSError:
+            if not _is_complete(target, source):
+                raise
+    except OSError as error:
+        raise _cannot_write(target.parent, error) from None
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _cannot_write(cache: Path, error: OSError) -> NeedleworkError:
+    return NeedleworkError(
+        f"cannot write into the cache {cache} ({error.strerror or error}); set {CACHE_VARIABLE} to another directory"
+    )
+
+
+def _is_complete(target: Path, source: str) -> bool:
+    try:
+        written = json.loads((target / COMPLETE).read_text(encoding="utf-8"))
+        return bool(written == {"source": source, "weights": hash_files([target / WEIGHTS])})
+    except (OSError, ValueError):
+        return False
+
+
+# --- Presets ----------------------------------------------------------------------------------------------------------
+
+
+# A preset is the public configuration of a real checkpoint: `presets.json` holds the values that determine sizes and layers,
+# the parameter count that the publisher states, and the public source of each value. Names are the hub's, in lower case.
+
+
+@cache
+def presets() -> dict[str, dict[str, Any]]:
+    """Return all presets by name; alternative names map to the same entry."""
+    text = (resources.files("needlework.model") / "presets.json").read_text(encoding="utf-8")
+    named: dict[str, dict[str, Any]] = json.loads(text)
+    return named | {other: preset for preset in named.values() for other in preset.get("also", ())}
+
+
+def preset_config(name: str) -> Any:
+    """Build the transformers configuration of a preset."""
+    import transformers
+
+    preset = presets()[name]
+    options = dict(preset["config"])
+    for key in ("layer_types", "layers_block_type"):
+        if key in options:
+            most, *others = options[key].items()  # {"most": kind, other kind: [indices]}
+            named = {index: kind for kind, indices in others for index in indices}
+            options[key] = [named.get(index, most[1]) for index in range(options["num_hidden_layers"])]
+    try:
+        return transformers.AutoConfig.for_model(preset["model_type"], **options)
+    except ValueError:
+        raise NeedleworkError(
+            f"{name}: transformers {transformers.__version__} does not know the model type {preset['model_type']!r};"
+            " upgrade transformers to inspect it"
+        ) from None

@@ -1,10 +1,10 @@
-"""A loaded model that runs forwards with interventions: sessions, caches, compiled edits."""
+"""A loaded model that runs forwards with interventions: sessions, caches, compiled edits, differentiable gates on heads."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,12 +22,11 @@ from needlework.interventions.attention import rankings
 from needlework.interventions.base import Intervention
 from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
 from needlework.model.attention import NAME, Forward, Observer, current
-from needlework.model.chunks import CHUNK_TOKENS, cuts
 from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family
 from needlework.model.files import config_hash, weights_hash
 from needlework.model.memory import Memory, preallocated_cache
-from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, device_of, holder, hooked
+from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, device_of, hooked, states_on_modules
 from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
 from needlework.model.session import exclusive_use, slow_kernel_hints
@@ -35,6 +34,8 @@ from needlework.model.streaming import ENTRY
 from needlework.receipts import Tally
 
 Kernels = Literal["fast", "stock"]
+CHUNK_TOKENS = 4096  # maximum of a chunk; also the most tokens in a batch of short prompts on a CPU
+LEAST_CHUNK = 512  # minimum of a chunk when memory is scarce; below it, overhead per forward is noticeable
 _CHECKED_TOKENS = 12
 
 
@@ -55,15 +56,13 @@ class Rows:
     def select(self, rows: Tensor) -> Rows:
         """Return the edits of the given rows, in this order."""
         places = {int(row): i for i, row in enumerate(rows)}
-        return Rows(
-            self.slots[rows],
-            {layer: edits.select(rows) for layer, edits in self.attention.items()},
-            {layer: edits.select(rows) for layer, edits in self.mixers.items()},
-            {
-                position: {layer: [places[r] for r in cleared if r in places] for layer, cleared in layers.items()}
-                for position, layers in self.clears.items()
-            },
-        )
+        attention = {layer: edits.select(rows) for layer, edits in self.attention.items()}
+        mixers = {layer: edits.select(rows) for layer, edits in self.mixers.items()}
+        clears = {
+            position: {layer: [places[r] for r in cleared if r in places] for layer, cleared in layers.items()}
+            for position, layers in self.clears.items()
+        }
+        return Rows(self.slots[rows], attention, mixers, clears)
 
 
 class HookedModel:
@@ -119,11 +118,11 @@ class HookedModel:
         Only one session is open at a time: other threads wait, and a nested session is an error.
 
         Args:
-            gradients: record gradients (used by `model/gates.py`) instead of running in inference mode.
+            gradients: record gradients (used by `differentiable`) instead of running in inference mode.
         """
         with exclusive_use(), ExitStack() as stack:
             self._open = True
-            stack.callback(self._leave)
+            stack.callback(setattr, self, "_open", False)
             if self.attention:
                 stack.enter_context(attention_switched(self.model, NAME))
             if self.kernels == "fast":
@@ -131,9 +130,10 @@ class HookedModel:
             if self.device.type != "cuda":
                 stack.enter_context(slow_kernel_hints())
             stack.enter_context(torch.enable_grad() if gradients else torch.inference_mode())
-            training = [module for module in self.model.modules() if module.training]
+            for module in self.model.modules():
+                if module.training:
+                    stack.callback(setattr, module, "training", True)  # of this module, but not of its submodules
             self.model.eval()
-            stack.callback(_train, training)
             yield
 
     @contextmanager
@@ -145,26 +145,14 @@ class HookedModel:
         finally:
             self.chunk = usual
 
-    def _hooked(self, rows: Rows, memory: Memory) -> AbstractContextManager[None]:
-        """Register hooks on the modules that this batch edits only: torch calls hooked modules more slowly."""
-        dropped = {layer for layer, edits in rows.attention.items() if edits.dropped is not None}
-        if not dropped and not rows.mixers:
-            return nullcontext()
-        mixers = [mixer for mixer in self.mixers if mixer.layer in rows.mixers]
-        blocks = {module: layer for module, layer in self.attention.items() if layer in dropped}
-        return hooked(mixers, blocks, memory, self._empty)
-
-    def _leave(self) -> None:
-        self._open = False
-
     def _empty(self, mixer: Mixer, rows: int) -> Memory:
         """Return an empty memory for a single mixer."""
-        return Memory(self.family.make_cache(self.model.config), _on_modules([mixer]), rows)
+        return Memory(self.family.make_cache(self.model.config), states_on_modules([mixer]), rows)
 
     def new_memory(self, rows: int) -> Memory:
         """Return an empty memory for a batch of this many rows."""
         cache = self.family.make_cache(self.model.config)
-        return Memory(self.streams.install(cache) if self.streams else cache, _on_modules(self.mixers), rows)
+        return Memory(self.streams.install(cache) if self.streams else cache, states_on_modules(self.mixers), rows)
 
     def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
         """Compile the acts of a batch into edits per layer.
@@ -226,15 +214,28 @@ class HookedModel:
         with preallocated_cache(memory.cache, start + n) if n > self.chunk else nullcontext():
             for part in self._parts(start, n, rows, phase):
                 self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
-                last = part.stop == n
                 here = (keep - part.start).clamp(0, part.stop - part.start - 1) if isinstance(keep, Tensor) else keep
-                out = self._forward(
-                    ids[:, part], positions[:, part], memory, phase, rows, tally, here, last_only, recorded_scores
+                forward = Forward(
+                    phase,
+                    positions[:, part],
+                    rows.slots,
+                    tally,
+                    self.attention,
+                    rows.attention,
+                    rows.mixers,
+                    self.observer,
+                    memory.shared,
+                    self._windows,
+                    self.kernels == "fast",
+                    self.family.dense_masks,
+                    last_only,
+                    recorded_scores,
                 )
+                out = self._forward(ids[:, part], forward, memory, here)
                 if isinstance(keep, Tensor):
                     found = (keep >= part.start)[:, None, None]
                     logits = [torch.where(found, out, logits[0]) if logits else out]
-                elif keep == "all" or last:
+                elif keep == "all" or part.stop == n:
                     logits.append(out)
         return torch.cat(logits, 1) if len(logits) > 1 else logits[0]
 
@@ -247,7 +248,9 @@ class HookedModel:
         if start and n > 1 and not self.continues:
             return [slice(i, i + 1) for i in range(n)]
         long = phase == "prefill" and self.continues and not rows.one_piece
-        ends = sorted({0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(cuts(n, self.chunk) if long else ())})
+        ends = sorted(
+            {0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(chunk_boundaries(n, self.chunk) if long else ())}
+        )
         parts = [slice(a, b) for a, b in pairwise(ends)]
         if len(parts) > 1 and not self.continues:
             return [parts[0], *(slice(i, i + 1) for i in range(parts[0].stop, n))]
@@ -266,43 +269,20 @@ class HookedModel:
                     memory.clear(cache_layers, mask)
                     tally.add(layer, phase, "states_cleared", rows.slots[i : i + 1], 1)
 
-    def _forward(
-        self,
-        ids: Tensor,
-        positions: Tensor,
-        memory: Memory,
-        phase: Phase,
-        rows: Rows,
-        tally: Tally,
-        keep: Literal["last", "all"] | Tensor,
-        last_only: int | None,
-        recorded_scores: dict[int, list[Any]] | None,
-    ) -> Tensor:
-        """Run one forward; arguments as in `feed`. Returns logits [rows, 1 or n, vocabulary] in float32."""
+    def _forward(self, ids: Tensor, forward: Forward, memory: Memory, keep: Literal["last", "all"] | Tensor) -> Tensor:
+        """Run one forward; `keep` as in `feed`. Returns logits [rows, 1 or n, vocabulary] in float32."""
         if not self._open:
             raise RuntimeError("feed a body inside `with body.session():`")
-        shared = memory.shared
-        forward = Forward(
-            phase,
-            positions,
-            rows.slots,
-            tally,
-            self.attention,
-            rows.attention,
-            rows.mixers,
-            self.observer,
-            shared,
-            self._windows,
-            self.kernels == "fast",
-            self.family.dense_masks,
-            last_only,
-            recorded_scores,
-        )
         if forward.own_maths:
             self.check_own_maths()
-        with memory.mounted(), current(forward), self._hooked(rows, memory):
+        # Hooks are registered on the modules that this batch edits only: torch calls hooked modules more slowly.
+        mixers = [mixer for mixer in self.mixers if mixer.layer in forward.mixers]
+        dropped = {layer for layer, edits in forward.edits.items() if edits.dropped is not None}
+        blocks = {module: layer for module, layer in self.attention.items() if layer in dropped}
+        hooks = hooked(mixers, blocks, memory, self._empty) if mixers or blocks else nullcontext()
+        with memory.mounted(), current(forward), hooks:
             wanted = keep[:, None] if isinstance(keep, Tensor) else int(keep == "last")
-            out = run_model(self.model, ids, positions, memory, logits_to_keep=wanted)
+            out = run_model(self.model, ids, forward.positions, memory, logits_to_keep=wanted)
         memory.length += ids.shape[1]
         logits: Tensor = out.logits
         if isinstance(keep, Tensor):
@@ -361,19 +341,58 @@ class HookedModel:
             )
 
 
-def _on_modules(mixers: Sequence[Mixer]) -> dict[str, tuple[int, nn.Module, str]]:
-    """Return the states that mixers keep on modules instead of in the cache: path -> (cache layer, module, attribute)."""
-    return {
-        f"{mixer.layer}.{name}": (mixer.cache_layer, *holder(mixer.module, name))
-        for mixer in mixers
-        for name in mixer.state_names
-    }
+@contextmanager
+def differentiable(body: HookedModel) -> Iterator[None]:
+    """Open a session in which gates on heads get gradients and weights do not."""
+    if body.streams:
+        raise NeedleworkError(
+            "gates are differentiated without a cache, and the heads of this model stream by theirs: rank the model that it was"
+            " pruned from, or choose another method, such as leave_one_out"
+        )
+    with body.session(gradients=True), ExitStack() as stack:
+        for parameter in body.model.parameters():
+            if parameter.requires_grad:
+                stack.callback(parameter.requires_grad_, True)
+                parameter.requires_grad_(False)
+        yield
 
 
-def _train(modules: Sequence[nn.Module]) -> None:
-    """Set the training flag of these modules, but not of their submodules."""
-    for module in modules:
-        module.training = True
+def answer_log_p(body: HookedModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], gates: Tensor) -> Tensor:
+    """Return the log-likelihood of each answer given its prompt, [rows]. Needs an open `differentiable` session.
+
+    Prompt and answer are computed in one forward without a cache. Shorter rows are padded on the right, which causal models do
+    not see.
+
+    Args:
+        texts: pairs of prompt and answer as token ids.
+        gates: [rows or 1, heads], in the order of `anatomy.heads`: 1 leaves a head unchanged, 0 zeroes it.
+    """
+    rows = [(*prompt, *answer[:-1]) for prompt, answer in texts]
+    longest = max(map(len, rows))
+    body.check_length(longest)
+    ids = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=body.device)
+    positions = torch.arange(longest, device=body.device).expand(len(rows), -1)
+    slots, tally = torch.arange(len(rows), device=body.device), Tally(len(rows))
+    parts = list(body.anatomy.attention_parts())
+    by_layer = torch.split(gates, [part.query_heads for _, part in parts], dim=1)
+    edits = {layer: LayerEdits(gates=of_layer) for (layer, _), of_layer in zip(parts, by_layer, strict=True)}
+    forward = Forward("prefill", positions, slots, tally, body.attention, edits, fast=body.kernels == "fast")
+    with body.new_memory(len(rows)).mounted(), current(forward):
+        log_p = run_model(body.model, ids, positions, None).logits.float().log_softmax(-1)
+    sums = []
+    for i, (prompt, answer) in enumerate(texts):
+        says = log_p[i, len(prompt) - 1 : len(prompt) - 1 + len(answer)]
+        sums.append(says.gather(1, torch.tensor(answer, device=body.device)[:, None]).sum())
+    return torch.stack(sums)
+
+
+def chunk_boundaries(tokens: int, most: int) -> set[int]:
+    """Return the boundaries of chunks of at most `most` tokens.
+
+    Chunks are as equal as possible, so that none has a single token, which a mixer could take for a decode step.
+    """
+    count = -(-tokens // most)
+    return {tokens * i // count for i in range(1, count)}
 
 
 def _tensors_hash(model: Any) -> str:

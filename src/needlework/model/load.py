@@ -9,28 +9,15 @@ from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import torch.fx.experimental._config
 
 from needlework.errors import NeedleworkError, short_repr
-from needlework.model import session
+from needlework.model import files, session
 from needlework.model.families import family
-from needlework.model.files import (
-    WEIGHTS,
-    check_config,
-    check_sizes,
-    check_weights,
-    fetch,
-    first_line,
-    read_tokenizer,
-    weight_files,
-    whole_model,
-)
-from needlework.model.gguf import convert_once, header_only
 from needlework.model.hooked_model import HookedModel, Kernels
-from needlework.model.presets import preset_config, presets
 from needlework.model.probe import probe
 from needlework.model.session import exclusive_use
 from needlework.model.surgery import cut_class, cuts_of
@@ -68,22 +55,22 @@ def load_hooked_model(
     published = _config(origin, revision, trust_remote_code)
     config = causal_config(published)
     _set_window(config, window)
-    folder = Path(origin.name) if origin.local else fetch(origin.name, revision, code=trust_remote_code)
+    folder = Path(origin.name) if origin.local else files.fetch(origin.name, revision, code=trust_remote_code)
     stored = _check_files(folder, config, trust_remote_code)
     with exclusive_use():  # transformers changes torch's default dtype while it loads
         model = _weights(folder, "", config, trust_remote_code, dtype=precision, device_map=device_map)
     if device_map is None:
         model = model.to(place)
-    with whole_model(origin.name, "a short run of the model fails"):
+    with files.whole_model(origin.name, "a short run of the model fails"):
         body = hook_model(model, window, kernels)
     body.anatomy = replace(body.anatomy, left_out=_left_out(published, type(model), stored))
     body.source = file or folder
-    return body, read_tokenizer(folder, trust_remote_code=trust_remote_code)
+    return body, files.read_tokenizer(folder, trust_remote_code=trust_remote_code)
 
 
 def convert_gguf(file: Path) -> Path:
     """Return the directory of a GGUF file's copy as float32 safetensors, which is written on first use."""
-    return convert_once(file, _convert_gguf)
+    return files.convert_once(file, _convert_gguf)
 
 
 def _convert_gguf(file: Path, into: Path) -> None:
@@ -102,13 +89,13 @@ def _convert_gguf(file: Path, into: Path) -> None:
         None if bars else transformers_logging.disable_progress_bar()
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     tensors = {name: t.detach().float().contiguous() for name, t in model.state_dict().items() if name not in tied}
-    save_file(tensors, into / WEIGHTS, metadata={"format": "pt"})
+    save_file(tensors, into / files.WEIGHTS, metadata={"format": "pt"})
     for key in ("quantization_config", "_pre_quantization_dtype"):  # transformers would look for the GGUF file again
         if hasattr(model.config, key):
             delattr(model.config, key)
     model.config.save_pretrained(into)
     model.generation_config.save_pretrained(into)
-    if tokenizer := read_tokenizer(file.parent, file.name):
+    if tokenizer := files.read_tokenizer(file.parent, file.name):
         tokenizer.save_pretrained(into)
 
 
@@ -133,8 +120,8 @@ def hook_model(model: Any, window: Window = "transformers", kernels: Kernels = "
 
 def blueprint(source: str | Path, window: Window = "transformers", trust_remote_code: bool = False) -> HookedModel:
     """Build a HookedModel without weights (meta device) from a preset, a config.json or a GGUF header."""
-    if str(source) in presets():
-        published, dtype = preset_config(str(source)), torch.bfloat16
+    if str(source) in files.presets():
+        published, dtype = files.preset_config(str(source)), torch.bfloat16
     else:
         published = _config(_origin(source), trust_remote_code=trust_remote_code)
         dtype = published.get_text_config(decoder=True).dtype or published.dtype or torch.float32
@@ -143,7 +130,7 @@ def blueprint(source: str | Path, window: Window = "transformers", trust_remote_
     config.get_text_config(decoder=True)._experts_implementation = "batched_mm"  # others do not run on the meta device
     # Qwen4's indexer calls torch.nonzero, whose shape depends on values; the number of results does not matter here.
     assume_nonzero = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
-    with whole_model(source, "its configuration makes no model"), assume_nonzero:
+    with files.whole_model(source, "its configuration makes no model"), assume_nonzero:
         body = hook_model(without_weights(config).to(dtype), window, "stock")
         body.anatomy = replace(body.anatomy, left_out=_left_out(published))
         return body
@@ -175,11 +162,12 @@ def _check_kernels(kernels: str) -> None:
 _LONGEST_HUB_ID = 200  # characters; the hub allows 96
 
 
-class _Origin:
-    """The source of a model: a local directory or a hub id, and the name of a GGUF file in that directory."""
+class _Origin(NamedTuple):
+    """The source of a model."""
 
-    def __init__(self, name: str, local: bool, gguf: str = "") -> None:
-        self.name, self.local, self.gguf = name, local, gguf
+    name: str  # a local directory or a hub id
+    local: bool
+    gguf: str = ""  # name of a GGUF file in that directory
 
 
 def _origin(source: str | Path) -> _Origin:
@@ -193,7 +181,7 @@ def _origin(source: str | Path) -> _Origin:
         if not (path / "config.json").exists():
             raise NeedleworkError(f"{path} has no config.json; save the model there with model.save_pretrained({text!r})")
         return _Origin(str(path), True)
-    if text in presets():
+    if text in files.presets():
         raise NeedleworkError(
             f"{text} is a preset: `inspect` and `plan` know its public configuration, its weights are not here. Give its"
             " directory, or its full name on the hub (org/name)"
@@ -213,16 +201,16 @@ def _config(origin: _Origin, revision: str | None = None, trust_remote_code: boo
     if origin.gguf:
         options["gguf_file"] = origin.gguf
     try:
-        with session.hub_retries(), header_only() if origin.gguf else nullcontext():
-            check_config(origin.name, PreTrainedConfig.get_config_dict(origin.name, **options)[0])
+        with session.hub_retries(), files.header_only() if origin.gguf else nullcontext():
+            files.check_config(origin.name, PreTrainedConfig.get_config_dict(origin.name, **options)[0])
             config = AutoConfig.from_pretrained(origin.name, trust_remote_code=trust_remote_code, **options)
-            check_sizes(origin.name, config.get_text_config(decoder=True))
+            files.check_sizes(origin.name, config.get_text_config(decoder=True))
             config._attn_implementation = None  # needlework sets its own, whatever the file names
             return config
     except NeedleworkError:
         raise
     except Exception as error:  # invalid configurations raise many types
-        first = first_line(error)
+        first = files.first_line(error)
         if any(word in first for word in ("model_type", "does not recognize", "Unrecognized", "custom code")):
             raise NeedleworkError(
                 f"{origin.name}: this version of transformers does not know the model type ({first}); upgrade transformers,"
@@ -265,27 +253,26 @@ def _left_out(published: Any, model_class: Any = None, stored: Collection[str] =
 
 
 def _model_class(config: Any) -> Any:
-    """Return the model class of a configuration, adapted to the heads that were pruned."""
-    cuts = cuts_of(config)
-    return cut_class(_stock_class(config), cuts) if cuts else _stock_class(config)
+    """Return the model class of a configuration, adapted to the heads that were pruned.
 
-
-def _stock_class(config: Any) -> Any:
-    """Return AutoModelForCausalLM's class for a configuration, or the class that the configuration names."""
+    That is AutoModelForCausalLM's class, or the class that the configuration names.
+    """
     import transformers
     from transformers import AutoModelForCausalLM, PreTrainedModel
 
     mapping = AutoModelForCausalLM._model_mapping
-    if type(config) in mapping:
-        return mapping[type(config)]
+    candidates = [mapping[type(config)]] if type(config) in mapping else []
     for name in config.architectures or ():
-        named = getattr(transformers, str(name), None)  # untrusted: may be anything in transformers, checked below
+        named = getattr(transformers, str(name), None)  # untrusted: may be anything in transformers, so it is checked
         is_model = isinstance(named, type) and issubclass(named, PreTrainedModel)
         if is_model and getattr(named, "config_class", None) is type(config):
-            return named
-    raise NeedleworkError(
-        f"transformers has no causal language model for {config.model_type!r}, and config.architectures names none"
-    )
+            candidates.append(named)
+    if not candidates:
+        raise NeedleworkError(
+            f"transformers has no causal language model for {config.model_type!r}, and config.architectures names none"
+        )
+    cuts = cuts_of(config)
+    return cut_class(candidates[0], cuts) if cuts else candidates[0]
 
 
 def _weights(folder: Path, gguf: str, config: Any, trust_remote_code: bool = False, **options: Any) -> Any:
@@ -295,8 +282,8 @@ def _weights(folder: Path, gguf: str, config: Any, trust_remote_code: bool = Fal
     known = type(config) in AutoModelForCausalLM._model_mapping or trust_remote_code
     loader = AutoModelForCausalLM if known and not cuts_of(config) else _model_class(config)
     source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
-    files = [folder / gguf] if gguf else weight_files(folder)
-    with session.no_bar_for(sum(file.stat().st_size for file in files)), session.load_report() as report:
+    stored = [folder / gguf] if gguf else files.weight_files(folder)
+    with session.no_bar_for(sum(file.stat().st_size for file in stored)), session.load_report() as report:
         try:
             model, loading_info = loader.from_pretrained(
                 str(folder),
@@ -308,12 +295,25 @@ def _weights(folder: Path, gguf: str, config: Any, trust_remote_code: bool = Fal
                 **options,
             )
         except Exception as error:  # SafetensorError, OSError, KeyError...
-            first = first_line(error)
+            # The load report names the tensor that could not be assembled, and the reason.
+            match = re.search(r"^(.*)\nError: .* destined for (\S+?)\.?(?: |$)", "\n".join(report), re.MULTILINE)
+            why = f"{match[2]}: {match[1]}" if match else files.first_line(error)
             raise NeedleworkError(
-                f"{folder}: the weights cannot be loaded ({_conversion_error(report) or first}). Needlework reads safetensors"
+                f"{folder}: the weights cannot be loaded ({why}). Needlework reads safetensors"
                 " (or GGUF): if this is an old checkpoint, load it once with transformers and save_pretrained it again"
             ) from None
-    _refuse_gaps(folder, model, loading_info)
+    # Missing, unexpected and misshapen tensors are refused; tied tensors count as present.
+    mismatched = sorted(loading_info["mismatched_keys"])
+    shapes = [f"{name} is {list(stored)} and must be {list(wanted)}" for name, stored, wanted in mismatched]
+    missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
+    kinds = {"missing": missing, "not of this model": unexpected, "of another shape": shapes}
+    wrong = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
+    if wrong:
+        raise NeedleworkError(
+            f"{folder}: the weights cannot be loaded as {type(model).__name__}: of its {len(model.state_dict())} tensors"
+            f" {'; '.join(wrong)}. Missing ones would be random, so nothing was run: check that config.json and weights belong"
+            " together and that all files were copied"
+        )
     _refuse_not_finite(folder, model)
     return model
 
@@ -329,14 +329,14 @@ def _check_files(folder: Path, config: Any, trust_remote_code: bool) -> Collecti
     Returns:
         The names of all stored tensors.
     """
-    with whole_model(folder, "its weights cannot be loaded"):
+    with files.whole_model(folder, "its weights cannot be loaded"):
         if trust_remote_code:
-            return check_weights(folder)
+            return files.check_weights(folder)
         model = without_weights(config)
         # Integer buffers, such as token indices, are stored as integers.
         integers = {name.rpartition(".")[2] for name, buffer in model.named_buffers() if not buffer.is_floating_point()}
         skipped = [*(model._keys_to_ignore_on_load_unexpected or ()), *(rf"(^|\.){re.escape(name)}$" for name in integers)]
-        shapes = check_weights(folder, skipped)
+        shapes = files.check_weights(folder, skipped)
         wanted = sum(parameter.numel() for parameter in model.parameters())
     stored = sum(math.prod(shape) for shape in shapes.values())
     if wanted > _MOST_PER_VALUE * stored:
@@ -358,27 +358,6 @@ def _refuse_not_finite(folder: Path, model: Any) -> None:
                 f"{folder}: {bad:,} of the {tensor.numel():,} weights in {name} are NaN or infinite, so that every answer would"
                 " be; save the model again"
             )
-
-
-def _conversion_error(report: list[str]) -> str:
-    """Return the tensor that could not be assembled and the reason, from transformers' load report."""
-    match = re.search(r"^(.*)\nError: .* destined for (\S+?)\.?(?: |$)", "\n".join(report), re.MULTILINE)
-    return f"{match[2]}: {match[1]}" if match else ""
-
-
-def _refuse_gaps(folder: Path, model: Any, loading_info: dict[str, Any]) -> None:
-    """Refuse missing, unexpected and misshapen tensors; tied tensors count as present."""
-    mismatched = sorted(loading_info["mismatched_keys"])
-    shapes = [f"{name} is {list(stored)} and must be {list(wanted)}" for name, stored, wanted in mismatched]
-    missing, unexpected = loading_info["missing_keys"], loading_info["unexpected_keys"]
-    kinds = {"missing": missing, "not of this model": unexpected, "of another shape": shapes}
-    wrong = [f"{len(names)} {kind} ({_first_few(names)})" for kind, names in kinds.items() if names]
-    if wrong:
-        raise NeedleworkError(
-            f"{folder}: the weights cannot be loaded as {type(model).__name__}: of its {len(model.state_dict())} tensors"
-            f" {'; '.join(wrong)}. Missing ones would be random, so nothing was run: check that config.json and weights belong"
-            " together and that all files were copied"
-        )
 
 
 def _first_few(names: Collection[str]) -> str:
@@ -409,6 +388,6 @@ def torch_device(device: str) -> torch.device:
     try:
         torch.empty(1, device=place)
     except Exception as error:  # of a type that depends on the device
-        why = first_line(error)
+        why = files.first_line(error)
         raise NeedleworkError(f"device {device!r}: torch cannot use it on this machine ({why}); choose device='cpu'") from None
     return place

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from needlework.anatomy import GroupKind
 from needlework.interventions import acts
 from needlework.interventions.acts import Act
 from needlework.model.attention import Forward, get_current
+from needlework.model.edits import select_rows
 from needlework.model.memory import Memory
 
 _CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> name of its receipt count
@@ -39,12 +40,11 @@ class MixerEdits:
 
     @property
     def idle(self) -> bool:
-        return all(getattr(self, field.name) is None for field in fields(self))
+        return all(marked is None for marked in vars(self).values())
 
     def select(self, rows: Tensor) -> MixerEdits:
         """Return the edits of the given rows, in this order."""
-        marked = [None if x is None else x[rows.to(x.device)] for x in (getattr(self, field.name) for field in fields(self))]
-        return MixerEdits(*(x if x is not None and bool(x.any()) else None for x in marked))
+        return MixerEdits(*map(_none_if_empty, vars(select_rows(self, rows)).values()))
 
     def replaced(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return disjoint masks [rows] of rows without any memory, without convolution only, and without state only."""
@@ -53,15 +53,18 @@ class MixerEdits:
             both = convolution & state
             alone = both if alone is None else alone | both
             convolution, state = convolution & ~both, state & ~both
-        return tuple(x if x is not None and bool(x.any()) else None for x in (alone, convolution, state))  # type: ignore[return-value]
+        return _none_if_empty(alone), _none_if_empty(convolution), _none_if_empty(state)
+
+
+def _none_if_empty(marked: Tensor | None) -> Tensor | None:
+    return marked if marked is not None and bool(marked.any()) else None
 
 
 def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.device) -> MixerEdits:
     """Compile the acts of all rows on one mixer with `groups` groups of channels."""
 
     def rows_with(kind: type[Act]) -> Tensor | None:
-        marked = [any(isinstance(act, kind) for act in row) for row in rows]
-        return torch.tensor(marked, device=device) if any(marked) else None
+        return _none_if_empty(torch.tensor([any(isinstance(act, kind) for act in row) for row in rows], device=device))
 
     silenced = torch.zeros(len(rows), groups, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -73,7 +76,7 @@ def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.devi
         rows_with(acts.CutConvolution),
         rows_with(acts.CutState),
         rows_with(acts.DropRecurrent),
-        silenced.to(device) if bool(silenced.any()) else None,
+        _none_if_empty(silenced.to(device)),
     )
 
 
@@ -90,6 +93,15 @@ class Mixer:
     convolution: nn.Conv1d | None = None  # its short convolution
 
 
+def states_on_modules(mixers: Sequence[Mixer]) -> dict[str, tuple[int, nn.Module, str]]:
+    """Return the states that mixers keep on modules instead of in the cache: path -> (cache layer, module, attribute)."""
+    return {
+        f"{mixer.layer}.{name}": (mixer.cache_layer, *holder(mixer.module, name))
+        for mixer in mixers
+        for name in mixer.state_names
+    }
+
+
 @contextmanager
 def hooked(
     mixers: Sequence[Mixer], attention: dict[nn.Module, int], memory: Memory, empty: Callable[[Mixer, int], Memory]
@@ -103,7 +115,7 @@ def hooked(
     """
     with ExitStack() as stack:
         for mixer in mixers:
-            acting = _Acting(mixer, memory, empty)
+            acting = _MixerHooks(mixer, memory, empty)
             stack.callback(mixer.module.register_forward_pre_hook(acting.enter).remove)
             stack.callback(mixer.module.register_forward_hook(acting.leave, with_kwargs=True).remove)
             if mixer.output is not None:
@@ -113,14 +125,14 @@ def hooked(
         yield
 
 
-class _Acting:
+class _MixerHooks:
     """The hooks that apply one mixer's edits in one forward of the model."""
 
     def __init__(self, mixer: Mixer, memory: Memory, empty: Callable[[Mixer, int], Memory]) -> None:
         self.mixer, self.memory, self.empty = mixer, memory, empty
         self.before: dict[str, Memory] = {}  # copies of states before the mixer ran, by ablation
         self.chosen: Tensor | None = None  # rows of the batch in the running call; None: all rows
-        self.heard = True  # whether the running call's output is used; if not, nothing is zeroed or counted
+        self.output_used = True  # whether the running call's output is used; if not, nothing is zeroed or counted
 
     def _edits(self) -> tuple[Forward | None, MixerEdits | None]:
         forward = get_current()
@@ -132,8 +144,7 @@ class _Acting:
         """Copy the states that a second call starts from (forward pre-hook of the mixer)."""
         _, edits = self._edits()
         if edits is not None:
-            _, convolution, state = edits.replaced()
-            for name, rows in (("convolution", convolution), ("state", state)):
+            for name, rows in zip(("convolution", "state"), edits.replaced()[1:], strict=True):
                 if rows is not None and self.mixer.convolution is not None:
                     self.before[name] = self.memory.of_layer(self.mixer.cache_layer, rows.nonzero()[:, 0])
 
@@ -146,7 +157,9 @@ class _Acting:
         call = Call(module, args, kwargs, rows, tokens)
         for marked, replace in zip(edits.replaced(), (self._alone, self._no_convolution, self._no_state), strict=True):
             if marked is not None:
-                output = _with_rows(output, marked, replace(call, marked))
+                hidden = first(output).clone()
+                hidden[marked] = replace(call, marked)
+                output = replace_first(output, hidden)
         for name, count in _CUTS.items():
             if (marked := getattr(edits, name)) is not None:
                 forward.tally.add(self.mixer.layer, forward.phase, count, forward.slots, marked.long() * tokens)
@@ -159,73 +172,78 @@ class _Acting:
     def zero_groups_hook(self, projection: nn.Module, args: tuple[Any, ...]) -> Any:
         """Zero groups in the output projection's input [rows of this call, tokens, channels], and count them."""
         forward, edits = self._edits()
-        if forward is None or edits is None or edits.silenced is None or not self.heard:
+        if forward is None or edits is None or edits.silenced is None or not self.output_used:
             return None
-        said, marked, slots = args[0], edits.silenced, forward.slots
+        channels, marked, slots = args[0], edits.silenced, forward.slots
         counted = marked
         if self.chosen is None:
             for replaced in edits.replaced():  # groups of these rows are counted in their second call
                 counted = counted if replaced is None else counted & ~replaced[:, None]
         else:
-            rows = self.chosen.repeat_interleave(said.shape[0] // len(self.chosen))
+            rows = self.chosen.repeat_interleave(channels.shape[0] // len(self.chosen))
             marked, slots = marked[rows], slots[rows]
             counted = marked
-        forward.tally.add(self.mixer.layer, forward.phase, "groups_zeroed", slots, counted.sum(1) * said.shape[1])
-        channels = marked.repeat_interleave(said.shape[-1] // marked.shape[1], 1)
-        return (said.masked_fill(channels[:, None], 0.0), *args[1:])
+        forward.tally.add(self.mixer.layer, forward.phase, "groups_zeroed", slots, counted.sum(1) * channels.shape[1])
+        zeroed = marked.repeat_interleave(channels.shape[-1] // marked.shape[1], 1)
+        return (channels.masked_fill(zeroed[:, None], 0.0), *args[1:])
 
     def _alone(self, call: Call, marked: Tensor) -> Tensor:
         """Return the outputs of marked rows without any memory, and clear it for later forwards."""
+        # A mixer that keeps its own state discards it when called without a cache.
+        places = [holder(self.mixer.module, name) for name in self.mixer.state_names]
+        kept = [getattr(*place) for place in places]
         chosen = marked.nonzero()[:, 0]
-        with self._about(chosen), self._module_states_kept():
-            said = each_token_alone(call, chosen)
+        with self._running(chosen):
+            parts = [call.again(chosen, part, None, False, alone=True) for part in call.pieces(len(chosen))]
+        for place, value in zip(places, kept, strict=True):
+            setattr(*place, value)
         self.memory.clear([self.mixer.cache_layer], marked)
-        return said
+        return torch.cat(parts, 1)
 
     def _no_convolution(self, call: Call, marked: Tensor) -> Tensor:
         """Return the outputs of marked rows without the convolution's past; later forwards continue from the new states."""
         chosen, before, layer = marked.nonzero()[:, 0], self.before.pop("convolution"), self.mixer.cache_layer
         assert self.mixer.convolution is not None  # the intervention was checked
-        with self._about(chosen):
-            said = without_convolution(call, chosen, before, self.mixer.convolution)
+        with self._running(chosen), before.mounted(), _last_tap_only(self.mixer.convolution):
+            output = call.again(chosen, slice(0, call.tokens), before.cache, True, alone=False)
         self.memory.take_states(layer, chosen, before)
         self.memory.clear([layer], marked, "conv")
-        return said
+        return output
 
     def _no_state(self, call: Call, marked: Tensor) -> Tensor:
         """Return the outputs of marked rows without carried state; later forwards keep the convolution's window."""
         if self.mixer.convolution is None:
             return self._alone(call, marked)
         chosen, before, layer = marked.nonzero()[:, 0], self.before.pop("state"), self.mixer.cache_layer
-        with self._about(chosen):
-            said = without_state(call, chosen, before, layer, lambda rows: self.empty(self.mixer, rows), self._unheard)
+        outputs = []
+        # The convolution's past: [rows, channels, window]; none before the first token.
+        past = [slot.tensor for slot in before.states_of(layer, "conv")]
+        for part in call.pieces(len(chosen)):
+            count = part.stop - part.start
+            lone = self.empty(self.mixer, len(chosen) * count)
+            with self._running(chosen, output_used=False), lone.mounted():
+                call.again(chosen, part, lone.cache, True, alone=True)
+            (window,) = lone.states_of(layer, "conv")
+            _, channels, length = window.tensor.shape
+            inputs = window.tensor[..., -1].reshape(len(chosen), count, channels).transpose(1, 2)
+            line = torch.cat([past[0] if past else inputs.new_zeros(len(chosen), channels, length), inputs], -1)
+            windows = line.unfold(-1, length, 1)[:, :, :count]  # [rows, channels, tokens, window]: inputs before each token
+            window.put(windows.transpose(1, 2).reshape(-1, channels, length).contiguous())
+            lone.clear([layer], torch.ones(lone.rows, dtype=torch.bool), "state")
+            with self._running(chosen), lone.mounted():
+                outputs.append(call.again(chosen, part, lone.cache, True, alone=True))
+            past = [line[..., -length:]]
         self.memory.clear([layer], marked, "state")
-        return said
+        return torch.cat(outputs, 1)
 
     @contextmanager
-    def _about(self, chosen: Tensor) -> Iterator[None]:
-        self.chosen = chosen
+    def _running(self, chosen: Tensor, output_used: bool = True) -> Iterator[None]:
+        """Tell the hook of the output projection about a second call of the mixer while the context is open."""
+        self.chosen, self.output_used = chosen, output_used
         try:
             yield
         finally:
-            self.chosen = None
-
-    @contextmanager
-    def _unheard(self) -> Iterator[None]:
-        self.heard = False
-        try:
-            yield
-        finally:
-            self.heard = True
-
-    @contextmanager
-    def _module_states_kept(self) -> Iterator[None]:
-        """Restore module-held states on exit: a mixer that keeps its own state discards it when called without a cache."""
-        places = [holder(self.mixer.module, name) for name in self.mixer.state_names]
-        kept = [getattr(*place) for place in places]
-        yield
-        for place, value in zip(places, kept, strict=True):
-            setattr(*place, value)
+            self.chosen, self.output_used = None, True
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -247,18 +265,10 @@ def _block_hook(layer: int) -> Callable[..., Any]:
     return hook
 
 
-def _with_rows(output: Any, rows: Tensor, other: Tensor) -> Any:
-    """Return the module's output with marked rows replaced by `other` [marked rows, tokens, width]."""
-    hidden = first(output).clone()
-    hidden[rows] = other
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-
 def _without_rows(output: Any, rows: Tensor) -> Any:
     """Return the module's output with marked rows zeroed."""
     hidden = first(output)
-    new = hidden.masked_fill(rows.view(-1, *[1] * (hidden.dim() - 1)), 0.0)
-    return (new, *output[1:]) if isinstance(output, tuple) else new
+    return replace_first(output, hidden.masked_fill(rows.view(-1, *[1] * (hidden.dim() - 1)), 0.0))
 
 
 def holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -345,62 +355,22 @@ class Call:
 
         given = {**dict.fromkeys(_CACHES, cache), "attention_mask": None, "use_cache": use_cache}
         named = {key: given[key] if key in given else of_part(value) for key, value in self.kwargs.items()}
-        plain = [cache if _is_cache(value) else of_part(value) for value in self.args]
+        caches = ("get_seq_length", "update_conv_state")  # methods that only caches have
+        plain = [cache if any(hasattr(value, name) for name in caches) else of_part(value) for value in self.args]
         with _chunks_of_one(self.module, chosen.device) if alone else nullcontext():
             out = first(self.module.forward(*plain, **named))
         return out.reshape(len(chosen), part.stop - part.start, *out.shape[2:])
 
 
-def each_token_alone(call: Call, chosen: Tensor) -> Tensor:
-    """Return the outputs of the chosen rows when nothing is carried from token to token."""
-    return torch.cat([call.again(chosen, part, None, False, alone=True) for part in call.pieces(len(chosen))], 1)
-
-
-def without_convolution(call: Call, chosen: Tensor, memory: Memory, convolution: nn.Conv1d) -> Tensor:
-    """Return the outputs of the chosen rows when the convolution sees no earlier tokens; the state is carried.
-
-    `memory` holds the chosen rows' states before the call, and is updated.
-    """
-    with memory.mounted(), _last_tap_only(convolution):
-        return call.again(chosen, slice(0, call.tokens), memory.cache, True, alone=False)
-
-
-def without_state(
-    call: Call, chosen: Tensor, memory: Memory, layer: int, empty: Callable[[int], Memory], unheard: Callable[[], Any]
-) -> Tensor:
-    """Return the outputs of the chosen rows when the state is zero before every token; the convolution is unchanged.
-
-    Args:
-        memory: the chosen rows' states before the call.
-        layer: index of the mixer in the cache.
-        empty: returns an empty memory of this mixer for a number of rows.
-        unheard: returns a context for a call whose output is discarded.
-    """
-    said = []
-    past = [slot.tensor for slot in memory.states_of(layer, "conv")]  # [rows, channels, window]; none before the first token
-    for part in call.pieces(len(chosen)):
-        count = part.stop - part.start
-        lone = empty(len(chosen) * count)
-        with lone.mounted(), unheard():
-            call.again(chosen, part, lone.cache, True, alone=True)
-        (window,) = lone.states_of(layer, "conv")
-        _, channels, length = window.tensor.shape
-        inputs = window.tensor[..., -1].reshape(len(chosen), count, channels).transpose(1, 2)
-        before = past[0] if past else inputs.new_zeros(len(chosen), channels, length)
-        line = torch.cat([before, inputs], -1)
-        windows = line.unfold(-1, length, 1)[:, :, :count]  # [rows, channels, tokens, window]: inputs before each token
-        window.put(windows.transpose(1, 2).reshape(-1, channels, length).contiguous())
-        lone.clear([layer], torch.ones(lone.rows, dtype=torch.bool), "state")
-        with lone.mounted():
-            said.append(call.again(chosen, part, lone.cache, True, alone=True))
-        past = [line[..., -length:]]
-    return torch.cat(said, 1)
-
-
 def first(output: Any) -> Tensor:
     """Return a module's output, or the first entry if it is a tuple."""
-    said: Tensor = output[0] if isinstance(output, tuple) else output
-    return said
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+def replace_first(output: Any, hidden: Tensor) -> Any:
+    """Return a module's output with its tensor, or the first entry of its tuple, replaced."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
 
 
 @contextmanager
@@ -432,7 +402,3 @@ def _chunks_of_one(module: nn.Module, device: torch.device) -> Iterator[None]:
         yield
     finally:
         module.chunk_size = size  # type: ignore[assignment]
-
-
-def _is_cache(value: Any) -> bool:
-    return hasattr(value, "get_seq_length") or hasattr(value, "update_conv_state")

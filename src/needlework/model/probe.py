@@ -22,7 +22,7 @@ from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
 from needlework.model.families import Family
 from needlework.model.memory import Memory
-from needlework.model.mixers import NO_GROUPS, Mixer, first, groups_of, holder, short_convolution
+from needlework.model.mixers import NO_GROUPS, Mixer, first, groups_of, short_convolution, states_on_modules
 from needlework.model.streaming import Streams, streams_of
 
 PROBE = "needlework_probe"
@@ -117,7 +117,13 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
         if call is None or call.projected or call.module not in log.stack[:-1]:
             return
         if isinstance(module, nn.Linear) and args and module.in_features == call.heads * call.value_dim:
-            call.gate = _has_gate(call, args[0], call.output.flatten(2))
+            if call.output.device.type == "meta":  # no values to compare: look for a separate gate projection, or rows for it
+                own = any("gate" in name or name == "g_proj" for name, _ in call.module.named_children())
+                queries = getattr(call.module, "q_proj", None)
+                call.gate = own or (isinstance(queries, nn.Linear) and queries.out_features == 2 * call.heads * call.key_dim)
+            else:  # with a gate, the projection's input differs from the flattened head outputs
+                flat = call.output.flatten(2)
+                call.gate = not torch.equal(args[0].reshape(flat.shape), flat)
             call.bias, call.projected = module.bias is not None, True
 
     def left(module: nn.Module, args: Any, output: Any) -> None:
@@ -158,15 +164,6 @@ def _spied(method: Any, name: str, log: _Log) -> Any:
     return spy
 
 
-def _has_gate(call: _Call, projected: Tensor, flat: Tensor) -> bool:
-    """Return whether the output projection's input differs from the flattened head outputs, as with an output gate."""
-    if flat.device.type == "meta":  # no values to compare: look for a gate projection, separate or within the query projection
-        own = any("gate" in name or name == "g_proj" for name, _ in call.module.named_children())
-        queries = getattr(call.module, "q_proj", None)
-        return own or (isinstance(queries, nn.Linear) and queries.out_features == 2 * call.heads * call.key_dim)
-    return not torch.equal(projected.reshape(flat.shape), flat)
-
-
 def probe(model: Any, family: Family, window_rule: str) -> Findings:
     """Run a few tokens through the model and return the attention modules and mixers that were seen.
 
@@ -176,40 +173,38 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
     if family.refused:
         raise NeedleworkError(f"{type(model).__name__} ({model.config.model_type}) is not supported: {family.refused}")
     config = model.config.get_text_config(decoder=True)
-    mixers: tuple[Mixer, ...] = ()
     device = next(model.parameters()).device
     paths = {module: path for path, module in model.named_modules()}
-    stateful = _stateful(family, paths)
-    memory = Memory(family.make_cache(model.config), stateful, rows=1)
+    named = [
+        Mixer(_number(p), m, _number(p), family.state_names) for m, p in paths.items() if type(m).__name__ == family.mixer_class
+    ]
+    memory = Memory(family.make_cache(model.config), states_on_modules(named), rows=1)
     ids = (torch.arange(PROBE_TOKENS, device=device) % config.vocab_size)[None]
     log = _Log(model)
     with torch.no_grad(), attention_switched(model, PROBE), _recorded(log, memory), memory.mounted():
         run_model(model, ids, torch.arange(PROBE_TOKENS, device=device)[None], memory)
     calls = list({call.module: call for call in log.calls}.values())  # a module may be called several times
-    index_of = _layer_indices([paths[call.module] for call in calls])
-    if not family.no_mixer:
-        cache_layers = log.mixers
-        if family.mixer_class:
-            cache_layers = {m: _number(p) for m, p in paths.items() if type(m).__name__ == family.mixer_class}
-        mixers = tuple(_mixer(m, _number(paths[m]), layer, family, log, memory) for m, layer in cache_layers.items())
+    numbers = [_number(paths[call.module]) for call in calls]
+    unique = len(set(numbers)) == len(numbers)  # if not, several stacks repeat numbers: layers are in the order of their calls
+    attention = {call.module: number if unique else turn for turn, (call, number) in enumerate(zip(calls, numbers, strict=True))}
+    found = named or [Mixer(_number(paths[module]), module, layer) for module, layer in log.mixers.items()]
+    mixers = () if family.no_mixer else tuple(_with_parts(mixer, log, memory) for mixer in found)
     if not calls and not mixers and not family.no_mixer:
         raise NeedleworkError(
             f"{type(model).__name__} is not supported: none of its layers was seen to call transformers' attention or to use its"
             " cache, so that nothing could be ablated"
         )
     streams = streams_of(model.config)
-    layers = _streaming(_layers(paths, calls, index_of, mixers, memory), streams)
     anatomy = Anatomy(
         model_type=config.model_type,
         architecture=type(model).__name__,
-        layers=layers,
+        layers=_streaming(_layers(paths, calls, attention, mixers, memory), streams),
         parameters=sum(p.numel() for p in model.parameters()),
         vocabulary=config.vocab_size,
         max_tokens=getattr(config, "max_position_embeddings", None),
         window_rule=window_rule,
         no_mixer_reason=family.no_mixer,
     )
-    attention = {call.module: index_of[paths[call.module]] for call in calls}
     shareable = bool(calls) and all(call.keys_untouched for call in calls) and not family.dense_masks
     return Findings(anatomy, attention, mixers, shareable, streams)
 
@@ -232,23 +227,13 @@ def _parameter_names(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
 
 
-def _mixer(module: nn.Module, layer: int, cache_layer: int, family: Family, log: _Log, memory: Memory) -> Mixer:
+def _with_parts(mixer: Mixer, log: _Log, memory: Memory) -> Mixer:
     """Return a mixer with its groups (if its last step is a linear map) and convolution (if the cache has one window)."""
-    output = log.projections.get(module)
-    groups = groups_of(module, output.in_features)[1] if output is not None else 0
-    windows = memory.states_of(cache_layer, "conv")
-    convolution = short_convolution(module) if len(windows) == 1 else None
-    return Mixer(layer, module, cache_layer, family.state_names, groups, output, convolution)
-
-
-def _stateful(family: Family, paths: dict[nn.Module, str]) -> dict[str, tuple[int, nn.Module, str]]:
-    """Return module-held states: path -> (layer, module, attribute)."""
-    states = {}
-    for module, path in paths.items():
-        if family.mixer_class and type(module).__name__ == family.mixer_class:
-            for name in family.state_names:
-                states[f"{path}.{name}"] = (_number(path), *holder(module, name))
-    return states
+    output = log.projections.get(mixer.module)
+    groups = groups_of(mixer.module, output.in_features)[1] if output is not None else 0
+    windows = memory.states_of(mixer.cache_layer, "conv")
+    convolution = short_convolution(mixer.module) if len(windows) == 1 else None
+    return replace(mixer, groups=groups, output=output, convolution=convolution)
 
 
 def _number(path: str) -> int:
@@ -257,40 +242,34 @@ def _number(path: str) -> int:
     return int(match.group(1)) if match else 0
 
 
-def _layer_indices(paths: list[str]) -> dict[str, int]:
-    """Return the layer of each attention module: the number in its path, or its order if several stacks repeat numbers."""
-    numbers = [_number(path) for path in paths]
-    unique = len(set(numbers)) == len(numbers)
-    return {path: number if unique else turn for turn, (path, number) in enumerate(zip(paths, numbers, strict=True))}
-
-
 def _layers(
     paths: dict[nn.Module, str],
     calls: list[_Call],
-    index_of: dict[str, int],
+    layer_of: dict[nn.Module, int],
     mixers: tuple[Mixer, ...],
     memory: Memory,
 ) -> tuple[Layer, ...]:
     """Return all layers of the model with their attention and recurrent parts."""
-    attention, recurrent = {}, {}
-    for call in calls:
-        path = paths[call.module]
-        kv_bytes = call.kv_heads * (call.key_dim + call.value_dim) * call.output.element_size()
-        attention[index_of[path]] = AttentionPart(
-            path,
-            call.heads,
-            call.kv_heads,
-            call.key_dim,
-            call.value_dim,
-            call.window,
-            call.gate,
-            call.bias,
-            _parameters(call.module),
-            kv_bytes,
+    attention = {
+        layer_of[call.module]: AttentionPart(
+            path=paths[call.module],
+            query_heads=call.heads,
+            kv_heads=call.kv_heads,
+            key_dim=call.key_dim,
+            value_dim=call.value_dim,
+            window=call.window,
+            output_gate=call.gate,
+            output_bias=call.bias,
+            parameters=_parameters(call.module),
+            kv_bytes_per_token=call.kv_heads * (call.key_dim + call.value_dim) * call.output.element_size(),
         )
-    for mixer in mixers:
-        recurrent[mixer.layer] = _recurrent_part(mixer, paths[mixer.module], memory)
-    count = max([_stack_size(paths), *(1 + i for i in (*attention, *recurrent))])
+        for call in calls
+    }
+    recurrent = {mixer.layer: _recurrent_part(mixer, paths[mixer.module], memory) for mixer in mixers}
+    # The longest top-level list of layers, without vision layers.
+    lists = [m for m, path in paths.items() if isinstance(m, nn.ModuleList) and not re.search(r"\.\d+\.", path)]
+    sizes = [len(m) for m in lists if len({type(x).__name__ for x in m}) <= 3 and "vis" not in paths[m]]
+    count = max([*sizes, *(1 + i for i in (*attention, *recurrent))], default=0)
     return tuple(Layer(i, attention.get(i), recurrent.get(i)) for i in range(count))
 
 
@@ -330,10 +309,3 @@ def _streaming(layers: tuple[Layer, ...], streams: Streams | None) -> tuple[Laye
 
 def _parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def _stack_size(paths: dict[nn.Module, str]) -> int:
-    """Return the length of the longest top-level list of layers, without vision layers."""
-    lists = [m for m, path in paths.items() if isinstance(m, nn.ModuleList) and not re.search(r"\.\d+\.", path)]
-    sizes = [len(m) for m in lists if len({type(x).__name__ for x in m}) <= 3 and "vis" not in paths[m]]
-    return max(sizes, default=0)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework.errors import ZooError, did_you_mean, short_repr
-from needlework.model.presets import presets
+from needlework.model.files import presets
 
 __all__ = ["ZooError", "ZooModel", "catalog", "names", "path", "resolve"]
 
