@@ -17,7 +17,7 @@ from torch import Tensor
 from needlework.engine.budget import Read, Reading, by_pieces, forward_tokens, try_proof, watched
 from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
 from needlework.interventions.scores import RANDOM
-from needlework.model.depth import Entry, Recording, Stack
+from needlework.model.depth import EnteredBatch, PrefillRecording, Stack
 from needlework.model.edits import keeps_from_sdpa
 from needlework.model.hooked_model import HookedModel, Rows
 from needlework.receipts import Receipt, Tally
@@ -140,7 +140,7 @@ class Depth:
                         yield part, self._read_part(entry, recording, rows, [readings[i].item for i in part], remember)
 
     def _read_part(
-        self, entry: EntryPoint | None, recording: Recording, rows: Tensor, items: Sequence[Prepared], remember: bool
+        self, entry: EntryPoint | None, recording: PrefillRecording, rows: Tensor, items: Sequence[Prepared], remember: bool
     ) -> Read:
         """Prefill a few readings that enter the model at one point; the recording is the prefill of those without acts."""
         if entry is None:
@@ -170,11 +170,11 @@ class Depth:
             self.body.check_own_maths()  # it runs the model, which must not happen while it records or starts in the middle
         return rows
 
-    def _record(self, ids: Tensor, entries: Sequence[EntryPoint]) -> Recording:
+    def _record(self, ids: Tensor, entries: Sequence[EntryPoint]) -> PrefillRecording:
         """Prefill prompts [rows, tokens] without acts, and record what these entry points need."""
         assert self._stack is not None
         body, count = self.body, len(ids)
-        recording, tally = Recording(ids, body.new_memory(count)), Tally(count)
+        recording, tally = PrefillRecording(ids, body.new_memory(count)), Tally(count)
         notes = {(entry.layer, *entry.scored) for entry in entries if entry.scored and entry.scored[0] != RANDOM}
         all_kept = [
             KeepBest(layer, body.anatomy.attention(layer).query_heads, by, sinks=sinks) for layer, by, sinks in notes
@@ -193,7 +193,7 @@ class Depth:
     def _enter(
         self,
         point: EntryPoint,
-        recording: Recording,
+        recording: PrefillRecording,
         rows: Tensor,
         acts: Sequence[Sequence[Act]],
         samples: Sequence[int],
@@ -209,7 +209,7 @@ class Depth:
         assert self._stack is not None
         body, count = self.body, len(rows)
         part = body.anatomy.layers[point.layer].attention
-        entry = Entry(recording, rows, point.layer, point.after_heads, point.last_only, part.query_heads if part else 0)
+        entry = EnteredBatch(recording, rows, point.layer, point.after_heads, point.last_only, part.query_heads if part else 0)
         memory, tally = body.new_memory(count), Tally(count)
         compiled = self._compile(acts, samples)
         ids, fed = recording.ids[rows], self._stack.fed(entry)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from needlework.model.attention import get_current
 from needlework.model.memory import Memory
+from needlework.model.mixers import first, replace_first
 from needlework.receipts import Receipt
 
 
@@ -26,7 +27,7 @@ class CannotEnter(Exception):
 
 
 @dataclass
-class Said:
+class RecordedHeads:
     """Recorded head outputs of one attention layer, as its output projection reads them."""
 
     heads: Tensor  # [rows, tokens, heads * dim], after any output gate
@@ -36,7 +37,7 @@ class Said:
 
 
 @dataclass
-class Recording:
+class PrefillRecording:
     """A recorded prefill of some prompts without interventions."""
 
     ids: Tensor  # [rows, tokens] the prompts
@@ -44,7 +45,7 @@ class Recording:
     logits: Tensor = field(init=False)  # [rows, vocabulary] after the last token
     receipts: list[Receipt] = field(init=False)
     outputs: dict[int, Any] = field(default_factory=dict)  # layer -> its output
-    said: dict[int, Said] = field(default_factory=dict)  # attention layer -> its head outputs
+    heads: dict[int, RecordedHeads] = field(default_factory=dict)  # attention layer -> its head outputs
     scores: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # layer -> scores of its heads [rows, tokens, heads]
 
     def output(self, layer: int, rows: Tensor, tokens: slice) -> Any:
@@ -53,10 +54,10 @@ class Recording:
 
 
 @dataclass(frozen=True)
-class Entry:
+class EnteredBatch:
     """The layer from which a batch is computed, and the recording that replaces everything below."""
 
-    recording: Recording
+    recording: PrefillRecording
     rows: Tensor  # [rows] the recorded row that each row continues
     layer: int  # the first computed layer
     after_heads: bool  # this layer's head outputs are recorded, too: they are only zeroed and projected
@@ -91,56 +92,53 @@ class Stack:
         return None
 
     @contextmanager
-    def recorded(self, recording: Recording, layers: Collection[int], heads: Collection[int]) -> Iterator[None]:
+    def recorded(self, recording: PrefillRecording, layers: Collection[int], heads: Collection[int]) -> Iterator[None]:
         """Record a prefill while the context is open: outputs of `layers`, and head outputs of the layers `heads`."""
         with ExitStack() as stack:
             for layer in layers:
-                stack.callback(self.layers[layer].register_forward_hook(_keep_output(recording, layer)).remove)
+
+                def keep(module: nn.Module, args: Any, output: Any, layer: int = layer) -> None:
+                    if layer in recording.outputs:
+                        raise CannotEnter(f"layer {layer} runs more than once")
+                    recording.outputs[layer] = output
+
+                stack.callback(self.layers[layer].register_forward_hook(keep).remove)
             for layer in heads:
-                stack.enter_context(_listening(recording, layer, self.attention[layer]))
+                stack.enter_context(_recorded_heads(recording, layer, self.attention[layer]))
             yield
 
-    def fed(self, entry: Entry) -> slice:
+    def fed(self, entry: EnteredBatch) -> slice:
         """Return the tokens to feed: only the last one if the entry is after the heads of the topmost mixing layer."""
         return slice(-1, None) if entry.last_only and entry.after_heads and entry.layer == self.top else slice(None)
 
     @contextmanager
-    def entered(self, entry: Entry) -> Iterator[None]:
+    def entered(self, entry: EnteredBatch) -> Iterator[None]:
         """Make the model run from the entry's layer on while the context is open."""
         tokens = self.fed(entry)
         with ExitStack() as stack:
             if entry.last_only:
-                for module in self._wordwise(self.layers[self.top]):
+                for module in self._token_wise(self.layers[self.top]):
                     stack.enter_context(_replaced(module, _of_last_token(module.forward)))
             if entry.layer:
                 below = entry.recording.output(entry.layer - 1, entry.rows, tokens)
                 for module in self.layers[: entry.layer]:
                     stack.enter_context(_replaced(module, lambda *args, **kwargs: below))
             if entry.after_heads:
-                stack.enter_context(_replaced(self.attention[entry.layer], _silencing(entry, tokens)))
+                stack.enter_context(_replaced(self.attention[entry.layer], _with_heads_zeroed(entry, tokens)))
             yield
 
-    def _wordwise(self, layer: nn.Module) -> Iterator[nn.Module]:
+    def _token_wise(self, layer: nn.Module) -> Iterator[nn.Module]:
         """Yield the parts of a layer that compute each token by itself and hold matrices: feed-forward maps and experts."""
         for part in layer.children():
             inside = set(part.modules())
             if not inside & self._mixing and any(p.dim() > 1 for p in part.parameters()):
                 yield part
             elif inside & self._mixing and part not in self._mixing:
-                yield from self._wordwise(part)
-
-
-def _keep_output(recording: Recording, layer: int) -> Callable[..., None]:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
-        if layer in recording.outputs:
-            raise CannotEnter(f"layer {layer} runs more than once")
-        recording.outputs[layer] = output
-
-    return hook
+                yield from self._token_wise(part)
 
 
 @contextmanager
-def _listening(recording: Recording, layer: int, attention: nn.Module) -> Iterator[None]:
+def _recorded_heads(recording: PrefillRecording, layer: int, attention: nn.Module) -> Iterator[None]:
     """Record the input of an attention module's last linear map, if the module returns that map's output."""
     last: list[tuple[nn.Module, Tensor, Tensor]] = []
 
@@ -148,12 +146,12 @@ def _listening(recording: Recording, layer: int, attention: nn.Module) -> Iterat
         last[:] = [(module, args[0], output)]
 
     def finished(module: nn.Module, args: Any, output: Any) -> None:
-        first, others = (output[0], output[1:]) if isinstance(output, tuple) else (output, ())
-        if layer in recording.said:
+        hidden, others = first(output), output[1:] if isinstance(output, tuple) else ()
+        if layer in recording.heads:
             raise CannotEnter(f"the attention of layer {layer} runs more than once")
-        same = bool(last) and last[0][2].data_ptr() == first.data_ptr() and last[0][2].shape == first.shape
+        same = bool(last) and last[0][2].data_ptr() == hidden.data_ptr() and last[0][2].shape == hidden.shape
         if same and all(other is None for other in others):
-            recording.said[layer] = Said(last[0][1], last[0][0], not isinstance(output, tuple), others)
+            recording.heads[layer] = RecordedHeads(last[0][1], last[0][0], not isinstance(output, tuple), others)
 
     with ExitStack() as stack:
         for module in attention.modules():
@@ -163,25 +161,25 @@ def _listening(recording: Recording, layer: int, attention: nn.Module) -> Iterat
         yield
 
 
-def _silencing(entry: Entry, fed: slice) -> Callable[..., Any]:
+def _with_heads_zeroed(entry: EnteredBatch, fed: slice) -> Callable[..., Any]:
     """Return a forward for an attention module that zeroes heads in their recorded outputs and projects the result."""
-    said, layer, rows = entry.recording.said[entry.layer], entry.layer, entry.rows
+    recorded, layer, rows = entry.recording.heads[entry.layer], entry.layer, entry.rows
     scores = {name: values[rows] for name, values in entry.recording.scores.get(layer, {}).items()}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         now = get_current()
         assert now is not None
-        edits, tokens = now.edits[layer], said.heads.shape[1]
+        edits, tokens = now.edits[layer], recorded.heads.shape[1]
         positions = torch.arange(tokens, device=rows.device).expand(len(rows), -1)
         off = edits.switched_off(layer, positions, entry.heads, scores)
         assert off is not None
-        heads = said.heads[:, fed].index_select(0, rows.to(said.heads.device))
+        heads = recorded.heads[:, fed].index_select(0, rows.to(recorded.heads.device))
         heads.view(*heads.shape[:2], entry.heads, -1).masked_fill_(off[:, fed, :, None], 0.0)
         # Counted for all tokens: outputs of tokens that are not fed are not used later.
         now.tally.add(layer, now.phase, "positions", now.slots, tokens)
         now.tally.add(layer, now.phase, "heads_zeroed", now.slots, off.sum((1, 2)))
-        out = said.projection(heads)
-        return out if said.alone else (out, *said.others)
+        out = recorded.projection(heads)
+        return out if recorded.alone else (out, *recorded.others)
 
     return forward
 
@@ -203,10 +201,10 @@ def _of_last_token(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     def last(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = forward(hidden[:, -1:], *args, **kwargs)
-        first = output[0] if isinstance(output, tuple) else output
-        whole = first.new_zeros(*hidden.shape[:2], *first.shape[2:])
-        whole[:, -1:] = first
-        return (whole, *output[1:]) if isinstance(output, tuple) else whole
+        computed = first(output)
+        whole = computed.new_zeros(*hidden.shape[:2], *computed.shape[2:])
+        whole[:, -1:] = computed
+        return replace_first(output, whole)
 
     return last
 

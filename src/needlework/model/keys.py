@@ -112,9 +112,8 @@ class Prefix:
             new = Prefix.of(self.key, self.value, self.positions, prompt, start, self.complete)
             vars(new).update({name: kept for name, kept in vars(self).items() if name == "lines"})  # the keys are the same
             return new
-        return Prefix.of(
-            self.key[used], self.value[used], self.positions[used], torch.searchsorted(used, prompt), start, self.complete
-        )
+        tables = (self.key[used], self.value[used], self.positions[used])
+        return Prefix.of(*tables, torch.searchsorted(used, prompt), start, self.complete)
 
     @staticmethod
     def join(prefixes: Sequence[Prefix], same_own: bool) -> Prefix:
@@ -123,13 +122,18 @@ class Prefix:
         lacks = [length - p.key.shape[2] for p in prefixes]
         offsets = [sum(p.key.shape[0] for p in prefixes[:i]) for i in range(len(prefixes))]
         return Prefix.of(
-            torch.cat([pad(p.key, (0, 0, n, 0)) for p, n in zip(prefixes, lacks, strict=True)]),
-            torch.cat([pad(p.value, (0, 0, n, 0)) for p, n in zip(prefixes, lacks, strict=True)]),
+            *(join_padded([getattr(p, name) for p in prefixes]) for name in ("key", "value")),
             torch.cat([pad(p.positions, (n, 0), value=-1) for p, n in zip(prefixes, lacks, strict=True)]),
             torch.cat([p.prompt + n for p, n in zip(prefixes, offsets, strict=True)]),
             torch.cat([p.start for p in prefixes]),
             same_own and not any(lacks) and all(p.complete for p in prefixes),
         )
+
+
+def join_padded(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate rows of keys or values [rows, heads, tokens, dim]; shorter ones are padded on the left."""
+    length = max(x.shape[2] for x in tensors)
+    return torch.cat([pad(x, (0, 0, length - x.shape[2], 0)) for x in tensors])
 
 
 class SharedPrefix:
@@ -184,8 +188,7 @@ class SharedKV:
     @staticmethod
     def adopt(filled: Any, rows: Tensor, length: int) -> Any:
         """Return a filled layer of several prompts as a shared one; `rows` [rows] is the prompt of each row."""
-        layer = object.__new__(_shared_class(type(filled)))  # type: ignore[arg-type]
-        vars(layer).update(vars(filled))
+        layer = convert_layer(filled, _shared_class(type(filled)))
         key, value = layer.keys, layer.values
         positions = torch.arange(length - key.shape[2], length, device=key.device).expand(key.shape[0], -1)
         start = torch.full((len(rows),), length, device=key.device)
@@ -214,16 +217,10 @@ class SharedKV:
 
     def join(self: Any, layers: Sequence[Any]) -> None:
         """Replace this layer's rows by those of all `layers`; shorter ones are padded on the left."""
-        own = max(layer.keys.shape[2] for layer in layers)
-        same_own = all(layer.keys.shape[2] == own for layer in layers)
+        same_own = len({layer.keys.shape[2] for layer in layers}) == 1
         self.prefix = Prefix.join([layer.prefix for layer in layers], same_own)
-        self.keys = torch.cat([pad(layer.keys, (0, 0, own - layer.keys.shape[2], 0)) for layer in layers])
-        self.values = torch.cat([pad(layer.values, (0, 0, own - layer.values.shape[2], 0)) for layer in layers])
+        self.keys, self.values = (join_padded([getattr(layer, name) for layer in layers]) for name in ("keys", "values"))
         self.tokens = max(layer.tokens for layer in layers)
-
-    @property
-    def prefix_bytes(self: Any) -> int:
-        return sum(x.numel() * x.element_size() for x in (self.prefix.key, self.prefix.value))
 
 
 @functools.cache
@@ -231,3 +228,10 @@ def _shared_class(layer_class: type) -> Any:
     if (sharing := getattr(layer_class, "sharing", None)) is not None:  # a layer with streaming heads
         return sharing(SharedKV)
     return type(f"Shared{layer_class.__name__}", (SharedKV, layer_class), {})
+
+
+def convert_layer(layer: Any, layer_class: type) -> Any:
+    """Return a cache layer of another class with the attributes of this one."""
+    new = object.__new__(layer_class)
+    vars(new).update(vars(layer))
+    return new

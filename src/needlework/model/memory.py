@@ -53,6 +53,10 @@ class Slot:
         """Whether rows that share a prefix read this tensor without a copy; buffers of streaming heads are per row."""
         return self.half == "kv" and self.name not in BUFFER
 
+    def select(self, rows: Tensor) -> Tensor:
+        """Return a copy of these rows of the tensor."""
+        return self.tensor.index_select(self.batch_dim, rows.to(self.tensor.device))
+
     def put(self, tensor: Tensor) -> None:
         self.holder[self.key] = tensor
 
@@ -87,25 +91,27 @@ class Memory:
 
     def slots(self, half: Half | None = None) -> list[Slot]:
         """Return a slot for every tensor in use, of one half or of both."""
-        return [slot for slot in self._slots() if half in (None, slot.half)]
-
-    def _slots(self) -> Iterator[Slot]:
-        for index, layer in enumerate(getattr(self.cache, "layers", ())):
+        slots = []
+        for index, layer in enumerate(self._layers):
             fields = vars(layer)
             for name, batch_dim in _KV.items():
                 if isinstance(fields.get(name), Tensor) and fields[name].dim() > 1:
-                    yield Slot("kv", index, name, fields, name, batch_dim)
+                    slots.append(Slot("kv", index, name, fields, name, batch_dim))
             for name in _RECURRENT:
                 states = fields.get(name)
                 if isinstance(states, dict):
-                    used = [i for i, x in states.items() if x is not None]
-                    yield from (Slot("recurrent", index, f"{name}.{i}", states, i) for i in used)
+                    slots += [Slot("recurrent", index, f"{name}.{i}", states, i) for i, x in states.items() if x is not None]
         linear = getattr(self.cache, "linear_cache", [])  # MiniMax
-        yield from (Slot("recurrent", i, "linear_cache", linear, i) for i, x in enumerate(linear) if isinstance(x, Tensor))
+        slots += [Slot("recurrent", i, "linear_cache", linear, i) for i, x in enumerate(linear) if isinstance(x, Tensor)]
         for path, (layer, module, name) in self._on_modules.items():
             holder, key = (vars(module), name) if self._on else (self._held, path)
             if holder[key] is not None:
-                yield Slot("recurrent", layer, path, holder, key)
+                slots.append(Slot("recurrent", layer, path, holder, key))
+        return [slot for slot in slots if half in (None, slot.half)]
+
+    @property
+    def _layers(self) -> Sequence[Any]:
+        return getattr(self.cache, "layers", ())
 
     def _rebuilt(self, rows: int, tensor: Callable[[Slot], Tensor]) -> Memory:
         """Return a memory of the same structure, with `tensor(slot)` in place of each tensor."""
@@ -123,10 +129,8 @@ class Memory:
             recurrent_rows: [new rows] rows to take the recurrent half from, if others: this swaps memory between rows.
         """
         source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
-        new = self._rebuilt(
-            len(rows), lambda slot: slot.tensor.index_select(slot.batch_dim, source[slot.half].to(slot.tensor.device))
-        )
-        for layer in getattr(new.cache, "layers", ()):
+        new = self._rebuilt(len(rows), lambda slot: slot.select(source[slot.half]))
+        for layer in new._layers:
             if isinstance(layer, SharedKV):
                 layer.select(rows)
         return new
@@ -134,11 +138,7 @@ class Memory:
     def share(self, rows: Tensor, recurrent_rows: Tensor | None = None) -> Memory:
         """Fork rows as `select` does, but without copying keys and values: all rows read those of this memory."""
         source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
-
-        def forked(slot: Slot) -> Tensor:
-            return slot.tensor if slot.shared else slot.tensor.index_select(0, source[slot.half].to(slot.tensor.device))
-
-        new = self._rebuilt(len(rows), forked)
+        new = self._rebuilt(len(rows), lambda slot: slot.tensor if slot.shared else slot.select(source[slot.half]))
         new.cache.layers = [
             SharedKV.adopt(layer, rows, self.length) if isinstance(vars(layer).get("keys"), Tensor) else layer
             for layer in new.cache.layers
@@ -157,20 +157,19 @@ class Memory:
 
         def part(slot: Slot) -> Tensor:
             if remembered(slot.half, slot.layer):
-                return slot.tensor.index_select(slot.batch_dim, rows.to(slot.tensor.device))
+                return slot.select(rows)
             return own[slot.layer, slot.name].tensor
 
         return below._rebuilt(self.rows, part)
 
     @property
     def shared(self) -> bool:
-        return any(isinstance(layer, SharedKV) for layer in getattr(self.cache, "layers", ()))
+        return any(isinstance(layer, SharedKV) for layer in self._layers)
 
     @property
     def ragged(self) -> bool:
         """Whether rows of different lengths can be joined: no layer has keys, or all layers with keys share them."""
-        layers = getattr(self.cache, "layers", ())
-        return all(isinstance(x, SharedKV) for x in layers if isinstance(vars(x).get("keys"), Tensor))
+        return all(isinstance(x, SharedKV) for x in self._layers if isinstance(vars(x).get("keys"), Tensor))
 
     @staticmethod
     def join(memories: Sequence[Memory]) -> Memory:
@@ -179,7 +178,7 @@ class Memory:
         if len(memories) == 1:
             return first
         tables = [{(slot.layer, slot.name): slot for slot in memory.slots()} for memory in memories]
-        skip = {i for i, layer in enumerate(getattr(first.cache, "layers", ())) if isinstance(layer, SharedKV)}
+        skip = {i for i, layer in enumerate(first._layers) if isinstance(layer, SharedKV)}
 
         def joined(slot: Slot) -> Tensor:
             if slot.shared and slot.layer in skip:
@@ -214,7 +213,7 @@ class Memory:
             new.cache.layers[layer] = _shell_layer(self.cache.layers[layer])
         for slot in new.slots("recurrent"):
             if slot.layer == layer:
-                slot.put(slot.tensor.index_select(0, rows.to(slot.tensor.device)))
+                slot.put(slot.select(rows))
         return new
 
     def take_states(self, layer: int, rows: Tensor, other: Memory) -> None:
@@ -226,27 +225,23 @@ class Memory:
     def nbytes(self, half: Half | None = None) -> int:
         """Return the bytes in use; shared keys and values count once."""
         own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in self.slots(half))
-        layers = [x for x in getattr(self.cache, "layers", ()) if isinstance(x, SharedKV)]
-        return own + (sum(x.prefix_bytes for x in layers) if half in (None, "kv") else 0)
+        prefixes = [x.prefix for x in self._layers if isinstance(x, SharedKV) and half in (None, "kv")]
+        return own + sum(x.numel() * x.element_size() for prefix in prefixes for x in (prefix.key, prefix.value))
 
 
 def _shell(cache: Any) -> Any:
     """Copy the cache's structure; the copy's layers refer to the same tensors."""
     new = copy.copy(cache)
     for name, value in vars(cache).items():
-        if name == "layers":
-            new.layers = [_shell_layer(layer) for layer in value]
-        elif isinstance(value, list):
-            setattr(new, name, list(value))
+        if isinstance(value, list):
+            setattr(new, name, [_shell_layer(layer) for layer in value] if name == "layers" else list(value))
     return new
 
 
 def _shell_layer(layer: Any) -> Any:
     new = copy.copy(layer)
     for name, value in vars(layer).items():
-        if isinstance(value, dict):
-            setattr(new, name, dict(value))
-        elif isinstance(value, Prefix):
+        if isinstance(value, (dict, Prefix)):
             setattr(new, name, copy.copy(value))
     return new
 

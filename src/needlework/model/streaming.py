@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from needlework.errors import NeedleworkError, short_repr
-from needlework.model.keys import Keys, OwnKeys
+from needlework.model.keys import Keys, OwnKeys, convert_layer
 
 BUFFER = ("recent_keys", "recent_values", "recent_positions", "next_position")  # tensors of a cache layer, per row
 HIDDEN = -1  # position of an empty buffer entry
@@ -54,9 +54,7 @@ class Streams:
         for index, heads in self.kv_heads.items():
             while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
                 cache.layers.append(cache.layer_class_to_replicate())
-            plain = cache.layers[index]
-            layer = object.__new__(_streaming_class(type(plain)))  # type: ignore[arg-type]
-            vars(layer).update(vars(plain))
+            layer = convert_layer(cache.layers[index], _streaming_class(type(cache.layers[index])))
             layer.window, layer.sinks, layer.stream_heads, layer.seen = self.window, self.sinks, heads, 0
             cache.layers[index] = layer
         return cache
@@ -198,7 +196,6 @@ class SplitKeys:
         self.columns = self._columns()  # [rows, streaming keys] column of each key; `count` for empty buffer entries
 
     def _columns(self) -> Tensor:
-        """Return the column of each streaming key [rows, streaming keys], matched by position."""
         rows, held = self.split.positions.shape
         if self.full is None:
             return torch.arange(held, device=self.split.key.device).expand(rows, -1)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from needlework.anatomy import AttentionPart
 from needlework.errors import NeedleworkError, short_repr
+from needlework.model.keys import convert_layer
 from needlework.model.streaming import ENTRY
 
 ZERO = -1  # in place of a head index: a head of zeros that fills its group
@@ -62,7 +63,13 @@ def cut_model(model: nn.Module, cuts: Iterable[Cut]) -> None:
         parent_path, _, name = cut.path.rpartition(".")
         parent = model.get_submodule(parent_path)
         module = getattr(parent, name)
-        _refuse_shared(model, module, cut)
+        own = set(module.parameters())
+        others = (x for x in model.modules() if x is not module and type(x) is type(module))
+        if any(not own.isdisjoint(other.parameters()) for other in others):
+            raise NeedleworkError(
+                f"{cut.path}: several layers of {type(model).__name__} share the weights of one attention module, so that no"
+                " layer can lose heads of its own; only_heads(...) silences them without a cut"
+            )
         pieces = _pieces(module, cut)
         if not cut.query:
             setattr(parent, name, NoHeads(module, next(piece for piece in _OUTPUT if hasattr(module, piece))))
@@ -88,7 +95,8 @@ def _pieces(module: nn.Module, cut: Cut) -> list[tuple[str, nn.Module]]:
         return []
     found: dict[str, tuple[str, nn.Module]] = {}
     for name, parameter in module.named_parameters():
-        path, piece = _owner(module, name)
+        path = name.rpartition(".")[0]
+        piece = module.get_submodule(path)
         if path in (*_QUERY_ROWS, *_KV_ROWS):
             kind = "query" if path in _QUERY_ROWS else "kv"
             heads, length = cut.of[kind == "kv"], parameter.shape[0]
@@ -112,41 +120,21 @@ def _pieces(module: nn.Module, cut: Cut) -> list[tuple[str, nn.Module]]:
     return list(found.values())
 
 
-def _owner(module: nn.Module, parameter: str) -> tuple[str, nn.Module]:
-    path = parameter.rpartition(".")[0]
-    return path, module.get_submodule(path)
-
-
-def _refuse_shared(model: nn.Module, module: nn.Module, cut: Cut) -> None:
-    """Raise an error if another attention module of the model uses the same weights."""
-    own = set(module.parameters())
-    others = (x for x in model.modules() if x is not module and type(x) is type(module))
-    if any(not own.isdisjoint(other.parameters()) for other in others):
-        raise NeedleworkError(
-            f"{cut.path}: several layers of {type(model).__name__} share the weights of one attention module, so that no layer"
-            " can lose heads of its own; only_heads(...) silences them without a cut"
-        )
-
-
 @torch.no_grad()
 def _select(piece: Any, dim: int, heads: Sequence[int], of: int) -> None:
-    """Keep the blocks of these heads in one dimension of a map, in place; a bias is cut with the rows (dim 0)."""
+    """Keep the blocks of these heads, of `of`, in one dimension of a map, in place; a bias is cut with the rows (dim 0)."""
     for name in ("weight", "bias") if dim == 0 else ("weight",):
         old = getattr(piece, name)
         if old is not None:
-            setattr(piece, name, nn.Parameter(_blocks(old, dim, heads, of), requires_grad=old.requires_grad))
+            blocks = torch.unflatten(old.detach(), dim, (of, old.shape[dim] // of)).movedim(dim, 0)
+            with_zeros = torch.cat([blocks, torch.zeros_like(blocks[:1])])
+            index = torch.tensor([of if head == ZERO else head for head in heads], device=old.device)
+            kept = with_zeros.index_select(0, index).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+            setattr(piece, name, nn.Parameter(kept, requires_grad=old.requires_grad))
     if isinstance(piece, nn.Conv1d):
         piece.in_channels = piece.out_channels = piece.groups = piece.weight.shape[0]
     elif isinstance(piece, nn.Linear):
         piece.out_features, piece.in_features = piece.weight.shape
-
-
-def _blocks(tensor: Tensor, dim: int, heads: Sequence[int], of: int) -> Tensor:
-    """Return a copy with the blocks of these heads, of `of` equal blocks along `dim`."""
-    blocks = torch.unflatten(tensor.detach(), dim, (of, tensor.shape[dim] // of)).movedim(dim, 0)
-    with_zeros = torch.cat([blocks, torch.zeros_like(blocks[:1])])
-    index = torch.tensor([of if head == ZERO else head for head in heads], device=tensor.device)
-    return with_zeros.index_select(0, index).movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 class NoHeads(nn.Module):
@@ -162,7 +150,14 @@ class NoHeads(nn.Module):
 
     def forward(self, hidden_states: Tensor, *_: Any, past_key_values: Any = None, cycle_offset: int = 0, **__: Any) -> Any:
         if past_key_values is not None:
-            _count(past_key_values, self.layer_idx + cycle_offset, hidden_states.shape[1])
+            layers, index = past_key_values.layers, self.layer_idx + cycle_offset
+            while len(layers) <= index:
+                layers.append(past_key_values.layer_class_to_replicate())
+            if not isinstance(layers[index], KeylessLayer):
+                layers[index] = convert_layer(layers[index], _keyless_class(type(layers[index])))
+            layers[index].tokens += hidden_states.shape[1]
+            if hasattr(layers[index], "cumulative_length"):
+                layers[index].cumulative_length += hidden_states.shape[1]
         out = hidden_states.new_zeros(*hidden_states.shape[:-1], self.width)
         return (out if self.bias is None else out + self.bias, *[None] * (self._values - 1))
 
@@ -185,20 +180,6 @@ def _keyless_class(layer_class: type) -> Any:
     return type(f"Keyless{layer_class.__name__}", (KeylessLayer, layer_class), {})
 
 
-def _count(cache: Any, index: int, tokens: int) -> None:
-    """Add tokens to the count of a cache layer, which becomes a KeylessLayer on first use."""
-    while len(cache.layers) <= index:
-        cache.layers.append(cache.layer_class_to_replicate())
-    layer = cache.layers[index]
-    if not isinstance(layer, KeylessLayer):
-        keyless = object.__new__(_keyless_class(type(layer)))  # type: ignore[arg-type]
-        vars(keyless).update(vars(layer))
-        layer = cache.layers[index] = keyless
-    layer.tokens += tokens
-    if hasattr(layer, "cumulative_length"):
-        layer.cumulative_length += tokens
-
-
 # --- cuts in config.json ------------------------------------------------------------------------------------------------
 
 
@@ -213,20 +194,20 @@ def cuts_of(config: Any) -> tuple[Cut, ...]:
     rows = entry.get("layers", []) if isinstance(entry, Mapping) else []
     if entry is not None and not isinstance(rows, list):
         raise NeedleworkError(f"config.json: {ENTRY} has no list of layers; copy or prune the model again")
-    return tuple(_read_cut(row) for row in rows)
-
-
-def _read_cut(row: Any) -> Cut:
-    """Read and check one layer's entry of config.json."""
-    try:
-        pairs = [tuple(operator.index(n) for n in row[key]) for key in ("heads", "of", "dims")]
-        (query, kv), (old_query, old_kv), (key_dim, value_dim) = pairs
-        whole = isinstance(row["path"], str) and query % max(kv, 1) == old_query % old_kv == 0 and bool(query) == bool(kv)
-        if not whole or not (0 <= kv <= old_kv and 0 <= query <= old_query and min(key_dim, value_dim) > 0):
-            raise ValueError
-    except (TypeError, ValueError, KeyError, ZeroDivisionError):
-        raise NeedleworkError(f"config.json: {ENTRY} says {short_repr(row)} of a layer; copy or prune the model again") from None
-    return Cut(row["path"], tuple(range(query)), tuple(range(kv)), (old_query, old_kv), (key_dim, value_dim))
+    cuts = []
+    for row in rows:
+        try:
+            pairs = [tuple(operator.index(n) for n in row[key]) for key in ("heads", "of", "dims")]
+            (query, kv), (old_query, old_kv), (key_dim, value_dim) = pairs
+            whole = isinstance(row["path"], str) and query % max(kv, 1) == old_query % old_kv == 0 and bool(query) == bool(kv)
+            if not whole or not (0 <= kv <= old_kv and 0 <= query <= old_query and min(key_dim, value_dim) > 0):
+                raise ValueError
+        except (TypeError, ValueError, KeyError, ZeroDivisionError):
+            raise NeedleworkError(
+                f"config.json: {ENTRY} says {short_repr(row)} of a layer; copy or prune the model again"
+            ) from None
+        cuts.append(Cut(row["path"], tuple(range(query)), tuple(range(kv)), (old_query, old_kv), (key_dim, value_dim)))
+    return tuple(cuts)
 
 
 def cut_class(model_class: Any, cuts: Sequence[Cut]) -> Any:
