@@ -84,13 +84,13 @@ def test_long_masks_cut_into_blocks_are_the_same_attention(name: str, monkeypatc
     ids = torch.arange(3, 3 + 45)[None] % 90
     whole = subject.logits(ids)
     calls = []
-    stock = needlework.model.attention.sdpa_attention_forward
+    stock = needlework.model.attention.scaled_dot_product_attention
 
-    def counted(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    def counted(query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
         calls.append((query.shape[2], key.shape[2]))
-        return stock(module, query, key, *rest, **options)
+        return stock(query, key, *rest, **options)
 
-    monkeypatch.setattr(needlework.model.attention, "sdpa_attention_forward", counted)
+    monkeypatch.setattr(needlework.model.attention, "scaled_dot_product_attention", counted)
     monkeypatch.setattr(needlework.model.attention, "SDPA_BLOCK", 4)
     assert cases.apart(subject.logits(ids), whole) < 1e-5
     assert 4 in {queries for queries, _ in calls}  # blocks were really cut, and saw fewer keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -122,7 +122,8 @@ class Prefix:
         lacks = [length - p.key.shape[2] for p in prefixes]
         offsets = [sum(p.key.shape[0] for p in prefixes[:i]) for i in range(len(prefixes))]
         return Prefix.of(
-            *(join_padded([getattr(p, name) for p in prefixes]) for name in ("key", "value")),
+            join_padded([p.key for p in prefixes]),
+            join_padded([p.value for p in prefixes]),
             torch.cat([pad(p.positions, (n, 0), value=-1) for p, n in zip(prefixes, lacks, strict=True)]),
             torch.cat([p.prompt + n for p, n in zip(prefixes, offsets, strict=True)]),
             torch.cat([p.start for p in prefixes]),
@@ -188,7 +189,7 @@ class SharedKV:
     @staticmethod
     def adopt(filled: Any, rows: Tensor, length: int) -> Any:
         """Return a filled layer of several prompts as a shared one; `rows` [rows] is the prompt of each row."""
-        layer = convert_layer(filled, _shared_class(type(filled)))
+        layer = convert_layer(filled, _shared_class)
         key, value = layer.keys, layer.values
         positions = torch.arange(length - key.shape[2], length, device=key.device).expand(key.shape[0], -1)
         start = torch.full((len(rows),), length, device=key.device)
@@ -230,8 +231,8 @@ def _shared_class(layer_class: type) -> Any:
     return type(f"Shared{layer_class.__name__}", (SharedKV, layer_class), {})
 
 
-def convert_layer(layer: Any, layer_class: type) -> Any:
-    """Return a cache layer of another class with the attributes of this one."""
-    new = object.__new__(layer_class)
+def convert_layer(layer: Any, to_class: Callable[[type], Any]) -> Any:
+    """Return a cache layer with the attributes of this one, of the class that `to_class` makes of its class."""
+    new: Any = object.__new__(to_class(type(layer)))
     vars(new).update(vars(layer))
     return new

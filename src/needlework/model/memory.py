@@ -224,9 +224,11 @@ class Memory:
 
     def nbytes(self, half: Half | None = None) -> int:
         """Return the bytes in use; shared keys and values count once."""
-        own = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in self.slots(half))
-        prefixes = [x.prefix for x in self._layers if isinstance(x, SharedKV) and half in (None, "kv")]
-        return own + sum(x.numel() * x.element_size() for prefix in prefixes for x in (prefix.key, prefix.value))
+        tensors = [slot.tensor for slot in self.slots(half)]
+        for layer in self._layers:
+            if isinstance(layer, SharedKV) and half in (None, "kv"):
+                tensors += [layer.prefix.key, layer.prefix.value]  # type: ignore[attr-defined]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _shell(cache: Any) -> Any:

@@ -54,7 +54,7 @@ class Streams:
         for index, heads in self.kv_heads.items():
             while len(cache.layers) <= index and cache.layer_class_to_replicate is not None:
                 cache.layers.append(cache.layer_class_to_replicate())
-            layer = convert_layer(cache.layers[index], _streaming_class(type(cache.layers[index])))
+            layer = convert_layer(cache.layers[index], _streaming_class)
             layer.window, layer.sinks, layer.stream_heads, layer.seen = self.window, self.sinks, heads, 0
             cache.layers[index] = layer
         return cache

@@ -154,7 +154,7 @@ class NoHeads(nn.Module):
             while len(layers) <= index:
                 layers.append(past_key_values.layer_class_to_replicate())
             if not isinstance(layers[index], KeylessLayer):
-                layers[index] = convert_layer(layers[index], _keyless_class(type(layers[index])))
+                layers[index] = convert_layer(layers[index], _keyless_class)
             layers[index].tokens += hidden_states.shape[1]
             if hasattr(layers[index], "cumulative_length"):
                 layers[index].cumulative_length += hidden_states.shape[1]
