@@ -67,24 +67,8 @@ def _minimax_cache(config: Any) -> Any:
 
 _SHORT_CONVOLUTIONS = "its short convolutions sit inside attention and feed-forward layers"
 _NOTHING_ELSE = (
-    "bailing_hybrid",
-    "bamba",
-    "falcon_h1",
-    "gemma3",
-    "gemma3_text",
-    "granitemoehybrid",
-    "kimi_linear",
-    "lfm2",
-    "lfm2_moe",
-    "lfm3",
-    "llama",
-    "mamba2",
-    "olmo_hybrid",
-    "qwen3",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
+    *("bailing_hybrid", "bamba", "falcon_h1", "gemma3", "gemma3_text", "granitemoehybrid", "kimi_linear", "lfm2", "lfm2_moe"),
+    *("lfm3", "llama", "mamba2", "olmo_hybrid", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
     "qwen3_next",
 )
 _ROUNDED_TABLES = "prefill uses the decay tables of the checkpoint, which may be in half precision; decode computes its own"

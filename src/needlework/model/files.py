@@ -23,6 +23,7 @@ from typing import Any
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import atomic_write
+from needlework.model.session import replaced_value
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -218,15 +219,8 @@ def first_line(error: Exception) -> str:
 
 
 _TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja"),
 )
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")  # config.json keys that are not hashed
 
@@ -332,30 +326,19 @@ def header_only() -> Iterator[None]:
                 kind, length = struct.unpack_from("<IQ", self.data, orig_offs)
                 if length > _LONG_ARRAY and (kind == _STRING or kind in _SCALAR_BYTES):
                     first = super()._get_field_parts(orig_offs + 12, kind)
-                    end = _array_end(self.data, orig_offs + 12, kind, length)
+                    end = orig_offs + 12 + length * _SCALAR_BYTES.get(kind, 8)  # of a string: at least its length
+                    if end > len(self.data):
+                        raise ValueError("an array in the header is longer than the file")
+                    if kind == _STRING:
+                        buffer, read, end = memoryview(self.data), struct.Struct("<Q").unpack_from, orig_offs + 12
+                        for _ in range(length):
+                            end += 8 + read(buffer, end)[0]
                     types = [gguf.GGUFValueType(_ARRAY), gguf.GGUFValueType(kind)]
                     return end - orig_offs, [first[1][-1]], [0] * length, types
             return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
 
-    whole = gguf.GGUFReader
-    gguf.GGUFReader = HeaderReader
-    try:
+    with replaced_value(vars(gguf), "GGUFReader", HeaderReader):
         yield
-    finally:
-        gguf.GGUFReader = whole
-
-
-def _array_end(data: Any, offset: int, kind: int, length: int) -> int:
-    """Return the offset after an array's values; raise ValueError if its length exceeds the file."""
-    least = _SCALAR_BYTES.get(kind, 8)
-    if offset + length * least > len(data):
-        raise ValueError("an array in the header is longer than the file")
-    if kind in _SCALAR_BYTES:
-        return offset + length * least
-    buffer, read = memoryview(data), struct.Struct("<Q").unpack_from
-    for _ in range(length):
-        offset += 8 + read(buffer, offset)[0]
-    return offset
 
 
 def convert_once(file: Path, convert: Callable[[Path, Path], None]) -> Path:
@@ -367,34 +350,28 @@ def convert_once(file: Path, convert: Callable[[Path, Path], None]) -> Path:
     target = cache_directory() / f"{file.stem}-{source[:12]}"
     if _is_complete(target, source):
         return target
+    unfinished: Path | None = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise _cannot_write(target.parent, error) from None
-    try:
         convert(file, unfinished)
         mark = {"source": source, "weights": hash_files([unfinished / WEIGHTS])}
         (unfinished / COMPLETE).write_text(json.dumps(mark), encoding="utf-8")
-        if _is_complete(target, source):  # another process finished first; its copy is equal and may be in use
-            return target
-        shutil.rmtree(target, ignore_errors=True)
-        try:
-            unfinished.replace(target)
-        except OSError:
-            if not _is_complete(target, source):
-                raise
+        if not _is_complete(target, source):  # if another process finished first, its copy is equal and may be in use
+            shutil.rmtree(target, ignore_errors=True)
+            try:
+                unfinished.replace(target)
+            except OSError:
+                if not _is_complete(target, source):
+                    raise
     except OSError as error:
-        raise _cannot_write(target.parent, error) from None
+        raise NeedleworkError(
+            f"cannot write into the cache {target.parent} ({error.strerror or error}); set {CACHE_VARIABLE} to another directory"
+        ) from None
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished is not None:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return target
-
-
-def _cannot_write(cache: Path, error: OSError) -> NeedleworkError:
-    return NeedleworkError(
-        f"cannot write into the cache {cache} ({error.strerror or error}); set {CACHE_VARIABLE} to another directory"
-    )
 
 
 def _is_complete(target: Path, source: str) -> bool:

@@ -97,8 +97,18 @@ class HookedModel:
 
     @cached_property
     def weights(self) -> str:
-        """Hash of the weights: of the files that they were loaded from (the hash that stores record), else of the tensors."""
-        return weights_hash(self.source) if self.source else _tensors_hash(self.model)
+        """Hash of the weights: of the files that they were loaded from (the hash that stores record).
+
+        A model that was not loaded from files is identified by its tensors, configuration and streaming heads.
+        """
+        if self.source:
+            return weights_hash(self.source)
+        config = self.model.config
+        total = hashlib.sha256(repr(getattr(config, ENTRY, None)).encode())
+        for name, tensor in sorted(self.model.state_dict().items()):
+            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return f"{OF_TENSORS}{total.hexdigest()[:32]}{AND_CONFIG}{config_hash(config.to_dict())}"
 
     def check_rankings(self, intervention: Intervention) -> None:
         """Raise an error if a head ranking of this intervention was measured on another model."""
@@ -258,15 +268,11 @@ class HookedModel:
 
     def _apply_clears(self, memory: Memory, rows: Rows, tally: Tally, phase: Phase, at: Tensor) -> None:
         """Clear the recurrent state of rows that have a ClearState act at their next position, `at` [rows]."""
-        if not rows.clears:
-            return
-        for i, position in enumerate(at.tolist()):
+        for i, position in enumerate(at.tolist() if rows.clears else ()):
             for layer, cleared in rows.clears.get(position, {}).items():
                 if i in cleared:
-                    mask = torch.zeros(memory.rows, dtype=torch.bool, device=self.device)
-                    mask[i] = True
-                    cache_layers = [mixer.cache_layer for mixer in self.mixers if mixer.layer == layer]
-                    memory.clear(cache_layers, mask)
+                    mask = torch.arange(memory.rows, device=self.device) == i
+                    memory.clear([mixer.cache_layer for mixer in self.mixers if mixer.layer == layer], mask)
                     tally.add(layer, phase, "states_cleared", rows.slots[i : i + 1], 1)
 
     def _forward(self, ids: Tensor, forward: Forward, memory: Memory, keep: Literal["last", "all"] | Tensor) -> Tensor:
@@ -393,12 +399,3 @@ def chunk_boundaries(tokens: int, most: int) -> set[int]:
     """
     count = -(-tokens // most)
     return {tokens * i // count for i in range(1, count)}
-
-
-def _tensors_hash(model: Any) -> str:
-    """Return a hash of a model that was not loaded from files: its tensors, configuration and streaming heads."""
-    total = hashlib.sha256(repr(getattr(model.config, ENTRY, None)).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        total.update(tensor.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return f"{OF_TENSORS}{total.hexdigest()[:32]}{AND_CONFIG}{config_hash(model.config.to_dict())}"

@@ -24,6 +24,7 @@ from needlework.interventions.acts import Act
 from needlework.model.attention import Forward, get_current
 from needlework.model.edits import select_rows
 from needlework.model.memory import Memory
+from needlework.model.session import replaced_value
 
 _CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> name of its receipt count
 
@@ -163,11 +164,7 @@ class _MixerHooks:
         for name, count in _CUTS.items():
             if (marked := getattr(edits, name)) is not None:
                 forward.tally.add(self.mixer.layer, forward.phase, count, forward.slots, marked.long() * tokens)
-        if edits.dropped is not None:
-            output = _without_rows(output, edits.dropped)
-            amount = edits.dropped.long() * tokens
-            forward.tally.add(self.mixer.layer, forward.phase, "blocks_dropped", forward.slots, amount)
-        return output
+        return output if edits.dropped is None else _drop_rows(forward, self.mixer.layer, output, edits.dropped)
 
     def zero_groups_hook(self, projection: nn.Module, args: tuple[Any, ...]) -> Any:
         """Zero groups in the output projection's input [rows of this call, tokens, channels], and count them."""
@@ -204,7 +201,11 @@ class _MixerHooks:
         """Return the outputs of marked rows without the convolution's past; later forwards continue from the new states."""
         chosen, before, layer = marked.nonzero()[:, 0], self.before.pop("convolution"), self.mixer.cache_layer
         assert self.mixer.convolution is not None  # the intervention was checked
-        with self._running(chosen), before.mounted(), _last_tap_only(self.mixer.convolution):
+        weights = self.mixer.convolution._parameters
+        last_tap = torch.zeros_like(weights["weight"])
+        last_tap[..., -1] = weights["weight"][..., -1]
+        other = replaced_value(weights, "weight", nn.Parameter(last_tap, requires_grad=False))
+        with self._running(chosen), before.mounted(), other:
             output = call.again(chosen, slice(0, call.tokens), before.cache, True, alone=False)
         self.memory.take_states(layer, chosen, before)
         self.memory.clear([layer], marked, "conv")
@@ -255,20 +256,18 @@ def _block_hook(layer: int) -> Callable[..., Any]:
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         forward = get_current()
-        edits = forward.edits.get(layer) if forward is not None else None
-        if forward is None or edits is None or edits.dropped is None:
-            return None
-        amount, slots = edits.dropped.long() * forward.positions.shape[1], forward.on(edits.dropped.device).slots
-        forward.tally.add(layer, forward.phase, "blocks_dropped", slots, amount)
-        return _without_rows(output, edits.dropped)
+        dropped = forward.edits[layer].dropped if forward is not None and layer in forward.edits else None
+        return None if forward is None or dropped is None else _drop_rows(forward.on(dropped.device), layer, output, dropped)
 
     return hook
 
 
-def _without_rows(output: Any, rows: Tensor) -> Any:
-    """Return the module's output with marked rows zeroed."""
+def _drop_rows(forward: Forward, layer: int, output: Any, dropped: Tensor) -> Any:
+    """Return the module's output with dropped rows zeroed, and count them."""
+    amount = dropped.long() * forward.positions.shape[1]
+    forward.tally.add(layer, forward.phase, "blocks_dropped", forward.slots, amount)
     hidden = first(output)
-    return replace_first(output, hidden.masked_fill(rows.view(-1, *[1] * (hidden.dim() - 1)), 0.0))
+    return replace_first(output, hidden.masked_fill(dropped.view(-1, *[1] * (hidden.dim() - 1)), 0.0))
 
 
 def holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -357,7 +356,10 @@ class Call:
         named = {key: given[key] if key in given else of_part(value) for key, value in self.kwargs.items()}
         caches = ("get_seq_length", "update_conv_state")  # methods that only caches have
         plain = [cache if any(hasattr(value, name) for name in caches) else of_part(value) for value in self.args]
-        with _chunks_of_one(self.module, chosen.device) if alone else nullcontext():
+        # On a CPU, a Mamba-2 mixer would pad single-token sequences to whole chunks. Libraries for other devices have minimum
+        # chunk sizes.
+        chunked = isinstance(vars(self.module).get("chunk_size"), int) and chosen.device.type == "cpu"
+        with replaced_value(vars(self.module), "chunk_size", 1) if alone and chunked else nullcontext():
             out = first(self.module.forward(*plain, **named))
         return out.reshape(len(chosen), part.stop - part.start, *out.shape[2:])
 
@@ -371,34 +373,3 @@ def first(output: Any) -> Tensor:
 def replace_first(output: Any, hidden: Tensor) -> Any:
     """Return a module's output with its tensor, or the first entry of its tuple, replaced."""
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden
-
-
-@contextmanager
-def _last_tap_only(convolution: nn.Conv1d) -> Iterator[None]:
-    """Zero the convolution's weights on all tokens but the current one while the context is open."""
-    weight = convolution._parameters["weight"]
-    assert weight is not None
-    present = torch.zeros_like(weight)
-    present[..., -1] = weight[..., -1]
-    convolution._parameters["weight"] = nn.Parameter(present, requires_grad=False)
-    try:
-        yield
-    finally:
-        convolution._parameters["weight"] = weight
-
-
-@contextmanager
-def _chunks_of_one(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Set a Mamba-2 mixer's chunk size to 1 on a CPU, so that single-token sequences are not padded to whole chunks.
-
-    Nothing is changed on other devices, whose libraries have minimum chunk sizes.
-    """
-    size = getattr(module, "chunk_size", None)
-    if not isinstance(size, int) or device.type != "cpu":
-        yield
-        return
-    try:
-        module.chunk_size = 1  # type: ignore[assignment]
-        yield
-    finally:
-        module.chunk_size = size  # type: ignore[assignment]

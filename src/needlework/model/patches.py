@@ -45,7 +45,12 @@ def _recurrent_block(
         hidden = self.rg_lru(causal_conv(x, weight, bias), position_ids)
         self.rg_lru.recurrent_states = None
         return self.linear_out(hidden * gate), None
-    before = _conv_state(self, x, position_ids)
+    # The convolution's inputs before this chunk, [batch, width, taps - 1]; zeros for rows that start a sequence.
+    if self.conv1d_state is None or self.conv1d_state.shape[0] != len(x):
+        self.rg_lru.recurrent_states = torch.zeros(len(x), x.shape[2], device=x.device)
+        before = x.new_zeros(len(x), x.shape[2], self.conv1d_width - 1)
+    else:
+        before = self.conv1d_state.masked_fill(position_ids[:, :1, None] == 0, 0.0)
     if x.shape[1] == 1:  # a decode step: few operations, because overhead dominates
         window = torch.cat([before, x.transpose(1, 2)], dim=-1)  # [batch, width, taps]
         convolved = ((window * weight).sum(-1) + bias)[:, None]
@@ -56,17 +61,6 @@ def _recurrent_block(
         seen = x if x.shape[1] >= taps else torch.cat([before.transpose(1, 2), x], dim=1)
         self.conv1d_state = seen[:, seen.shape[1] - taps :].transpose(1, 2).contiguous()
     return self.linear_out(self.rg_lru(convolved, position_ids) * gate), None
-
-
-def _conv_state(block: Any, x: Tensor, position_ids: Tensor) -> Tensor:
-    """Return the convolution's inputs before this chunk, [batch, width, taps - 1]; zeros for rows that start a sequence."""
-    batch, _, width = x.shape
-    if block.conv1d_state is None or block.conv1d_state.shape[0] != batch:
-        block.rg_lru.recurrent_states = torch.zeros(batch, width, device=x.device)
-        return x.new_zeros(batch, width, block.conv1d_width - 1)
-    starts = position_ids[:, :1, None] == 0  # [batch or 1, 1, 1]
-    state: Tensor = block.conv1d_state.masked_fill(starts, 0.0)
-    return state
 
 
 def _rglru(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
@@ -178,35 +172,6 @@ _lock = threading.Lock()
 _open: dict[str, tuple[int, ExitStack]] = {}  # model type -> number of open scopes, and the stack that restores the code
 
 
-def _replace(model_type: str) -> ExitStack:
-    with ExitStack() as undo:
-        for owner, name, replacement in _replacements(model_type):
-            undo.callback(setattr, owner, name, vars(owner)[name])
-            setattr(owner, name, replacement)
-        return undo.pop_all()
-
-
-@contextmanager
-def _reaching_wrapped_modules(model: nn.Module, model_type: str) -> Iterator[None]:
-    """Replace the code of modules that accelerate wrapped for a device map, too.
-
-    A wrapper holds the method that the class had when the module was wrapped, and would not call a replacement on the class.
-    """
-    classes = tuple(owner for owner, name, _ in _replacements(model_type) if isinstance(owner, type) and name == "forward")
-    with ExitStack() as undo:
-        for module in model.modules():
-            if not isinstance(module, classes) or "forward" not in vars(module):
-                continue
-            if "_old_forward" not in vars(module):
-                raise NeedleworkError(
-                    f"the forward of a {type(module).__name__} was replaced by code that needlework does not know; load the model"
-                    " without it, or with kernels='stock'"
-                )
-            undo.callback(setattr, module, "_old_forward", module._old_forward)
-            module._old_forward = MethodType(type(module).forward, module)  # type: ignore[assignment]
-        yield
-
-
 @contextmanager
 def fast_kernels(model: nn.Module) -> Iterator[None]:
     """Run the model's family on needlework's kernels, with continued prefill, while open; no-op for other families.
@@ -216,10 +181,28 @@ def fast_kernels(model: nn.Module) -> Iterator[None]:
     """
     model_type = str(getattr(getattr(model, "config", None), "model_type", ""))
     with _lock:
-        depth, undo = _open[model_type] if model_type in _open else (0, _replace(model_type))
+        if model_type not in _open:
+            with ExitStack() as replacing:
+                for owner, name, replacement in _replacements(model_type):
+                    replacing.callback(setattr, owner, name, vars(owner)[name])
+                    setattr(owner, name, replacement)
+                _open[model_type] = (0, replacing.pop_all())
+        depth, undo = _open[model_type]
         _open[model_type] = (depth + 1, undo)
+    classes = tuple(owner for owner, name, _ in _replacements(model_type) if isinstance(owner, type) and name == "forward")
     try:
-        with _reaching_wrapped_modules(model, model_type):
+        with ExitStack() as restoring:
+            for module in model.modules():
+                if not isinstance(module, classes) or "forward" not in vars(module):
+                    continue
+                # For a device map, accelerate wrapped the method that the class had: the replacement is set in the wrapper.
+                if "_old_forward" not in vars(module):
+                    raise NeedleworkError(
+                        f"the forward of a {type(module).__name__} was replaced by code that needlework does not know; load the"
+                        " model without it, or with kernels='stock'"
+                    )
+                restoring.callback(setattr, module, "_old_forward", module._old_forward)
+                module._old_forward = MethodType(type(module).forward, module)  # type: ignore[assignment]
             yield
     finally:
         with _lock:

@@ -265,30 +265,28 @@ def _layers(
         )
         for call in calls
     }
-    recurrent = {mixer.layer: _recurrent_part(mixer, paths[mixer.module], memory) for mixer in mixers}
+    recurrent = {}
+    for mixer in mixers:
+        module, output, convolution = mixer.module, mixer.output, mixer.convolution
+        slots = [slot for slot in memory.slots("recurrent") if slot.layer == mixer.cache_layer]
+        width = output.in_features if isinstance(output, nn.Linear) else 0
+        recurrent[mixer.layer] = RecurrentPart(
+            path=paths[module],
+            mixer=type(module).__name__,
+            parameters=_parameters(module),
+            state_bytes=sum(slot.tensor.numel() * slot.tensor.element_size() for slot in slots),
+            groups=mixer.groups,
+            group_kind=groups_of(module, width)[0] if mixer.groups else "",
+            group_width=width // mixer.groups if mixer.groups else 0,
+            no_groups_reason="" if mixer.groups else NO_GROUPS,
+            taps=convolution.kernel_size[0] if convolution is not None else 0,
+            carries_state=any(slot.kind == "state" for slot in slots),
+        )
     # The longest top-level list of layers, without vision layers.
     lists = [m for m, path in paths.items() if isinstance(m, nn.ModuleList) and not re.search(r"\.\d+\.", path)]
     sizes = [len(m) for m in lists if len({type(x).__name__ for x in m}) <= 3 and "vis" not in paths[m]]
     count = max([*sizes, *(1 + i for i in (*attention, *recurrent))], default=0)
     return tuple(Layer(i, attention.get(i), recurrent.get(i)) for i in range(count))
-
-
-def _recurrent_part(mixer: Mixer, path: str, memory: Memory) -> RecurrentPart:
-    module, output = mixer.module, mixer.output
-    slots = [slot for slot in memory.slots("recurrent") if slot.layer == mixer.cache_layer]
-    width = output.in_features if isinstance(output, nn.Linear) else 0
-    return RecurrentPart(
-        path=path,
-        mixer=type(module).__name__,
-        parameters=_parameters(module),
-        state_bytes=sum(slot.tensor.numel() * slot.tensor.element_size() for slot in slots),
-        groups=mixer.groups,
-        group_kind=groups_of(module, width)[0] if mixer.groups else "",
-        group_width=width // mixer.groups if mixer.groups else 0,
-        no_groups_reason="" if mixer.groups else NO_GROUPS,
-        taps=mixer.convolution.kernel_size[0] if mixer.convolution is not None else 0,
-        carries_state=any(slot.kind == "state" for slot in slots),
-    )
 
 
 def _streaming(layers: tuple[Layer, ...], streams: Streams | None) -> tuple[Layer, ...]:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 from needlework.errors import NeedleworkError
 
@@ -41,6 +42,17 @@ def exclusive_use() -> Iterator[None]:
             yield
         finally:
             _holder = None
+
+
+@contextmanager
+def replaced_value(holder: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Replace an entry of a dict, such as an object's `vars`, while the context is open."""
+    before = holder[name]
+    holder[name] = value
+    try:
+        yield
+    finally:
+        holder[name] = before
 
 
 @contextmanager

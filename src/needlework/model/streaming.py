@@ -193,18 +193,14 @@ class SplitKeys:
         self.full_heads, self.stream_heads = split.query_heads(heads)
         self.count, self.value_dim = full.count if full else self.stream.count, split.value.shape[3]
         self._positions = full.positions(q_positions) if full else split.positions
-        self.columns = self._columns()  # [rows, streaming keys] column of each key; `count` for empty buffer entries
-
-    def _columns(self) -> Tensor:
-        rows, held = self.split.positions.shape
-        if self.full is None:
-            return torch.arange(held, device=self.split.key.device).expand(rows, -1)
-        most = int(self._positions.max()) + 2
-        places = torch.full((rows, most + 1), self.count, device=self.split.key.device)
-        numbers = torch.arange(self.count, device=places.device).expand(rows, -1)
-        places.scatter_(1, self._positions + 1, numbers)
-        places[:, 0] = self.count
-        return places.gather(1, self.split.positions + 1)
+        rows, held = split.positions.shape
+        # [rows, streaming keys] column of each key; `count` for empty buffer entries
+        self.columns = torch.arange(held, device=split.key.device).expand(rows, -1)
+        if full is not None:
+            places = torch.full((rows, int(self._positions.max()) + 3), self.count, device=split.key.device)
+            places.scatter_(1, self._positions + 1, torch.arange(self.count, device=places.device).expand(rows, -1))
+            places[:, 0] = self.count
+            self.columns = places.gather(1, split.positions + 1)
 
     def positions(self, q_positions: Tensor) -> Tensor:
         return self._positions
