@@ -293,7 +293,7 @@ def test_a_prompt_that_is_recorded_is_paid_for() -> None:
         recording = subject.engine.depth._record(
             torch.tensor([PROMPTS[0][:tokens]]), [EntryPoint(layer, True) for layer in range(4)]
         )
-    kept = [*recording.outputs.values(), *(said.heads for said in recording.said.values())]
+    kept = [*recording.outputs.values(), *(one.heads for one in recording.heads.values())]
     assert len(kept) == 7  # nothing lies below layer 0
     assert sum(x.numel() * x.element_size() for x in kept) <= len(items) * tokens * costs.activations_per_token
 

@@ -162,14 +162,6 @@ def _add_four(c: Any, at: Any, v0: Any, v1: Any, v2: Any, v3: Any) -> None:
 
 
 @helper
-def _max(s: Any, at: Any, n: Any) -> Any:
-    top = np.float32(-np.inf)
-    for j in range(n):
-        top = s[at + j] if s[at + j] > top else top
-    return top
-
-
-@helper
 def _exponentials(s: Any, at: Any, n: Any, top: Any, weighted: Any) -> None:
     """Replace s by exp(x) and write x * exp(x) to `weighted`, where x = s - top.
 
@@ -188,15 +180,6 @@ def _sum(s: Any, at: Any, n: Any) -> Any:
     for j in range(n):
         total += s[at + j]
     return total
-
-
-@helper
-def _masked_max(s: Any, at: Any, n: Any, seen: Any) -> Any:
-    top = np.float32(-np.inf)
-    for j in range(n):
-        if seen[j] and s[at + j] > top:
-            top = s[at + j]
-    return top
 
 
 @helper
@@ -233,7 +216,14 @@ def _exponentiate(scores: Any, at: int, low: int, high: int, own: Any, seen: Any
     if count == 0:
         return ZERO, ZERO
     begin, n, whole = np.uint64(at + first), np.uint64(last - first), count == last - first
-    top = _max(scores, begin, n) if whole else _masked_max(scores, begin, n, seen[first:last])
+    top = np.float32(-np.inf)
+    if whole:
+        for j in range(n):
+            top = scores[begin + j] if scores[begin + j] > top else top
+    else:
+        for j in range(last - first):
+            if seen[first + j] and scores[at + first + j] > top:
+                top = scores[at + first + j]
     _exponentials(scores, begin, n, top, weighted)
     if not whole:
         for j in range(last - first):

@@ -150,14 +150,6 @@ def _forward(first: int, stop: int, inputs: Any, silu: bool, out: Any) -> None:
                     here[c] *= sigmoid(here[c])
 
 
-@helper
-def _silu_grad(before: Any, grad: Any) -> None:
-    """Replace `before` by its gradient, given `grad` of silu(before)."""
-    for c in range(grad.size):
-        s = sigmoid(before[c])
-        before[c] = grad[c] * s * (ONE + before[c] * (ONE - s))
-
-
 @compile_kernel(_INPUTS, "boolean", TOKENS, tuple_of(DENSE, DENSE, DENSE, DENSE))
 def _backward(first: int, stop: int, inputs: Any, silu: bool, grad_out: Any, grads: Any) -> None:
     x, context, weight, _ = inputs
@@ -172,7 +164,9 @@ def _backward(first: int, stop: int, inputs: Any, silu: bool, grad_out: Any, gra
             coming = _token(grad_out, context, row, t, low, high)
             if silu:
                 _convolve(inputs, row, t, low, high, grad)
-                _silu_grad(grad, coming)
+                for c in range(grad.size):  # the gradient of silu
+                    s = sigmoid(grad[c])
+                    grad[c] = coming[c] * s * (ONE + grad[c] * (ONE - s))
             else:
                 grad[:] = coming
             grad_bias[row, 0, low:high] += grad

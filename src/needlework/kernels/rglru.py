@@ -191,15 +191,6 @@ def _scan_tile(x: Any, gates: Any, decay: Any, scale: Any, tokens: int, h: Any) 
 
 
 @helper
-def _carry_gradient(decay: Any, tokens: int, carried: Any, g: Any) -> None:
-    """Add the gradient from later tokens to that of each token's state, `g`."""
-    for t in range(tokens - 1, -1, -1):
-        for j in range(LANES):
-            g[t, j] += carried[j]
-            carried[j] = decay[t, j] * g[t, j]
-
-
-@helper
 def _input_grads(x: Any, gates: Any, scale: Any, g: Any, tokens: int, grad_x: Any) -> None:
     """Write the gradient of x to `grad_x`; replace `gates` by the input gate's gradient, and `x` by that of the scale."""
     for t in range(tokens):  # several short loops: with many arrays in one loop, alias checks cost more than they gain
@@ -253,7 +244,10 @@ def _backward(first: int, stop: int, arguments: Any, results: Any, gradients: An
             load_tile(grad_out, row, start, low, lanes, tokens, g)
             load_tile(gate_keep, row, start, low, lanes, tokens, gates)
             _compute_decays(gates, rates, (reset, row, start), tokens, decay, scale)
-            _carry_gradient(decay, tokens, carried, g)
+            for t in range(tokens - 1, -1, -1):  # add the gradient from later tokens to that of each token's state
+                for j in range(LANES):
+                    g[t, j] += carried[j]
+                    carried[j] = decay[t, j] * g[t, j]
             load_tile(x, row, start, low, lanes, tokens, inputs)
             load_tile(gate_in, row, start, low, lanes, tokens, gates)
             _input_grads(inputs, gates, scale, g, tokens, g_x)

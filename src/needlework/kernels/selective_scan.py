@@ -182,13 +182,6 @@ def _scan_token(steps: Any, drive: Any, rate: Any, B: Any, C: Any, row: int, sta
             result[t, j] += new * c
 
 
-@helper
-def _apply_gate(gates: Any, tokens: int, result: Any) -> None:
-    for t in range(tokens):
-        for j in range(LANES):
-            result[t, j] *= gates[t, j] * sigmoid(gates[t, j])
-
-
 @compile_kernel(_INPUTS, DENSE, VECTOR, DENSE, _SAVED)
 def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final: Any, saved: Any) -> None:
     x, dt, A, B, C, reset, bias, skip, z = arguments
@@ -224,7 +217,9 @@ def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final:
                 _scan_token(steps, drive, rate, B, C, row, start, t, h, result)
             if z[0].size > 0:
                 load_tile(z, row, start, low, lanes, tokens, inputs)
-                _apply_gate(inputs, tokens, result)
+                for t in range(tokens):
+                    for j in range(LANES):
+                        result[t, j] *= inputs[t, j] * sigmoid(inputs[t, j])
             store_tile(result, out, (row * length + start) * inner + low, inner, lanes, tokens)
         for j in range(lanes):
             for n in range(n_state):
@@ -305,14 +300,6 @@ def _reverse_inputs(inputs: Any, steps: Any, skip: Any, tokens: int, g_y: Any, g
             g_skip[j] += g_y[t, j] * inputs[t, j]
 
 
-@helper
-def _reverse_steps(raw: Any, bias: Any, tokens: int, g_steps: Any, g_bias: Any) -> None:
-    for t in range(tokens):
-        for j in range(LANES):
-            g_steps[t, j] *= sigmoid(raw[t, j] + bias[j])
-            g_bias[j] += g_steps[t, j]
-
-
 @compile_kernel(_INPUTS, TOKENS, _SAVED, DENSE, _GRADIENTS)
 def _backward(first: int, stop: int, arguments: Any, grad_out: Any, saved: Any, grad_final: Any, gradients: Any) -> None:
     x, dt, A, B, C, reset, bias, skip, z = arguments
@@ -367,7 +354,10 @@ def _backward(first: int, stop: int, arguments: Any, grad_out: Any, saved: Any, 
                 _reverse_token(tile_arrays, (B, C, grad_B, grad_C), (row, group, start), t, g_y, g, sums, through)
             _reverse_inputs(inputs, steps, skips, tokens, g_y, g_drive, g_steps, g_skip)
             if bias.size > 0:
-                _reverse_steps(raw, biases, tokens, g_steps, g_bias)
+                for t in range(tokens):
+                    for j in range(LANES):
+                        g_steps[t, j] *= sigmoid(raw[t, j] + biases[j])
+                        g_bias[j] += g_steps[t, j]
             store_tile(g_drive, grad_x, dense, inner, lanes, tokens)
             store_tile(g_steps, grad_dt, dense, inner, lanes, tokens)
         for j in range(lanes):

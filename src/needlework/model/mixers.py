@@ -201,10 +201,9 @@ class _MixerHooks:
         """Return the outputs of marked rows without the convolution's past; later forwards continue from the new states."""
         chosen, before, layer = marked.nonzero()[:, 0], self.before.pop("convolution"), self.mixer.cache_layer
         assert self.mixer.convolution is not None  # the intervention was checked
-        weights = self.mixer.convolution._parameters
-        last_tap = torch.zeros_like(weights["weight"])
-        last_tap[..., -1] = weights["weight"][..., -1]
-        other = replaced_value(weights, "weight", nn.Parameter(last_tap, requires_grad=False))
+        last_tap = torch.zeros_like(self.mixer.convolution.weight)
+        last_tap[..., -1] = self.mixer.convolution.weight[..., -1]
+        other = replaced_value(self.mixer.convolution._parameters, "weight", nn.Parameter(last_tap, requires_grad=False))
         with self._running(chosen), before.mounted(), other:
             output = call.again(chosen, slice(0, call.tokens), before.cache, True, alone=False)
         self.memory.take_states(layer, chosen, before)
