@@ -87,7 +87,7 @@ def look(model: Model, elsewhere: bool = False) -> ModelInfo:
             model = replace(model, loading=model.loading.replace(dtype=own_dtype(place)))
         folder = convert_gguf(place) if place.is_file() else place
         weights, words = weights_hash(place), tokenizer_hash(place)
-        costs_dtype = torch_dtype(model.loading.dtype)
+        value_bytes = torch_dtype(model.loading.dtype).itemsize
         body = blueprint(folder, model.loading.window)
         tokenizer = read_tokenizer(folder)
         if tokenizer is None:
@@ -99,10 +99,10 @@ def look(model: Model, elsewhere: bool = False) -> ModelInfo:
                 eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
             if eos is not None:
                 break
+        stops = frozenset() if eos is None else stop_tokens(eos)
     except NeedleworkError as error:
         raise model.error(f"model {short_repr(model.name)}: {error}") from None
-    costs, stops = Costs.of(body, costs_dtype.itemsize), frozenset() if eos is None else stop_tokens(eos)
-    return ModelInfo(model, weights, words, body.anatomy, tokenizer, stops, str(place), costs)
+    return ModelInfo(model, weights, words, body.anatomy, tokenizer, stops, str(place), Costs.of(body, value_bytes))
 
 
 def locate(model: Model) -> Path:

@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
+from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any
 
@@ -333,19 +333,15 @@ def _spread(items: list[Any], limit: int | None) -> list[Any]:
 
 
 # Limits per model: all samples are generated before the first trial and stay in memory, at about 36 bytes per token.
-MOST_SAMPLES = 250_000
-MOST_TRIALS = 5_000_000
-MOST_PROMPT_TOKENS = 1_000_000_000
+MOST_SAMPLES, MOST_TRIALS, MOST_PROMPT_TOKENS = 250_000, 5_000_000, 1_000_000_000
 _HINT = "take fewer seeds, samples, lengths or interventions, or part it into several plans with directories of their own"
 
 
 # Limits of a chunk: trials that are sent to a worker as one batch. A resumed run executes an unfinished chunk again, so chunks
 # are as small as throughput allows. On a CPU, more than about 32 rows hardly decode faster together: there, a chunk of that
 # many trials ends once it takes about a minute.
-CHUNK_TRIALS = 1024
-CHUNK_FLOPS = 5e13
-ENOUGH_TRIALS = 32
-ENOUGH_FLOPS = 3e12
+CHUNK_TRIALS, CHUNK_FLOPS = 1024, 5e13
+ENOUGH_TRIALS, ENOUGH_FLOPS = 32, 3e12
 _STEM_PART = 8  # a shared prefix costs at most 1/8 of its chunk, unless the chunk would exceed a limit
 
 
@@ -370,10 +366,8 @@ def chunked(work: Work) -> Iterator[list[Trial]]:
     by_stem: dict[str, list[tuple[int, ...]]] = {}
     for group in order:
         by_stem.setdefault(group[0].item.stem, []).append(group[0].item.prompt)
-    begins = {  # length of the prefix that all prompts of a stem share: the common prefix of min and max is common to all
-        stem: sum(1 for _ in takewhile(lambda ab: ab[0] == ab[1], zip(min(some), max(some), strict=False))) * bool(stem)
-        for stem, some in by_stem.items()
-    }
+    # the number of tokens that all prompts of a stem share; commonprefix takes any sequences
+    begins = {stem: len(commonprefix(some)) if stem else 0 for stem, some in by_stem.items()}  # noqa: RUF071
     batch: list[Trial] = []
     flops = of_stem = 0.0  # of the batch; and of the shared prefix of its last samples
     for group in order:
