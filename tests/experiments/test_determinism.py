@@ -71,8 +71,10 @@ def test_batches_of_any_size_give_the_same_store(
     plan: Path, first: nw.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = []
-    start_batch = engine.Engine._start
-    monkeypatch.setattr(engine.Engine, "_start", lambda self, batch: read.append(len(batch)) or start_batch(self, batch))
+    start_batch = engine._Run._start
+    monkeypatch.setattr(
+        engine._Run, "_start", lambda self, batch, *rest: read.append(len(batch)) or start_batch(self, batch, *rest)
+    )
     whole = run(plan, tmp_path / "whole")
     largest, read[:] = max(read), []
     few = run(plan, tmp_path / "few", memory_bytes=2**20)
