@@ -78,23 +78,20 @@ def patched(k: int | None) -> Any:
     return attention
 
 
-def theirs(model: Path, k: int | None) -> dict[str, Any]:
+def run_hf(model: Path, tasks: list[str], manager: Any, k: int | None, batch: int = BATCH, **options: Any) -> dict[str, Any]:
+    """Run lm-eval's tasks with its own `hf` class and patched attention."""
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import eager_mask
 
-    from needlework.lmeval import FOLDER
     from needlework.lmeval.documents import silence_lm_eval
 
     AttentionInterface.register("patched_eager", patched(k))
     AttentionMaskInterface.register("patched_eager", eager_mask)
     with silence_lm_eval():
-        lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=BATCH, attn_implementation="patched_eager")
-        manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
-        found: dict[str, Any] = simple_evaluate(lm, tasks=list(TASKS), task_manager=manager, limit=LIMIT, bootstrap_iters=0)
-    return found
+        lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=batch, attn_implementation="patched_eager")
+        return simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options)  # type: ignore[return-value]
 
 
 def ours(model: Path, acts: list[str]) -> list[Path]:
@@ -122,9 +119,12 @@ def agree(folder: Path, found: dict[str, Any]) -> tuple[float, int, int]:
 
 
 def main() -> int:
+    from lm_eval.tasks import TaskManager
+
     import needlework.lmeval.model  # noqa: F401  (both sides need lm-eval: its import is nobody's time)
     from needlework.experiments.models import locate
     from needlework.experiments.plan import Model
+    from needlework.lmeval import FOLDER
 
     place = sys.argv[1] if len(sys.argv) > 1 else ""
     model = locate(Model("", place, place)) if place else checkpoint(Path(tempfile.mkdtemp()))
@@ -134,7 +134,8 @@ def main() -> int:
     missed = False
     for case, kept in (("idle", [None] * 5), ("prefill-active", ACTIVE)):
         start = time.perf_counter()
-        its = [theirs(model, k) for k in kept]
+        manager = TaskManager(include_path=str(FOLDER), include_defaults=False)
+        its = [run_hf(model, list(TASKS), manager, k, limit=LIMIT) for k in kept]
         middle = time.perf_counter()
         # Five equal interventions would be one question: idle ones differ in text (k = all heads) and do nothing alike.
         texts = [f"keep_heads(k={k})" for k in ACTIVE] if case != "idle" else ["none", *idle(model)]

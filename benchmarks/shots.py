@@ -29,7 +29,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ability import ACTIVE, agree, idle, patched
+from ability import ACTIVE, agree, idle, run_hf
 
 SUBJECTS = {  # lm-eval's name -> the median of a question's words, set to be like MMLU's; not measured on it
     "abstract_algebra": 25,
@@ -90,27 +90,11 @@ def tasks(data: Path) -> list[str]:
 
 
 def theirs(model: Path, data: Path, manager: Any, k: int | None, chat: bool, batch: int, limit: int | None = None) -> Any:
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import eager_mask
+    from needlework.lmeval.documents import use_local_data
 
-    from needlework.lmeval.documents import silence_lm_eval, use_local_data
-
-    AttentionInterface.register("patched_eager", patched(k))
-    AttentionMaskInterface.register("patched_eager", eager_mask)
-    with silence_lm_eval(), use_local_data(data):
-        lm = HFLM(str(model), device="cpu", dtype="float32", batch_size=batch, attn_implementation="patched_eager")
-        return simple_evaluate(
-            lm,
-            tasks=tasks(data),
-            task_manager=manager,
-            num_fewshot=SHOTS,
-            limit=limit,
-            bootstrap_iters=0,
-            apply_chat_template=chat,
-            fewshot_as_multiturn=chat,
-        )
+    asked = {"num_fewshot": SHOTS, "limit": limit, "apply_chat_template": chat, "fewshot_as_multiturn": chat}
+    with use_local_data(data):
+        return run_hf(model, tasks(data), manager, k, batch, **asked)
 
 
 def ours(model: Path, data: Path, acts: list[str], chat: bool) -> list[Path]:

@@ -23,6 +23,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.recurrent_gemma.modeling_recurrent_gemma import RecurrentGemmaRglru
 
+from harness import report_goals
 from needlework import zoo
 from needlework.model.patches import fast_kernels
 from needlework.stats import Estimate
@@ -132,7 +133,8 @@ def check_card(name: str, samples: int) -> list[str]:
     measured = card.measure_figures_of(entry.path, longest, samples, tuple(wanted), seed=SEED)
     relation = card.relation_of(recipes.find_recipe(name))
     silenced = card.measure_effects(entry.path, longest, seed=SEED, relation=relation)
-    in_phases = card.measure_phases(entry.path, longest, relation, samples // 5, SEED) if "phases" in entry.record else {}
+    phases = {"seed": SEED, "relation": relation, "by_phase": True}
+    in_phases = card.measure_effects(entry.path, longest, samples // 5, **phases) if "phases" in entry.record else {}
     pairs = {key: (entry.figures[key], figure) for key, figure in measured.items()}
     pairs |= {
         f"{task} under {text}": (entry.record[table][text][task], figure)
@@ -164,8 +166,7 @@ def main() -> int:
         missed += [f"training {name}"] if found["times_faster"] < wanted else []
     for name in recipes.builtin_recipes():
         missed += check_card(name, options.samples) if name in zoo.catalog() else [f"{name} is not there"]
-    print(f"missed: {', '.join(missed)}" if missed else "all goals reached")
-    return bool(missed)
+    return report_goals(missed)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def define(name: str, path: str, source: bytes) -> list[str]:
         exec(compile(source, path, "exec"), module.__dict__)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise NeedleworkError(_message(error, path, _line(error, path) or 1)) from error
+        raise NeedleworkError(_describe(error, path, 1)) from error
     DEFINED[name] = name, path, source
     return [known for known, cls in _known().items() if before.get(known) is not cls]
 
@@ -61,22 +61,19 @@ def describe_error(error: BaseException) -> str | None:
     modules = {cls.__module__ for cls in _known().values()}
     for name in modules:
         path = getattr(sys.modules.get(name), "__file__", None)
-        if path and name.split(".")[0] != "needlework" and (line := _line(error, path)):
-            return _message(error, path, line)
+        if path and name.split(".")[0] != "needlework" and (message := _describe(error, path)):
+            return message
     return None
 
 
-def _message(error: BaseException, path: str, line: int) -> str:
+def _describe(error: BaseException, path: str, line: int = 0) -> str | None:
+    """Return a message with the innermost line of the file in the error's traceback; without one, with `line` if it is given."""
+    if isinstance(error, SyntaxError) and error.filename == path:
+        line = error.lineno or 1
+    else:
+        line = next((f.lineno or 1 for f in reversed(traceback.extract_tb(error.__traceback__)) if f.filename == path), line)
     try:
         reason = str(error.msg if isinstance(error, SyntaxError) else error)
     except Exception:  # a plug-in's own error class may fail in __str__
         reason = "(its text cannot be shown)"
-    return f"{path}:{line}: the plug-in fails: {type(error).__name__}: {reason}"
-
-
-def _line(error: BaseException, path: str) -> int | None:
-    """Return the innermost line of the file in the error's traceback, or None if the file is not in it."""
-    if isinstance(error, SyntaxError) and error.filename == path:
-        return error.lineno or 1
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
-    return lines[-1] if lines else None
+    return f"{path}:{line}: the plug-in fails: {type(error).__name__}: {reason}" if line else None

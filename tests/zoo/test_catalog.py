@@ -51,7 +51,9 @@ def test_two_hops_need_attention_while_reading_and_one_does_not() -> None:
 def test_the_phases_of_tiny_lfm_are_as_its_card_says(tmp_path: Path) -> None:
     """Fresh samples: other seed, fewer of them."""
     entry = zoo.catalog()["tiny-lfm"]
-    found = card.measure_phases(entry.path, entry.record["longest_document_tokens"], "hideout", per_depth=12, seed=7)
+    found = card.measure_effects(
+        entry.path, entry.record["longest_document_tokens"], 12, seed=7, relation="hideout", by_phase=True
+    )
     for text, by_task in found.items():
         for task, figure in by_task.items():
             said = entry.record["phases"][text][task]

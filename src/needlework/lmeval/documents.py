@@ -75,20 +75,18 @@ def load_tasks(names: Sequence[str], data: Path | None) -> Any:
     Raises:
         NeedleworkError: An unknown name, or a dataset that cannot be loaded.
     """
-    manager = _task_index(False)  # indexing lm-eval's own tasks takes seconds: only if one of them is requested
-    if not all(manager.match_tasks([name]) or Path(name).is_file() for name in names):
-        manager = _task_index(True)
-    wanted: list[str] = []
-    for name in names:
-        matches = manager.match_tasks([name]) or ([name] if Path(name).is_file() else [])
-        if not matches:
-            near = did_you_mean(name, manager.all_tasks)  # lm-eval has thousands of tasks: never list them all
-            listing = "`needlework lm-eval ls tasks` lists lm-eval's; ours are mini-mmlu and mini-glue"
-            raise NeedleworkError(f"unknown task {name!r}; {near if near.startswith('did') else listing}")
-        wanted += matches
+    for with_defaults in (False, True):  # indexing lm-eval's own tasks takes seconds: only if one of them is requested
+        manager = _task_index(with_defaults)
+        matches = {name: manager.match_tasks([name]) or [name] * Path(name).is_file() for name in names}
+        if all(matches.values()):
+            break
+    for name in (name for name, found in matches.items() if not found):
+        near = did_you_mean(name, manager.all_tasks)  # lm-eval has thousands of tasks: never list them all
+        listing = "`needlework lm-eval ls tasks` lists lm-eval's; ours are mini-mmlu and mini-glue"
+        raise NeedleworkError(f"unknown task {name!r}; {near if near.startswith('did') else listing}")
     with use_local_data(data), silence_lm_eval():
         try:
-            return manager.load(list(dict.fromkeys(wanted)))
+            return manager.load(list(dict.fromkeys(task for found in matches.values() for task in found)))
         except NeedleworkError:
             raise
         except Exception as error:  # hub and loaders raise many types; all mean missing data

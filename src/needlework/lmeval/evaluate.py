@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -249,13 +249,10 @@ class _HarnessModels:
 def _stored_trials(out: str | Path) -> set[tuple[str, str, str, str]]:
     """Return the keys of the trials in a directory; empty if it has no readable store."""
     try:
-        store = Store(out)
+        with closing(Store(out)) as store:
+            return set(store.done())
     except NeedleworkError:
         return set()
-    try:
-        return set(store.done())
-    finally:
-        store.close()
 
 
 def _summarise(
@@ -268,12 +265,9 @@ def _summarise(
     before: set[Any],
 ) -> Summary:
     """Read this evaluation's rows from the store, write lm-eval's result files and compute retained shares."""
-    store = Store(folder)
-    try:
+    with closing(Store(folder)) as store:
         own = store.rows("asked AND experiment = ? AND model = ?", (EXPERIMENT, info.name))
         found = {(row.intervention, row.prompt_id): row for row in own}
-    finally:
-        store.close()
     rows = {text: [found[text, document.digest] for document in documents] for text in texts}
     files = []
     for text, answered in rows.items():

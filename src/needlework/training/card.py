@@ -175,32 +175,25 @@ def measure_effects(
     seed: int = 0,
     progress: bool = False,
     relation: str = DEFAULT_RELATION,
+    by_phase: bool = False,
 ) -> Effects:
-    """Measure needle retrieval with three distractors and closed-book facts under all CONDITIONS that apply to the model."""
-    niah = {"kind": "niah", **_needle_options(longest, relation, per_depth)}
-    return _measure(folder, {"niah": niah, "cloze": {"kind": "cloze", "per_subject": per_subject}}, CONDITIONS, seed, progress)
+    """Measure needles with three distractors and closed-book facts under all CONDITIONS that apply to the model.
 
-
-def measure_phases(
-    folder: Path, longest: int, relation: str, per_depth: int = 200, seed: int = 0, progress: bool = False
-) -> Effects:
-    """Measure one-hop and two-hop needles with three distractors, with attention ablated in prefill or in decode."""
-    options = _needle_options(longest, relation, per_depth)
-    tasks = {"one_hop": {"kind": "niah", **options}, "two_hops": {"kind": "linked", **options}}
-    return _measure(folder, tasks, PHASES, seed, progress)
-
-
-def _needle_options(longest: int, relation: str, per_depth: int) -> Record:
-    depths = [0, 25, 50, 75, 100]
-    return {"relation": relation, "lengths": [longest - TASK_ROOM], "depths": depths, "samples": per_depth, "distractors": 3}
-
-
-def _measure(folder: Path, tasks: dict[str, Record], conditions: dict[str, str], seed: int, progress: bool) -> Effects:
+    Args:
+        per_depth, per_subject: Numbers of needles and of facts; None: all facts.
+        by_phase: Measure needles of one and of two hops instead, under all PHASES.
+    """
+    options = {"relation": relation, "lengths": [longest - TASK_ROOM], "depths": [0, 25, 50, 75, 100]}
+    needle = {**options, "kind": "niah", "samples": per_depth, "distractors": 3}
+    if by_phase:
+        conditions, tasks = PHASES, {"one_hop": needle, "two_hops": {**needle, "kind": "linked"}}
+    else:
+        conditions, tasks = CONDITIONS, {"niah": needle, "cloze": {"kind": "cloze", "per_subject": per_subject}}
     subject = load(folder)
     sides = {"attention": subject.anatomy.attention_layers, "recurrent": subject.anatomy.recurrent_layers}
     every = {text: parse(text) for text in conditions}
     acts = {text: act for text, act in every.items() if all(sides[part.side] for part in act.parts)}
-    by_task = {name: make_samples(subject, make_task(options), seed) for name, options in tasks.items()}
+    by_task = {name: make_samples(subject, make_task(task), seed) for name, task in tasks.items()}
     asked = [sample for of_task in by_task.values() for sample in of_task]
     with Bar(len(acts) * len(asked), "trials", shown=progress) as bar:
         bar.show("card")
@@ -229,7 +222,8 @@ def measure_interventions(folder: Path, recipe: Recipe, samples: int, progress: 
     longest, relation = recipe.longest, relation_of(recipe)
     found = {"effects": measure_effects(folder, longest, max(1, samples // 25), progress=progress, relation=relation)}
     if any(stage.rows.get("hops") for stage in recipe.stages):
-        found["phases"] = measure_phases(folder, longest, relation, max(1, samples // 5), progress=progress)
+        few = max(1, samples // 5)
+        found["phases"] = measure_effects(folder, longest, few, progress=progress, relation=relation, by_phase=True)
     return found
 
 

@@ -29,7 +29,8 @@ from needlework.analysis.conditions import few_heads_rank
 from needlework.analysis.evidence import KEPT
 from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import by_boundary
-from needlework.analysis.verdicts import BASELINE, Verdict, Word
+from needlework.analysis.reader import load
+from needlework.analysis.verdicts import BASELINE, Verdict, Word, verdicts
 from needlework.errors import ZooError
 from needlework.experiments.result import Result
 from needlework.experiments.schema import NAME, NAME_RULE, read
@@ -274,7 +275,6 @@ def study(
         train: If False, only models that are already trained are used.
         progress: Whether to show progress bars.
     """
-    from needlework.analysis.reader import load
     from needlework.experiments.run import run
 
     asked, folder = find_study(file), Path(out)
@@ -297,8 +297,14 @@ def study(
     path.write_text(yaml.safe_dump(plan, sort_keys=False, width=120), encoding="utf-8")
     result = run(path, folder / RUN, progress=progress)
     result.report()
-    models = read_curves(cells, load([folder / RUN]))
-    text = study_text(asked, len(every) - len(cells), models, result.verdicts())
+    frame = load([folder / RUN])
+    models = read_curves(cells, frame)
+    missing = len(every) - len(cells)
+    note = f"\n\n{missing} further models of the study are not trained." if missing else ""
+    effects = "\n".join(f"- {sentence}" for sentence in sentences(models))
+    text = f"# {asked.name}\n\n{asked.about.strip()}{note}\n\n{curves_table(models).to_markdown()}\n\n{effects}\n"
+    if (claims := verdict_table(models, verdicts(frame))).rows:
+        text += f"\n## Verdicts, seed by seed\n\n{claims.to_markdown()}\n"
     (folder / "study.md").write_text(text, encoding="utf-8")
     numbers = {"name": asked.name, "about": asked.about, **study_numbers(models)}
     (folder / "study.json").write_text(json.dumps(numbers, indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -410,11 +416,11 @@ def study_numbers(models: Sequence[MeasuredModel]) -> dict[str, Any]:
     }
 
 
-def verdict_table(cells: Sequence[StudyModel], verdicts: Sequence[Verdict]) -> Table:
+def verdict_table(cells: Sequence[StudyModel], judged: Sequence[Verdict]) -> Table:
     """Count verdicts over seeds: a row for each claim that was judged, a column for each combination of levels."""
     levels = {cell.name: ", ".join(cell.levels.values()) for cell in cells}
     counts: dict[str, dict[str, Counter[Word]]] = defaultdict(lambda: defaultdict(Counter))
-    for verdict in verdicts:
+    for verdict in judged:
         if verdict.model in levels and verdict.word not in UNJUDGED:
             counts[f"{verdict.number}. {verdict.title}"][levels[verdict.model]][verdict.word] += 1
 
@@ -424,15 +430,6 @@ def verdict_table(cells: Sequence[StudyModel], verdicts: Sequence[Verdict]) -> T
     columns = list(dict.fromkeys(levels.values()))
     rows = [[claim, *(show(by_levels[name]) for name in columns)] for claim, by_levels in counts.items()]
     return Table(["claim", *columns], rows)
-
-
-def study_text(asked: Study, untrained: int, models: Sequence[MeasuredModel], verdicts: Sequence[Verdict]) -> str:
-    """Return the content of study.md: tables and sentences."""
-    missing = f"\n\n{untrained} further models of the study are not trained." if untrained else ""
-    said = "\n".join(f"- {sentence}" for sentence in sentences(models))
-    text = f"# {asked.name}\n\n{asked.about.strip()}{missing}\n\n{curves_table(models).to_markdown()}\n\n{said}\n"
-    claims = verdict_table(models, verdicts)
-    return text + (f"\n## Verdicts, seed by seed\n\n{claims.to_markdown()}\n" if claims.rows else "")
 
 
 def plot_curves(models: Sequence[MeasuredModel], path: Path) -> None:

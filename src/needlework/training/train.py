@@ -377,9 +377,19 @@ def claim_directory(out: Path) -> Iterator[None]:
 
 def run_preflight(recipe: Recipe, model: Any) -> None:
     """Check that the untrained model is causal and can be evaluated, saved, loaded and ablated, before training starts."""
+    ids, was_training = torch.arange(10, 34).repeat(2, 1), model.training
+    ids[1, -1] += 1
     try:
         with fast_kernels(model):
-            _check_causal(recipe, model)
+            with torch.inference_mode():
+                model.eval()
+                a, b = (model(input_ids=row[None], use_cache=False).logits[0, :-1] for row in ids)
+            model.train(was_training)
+            if (a - b).abs().max() > MAX_LEAK * a.abs().max():  # a later token changes earlier logits
+                raise ZooError(
+                    f"recipe {recipe.name}: {recipe.architecture} with this config sees words that come later, so its figures "
+                    "would mean nothing; make it causal (many classes need `is_decoder: true` in config)"
+                )
             card.measure_figures(model, recipe.longest, 1)
         with TemporaryDirectory(prefix="needlework-") as place:
             model.save_pretrained(place)
@@ -395,20 +405,3 @@ def run_preflight(recipe: Recipe, model: Any) -> None:
             f"on prompts of up to {2 * recipe.longest} tokens ({type(error).__name__}: {error}); "
             "let it hold twice its longest document, or choose another class"
         ) from error
-
-
-def _check_causal(recipe: Recipe, model: Any) -> None:
-    """Raise if a later token changes earlier logits: such a model sees the tokens that it has to predict."""
-    was_training = model.training
-    ids = torch.arange(10, 34)[None]
-    other = ids.clone()
-    other[0, -1] += 1
-    with torch.inference_mode():
-        model.eval()
-        a, b = (model(input_ids=tokens, use_cache=False).logits[0, :-1] for tokens in (ids, other))
-    model.train(was_training)
-    if (a - b).abs().max() > MAX_LEAK * a.abs().max():
-        raise ZooError(
-            f"recipe {recipe.name}: {recipe.architecture} with this config sees words that come later, so its figures would "
-            "mean nothing; make it causal (many classes need `is_decoder: true` in config)"
-        )
