@@ -32,7 +32,7 @@ import needlework as nw
 from needlework import zoo
 from needlework.experiments import heads
 from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo
-from needlework.heads import tables
+from needlework.heads import output
 from needlework.heads.methods import all_methods, find_methods
 from needlework.heads.survey import SurveySettings
 from needlework.lmeval.evaluate import evaluate
@@ -152,7 +152,7 @@ def refused(folder: Path) -> str:
 def ranked(folder: Path, model: str, method: str) -> str:
     settings = SurveySettings(samples=6, held_out=6, random_orders=2, dynamic=method == "copy_score")
     found = heads.heads_of(nw.load(model), method, "niah", settings)
-    tables.save(found, folder / "heads")
+    output.save_survey(found, folder / "heads")
     return digest(found.to_dict())
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import needlework as nw
 from needlework.cli.options import show
-from needlework.heads.plots import save_recurrent_plot
-from needlework.heads.tables import recurrent_table
+from needlework.heads.output import recurrent_table, save_recurrent_plot
 from needlework.tasks.base import Item, make_task
 from needlework.terminal import Bar
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import needlework as nw
 from needlework.cli import app
-from needlework.heads import plots, tables
+from needlework.heads import output
 from needlework.heads.methods import all_methods
 from needlework.interventions.ranking import Ranking
 
@@ -67,8 +67,8 @@ def test_a_directory_appears_when_all_of_it_is_written(more: list[str], tmp_path
     out = tmp_path / "heads"
     arguments = ["tiny-griffin-small", "--samples", "2", *more, "--out", str(out)]
     with monkeypatch.context() as patch:
-        patch.setattr(tables, "_page", stopped)
-        patch.setattr(plots, "save_recurrent_plot", stopped)
+        patch.setattr(output, "render_template", stopped)
+        patch.setattr(output, "save_recurrent_plot", stopped)
         assert run(*arguments)[0] == 130
     assert list(tmp_path.iterdir()) == []
     code, said = run(*arguments)

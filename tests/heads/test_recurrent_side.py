@@ -14,7 +14,7 @@ import torch
 
 import cases
 import needlework as nw
-from needlework.heads.plots import save_recurrent_plot
+from needlework.heads.output import save_recurrent_plot
 from needlework.heads.recurrent import Ability, Outcome, RecurrentSide, recurrent_side
 from needlework.tasks.base import Item
 

@@ -118,17 +118,17 @@ def heads(
     several workers: `needlework heads tiny-griffin --ray --workers 2`.
     """
     from needlework.experiments.heads import check_methods, heads_of, open_subject, recurrent_side_of
-    from needlework.heads import tables
+    from needlework.heads import output
     from needlework.heads.survey import SurveySettings
 
     if methods:
-        listed = tables.methods()
+        listed = output.method_table()
         return show(listed, listed.records(), as_json)
     if model is None:
         raise nw.NeedleworkError("which model? e.g. `needlework heads tiny-griffin`; `needlework zoo` lists those that are here")
     if recurrent and (by or import_ or export):
         raise nw.NeedleworkError("--recurrent ranks groups of the recurrent side: it goes without --by, --import and --export")
-    tables.check_out(out, export)
+    output.check_out(out, export)
     check_methods(by)
     settings = SurveySettings(samples, held_out, seed, keep, share, judge, dynamic, retest)
     name, shown = Path(model).name, not as_json
@@ -137,15 +137,15 @@ def heads(
         if recurrent:
             side = recurrent_side_of(subject, task, samples, seed, progress=shown)
             if out:
-                tables.save_recurrent(side, out, name)
-            return show(tables.recurrent_table(side), side.to_dict(), as_json)
+                output.save_recurrent(side, out, name)
+            return show(output.recurrent_table(side), side.to_dict(), as_json)
         found = heads_of(subject, by, task, settings, files=import_, name=name, progress=shown)
-    written = tables.save(found, out, export) if out else []
+    written = output.save_survey(found, out, export) if out else []
     if as_json:
         return show(None, found.to_dict(), as_json)
-    for table_ in tables.tables(found):
+    for table_ in output.survey_tables(found):
         show(table_)
-    typer.echo(fill(tables.legend(found), 80))
+    typer.echo(fill(output.legend(found), 80))
     if found.smallest:
         say(f"smallest set: {found.smallest.text()}", stderr=False)
     return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None

@@ -158,8 +158,8 @@ class RecurrentSide:
         }
 
     def text(self) -> str:
-        """Return the tables of `needlework.heads.tables` as text."""
-        from needlework.heads.tables import recurrent_table
+        """Return the tables of `needlework.heads.output` as text."""
+        from needlework.heads.output import recurrent_table
 
         console = Console(width=160, no_color=True, highlight=False, force_terminal=False)
         with console.capture() as captured:

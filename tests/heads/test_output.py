@@ -7,7 +7,7 @@ import pytest
 from matplotlib.container import ErrorbarContainer
 
 import cases
-from needlework.heads import plots
+from needlework.heads import output
 from needlework.heads.evaluation import RetrievalCurve
 from needlework.heads.survey import Survey, SurveySettings
 from needlework.interventions.ranking import Origin, Ranking
@@ -30,7 +30,7 @@ def survey() -> Survey:
 
 
 def test_each_map_has_a_colour_bar_from_its_lowest_score_to_its_highest(survey: Survey) -> None:
-    canvas = plots.draw_score_maps(survey)
+    canvas = output.draw_score_maps(survey)
     canvas.draw_without_rendering()
     heads = [tick for ax in canvas.axes if ax.get_xlabel() == "head" for tick in ax.get_xticks()]
     assert all(tick == int(tick) for tick in heads)
@@ -43,7 +43,7 @@ def test_each_map_has_a_colour_bar_from_its_lowest_score_to_its_highest(survey: 
 
 
 def test_equal_curves_lie_side_by_side_with_the_intervals_of_their_points(survey: Survey) -> None:
-    canvas = plots.draw_curves(survey)
+    canvas = output.draw_curves(survey)
     canvas.draw_without_rendering()
     (ax,) = canvas.axes
     drawn = [one for one in ax.containers if isinstance(one, ErrorbarContainer)]
@@ -55,4 +55,4 @@ def test_equal_curves_lie_side_by_side_with_the_intervals_of_their_points(survey
     (bars,) = drawn[0].lines[2]
     assert bars.get_segments()[0][:, 1].tolist() == pytest.approx([estimate.low, estimate.high])
     apart = np.ptp([place[1, 0] for place in places]) * 72 / canvas.dpi
-    assert apart == pytest.approx(2 * plots._BESIDE)
+    assert apart == pytest.approx(2 * output._BESIDE)
