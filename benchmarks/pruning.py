@@ -23,9 +23,8 @@ from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig
 import needlework as nw
 from harness import report_goals
 from needlework.anatomy import Head
-from needlework.pruning.cutting import Others, prune_subject
-from needlework.pruning.figures import compare, costs
-from needlework.pruning.prune import choose
+from needlework.pruning.card import compare, costs
+from needlework.pruning.prune import Others, choose, prune_subject
 
 console = Console(width=150)
 MOST_HEADS, LEAST_LEFT = 1 / 3, 0.99

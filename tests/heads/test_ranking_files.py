@@ -11,7 +11,7 @@ import pytest
 import cases
 import needlework as nw
 from needlework.interventions.ranking import Origin, Ranking
-from needlework.pruning.cutting import Others, prune_subject
+from needlework.pruning.prune import Others, prune_subject
 
 HEADS = [nw.Head(2, 1), nw.Head(2, 0), nw.Head(5, 0)]
 WHOLE = Ranking.by_scores(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from needlework.anatomy import Anatomy, Head
-from needlework.pruning.cutting import Others, Pruned, prune_subject
+from needlework.pruning.prune import Others, Pruned, prune_subject
 from tiny import ARCHITECTURES, NO_HEADS
 
 REFUSED = {  # why heads cannot be taken out

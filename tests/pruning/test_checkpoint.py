@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import needlework as nw
 from cases import apart, each, subject, tokens
-from needlework.pruning.cutting import Others, Pruned
-from needlework.pruning.prune import read_back, save
+from needlework.pruning.prune import Others, Pruned, read_back, save
 
 OWN_WORDS = ("recurrent_gemma", "minimax", "glm5_next")  # other parts of these models go by the same number of heads
 

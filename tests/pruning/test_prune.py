@@ -13,7 +13,7 @@ import needlework as nw
 from cases import subject
 from needlework.cli import app
 from needlework.measure import make_samples, measure
-from needlework.pruning import figures, prune
+from needlework.pruning import card, prune
 from needlework.pruning.prune import choose
 
 ORDER = "0.1 2.3 1.0 3.2 0.0 2.0"
@@ -130,15 +130,15 @@ def test_what_is_pruned_already_and_what_is_quantised_is_refused(llama: Path, tm
 def test_tiny_griffin_on_the_spot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranked, cut, measured and described: six of twenty heads find the needles, and the figures are those of the models."""
     monkeypatch.setattr(prune, "RANKING_SAMPLES", 10)
-    monkeypatch.setattr(figures, "REPEATS", 1)
-    monkeypatch.setattr(figures, "TEXTS", 2)
-    monkeypatch.setattr(prune, "costs", partial(figures.costs, tokens=64))
+    monkeypatch.setattr(card, "REPEATS", 1)
+    monkeypatch.setattr(card, "TEXTS", 2)
+    monkeypatch.setattr(prune, "costs", partial(card.costs, tokens=64))
     done = nw.prune("tiny-griffin", 0.3, tmp_path / "griffin", samples=20)
     needles, facts, texts = done.record["figures"]
     assert [row["ability"] for row in (needles, facts, texts)] == ["retrieval", "knowledge", "perplexity"]
     assert (needles["n"], needles["before"]["value"]) == (20, 1.0)
     assert needles["after"]["value"] >= 0.9
-    again = make_samples(done.subject, figures.retrieval(done.subject, 20), figures.FIGURES_SEED)
+    again = make_samples(done.subject, card.needle_task(done.subject, 20), card.FIGURES_SEED)
     assert needles["after"]["value"] == measure(done.subject, again).values("correct").mean()
     costs = done.record["costs"]
     assert costs["after"]["parameters"] == done.subject.anatomy.parameters < costs["before"]["parameters"]

@@ -11,7 +11,7 @@ import needlework as nw
 from cases import PROMPT, SPANS, apart, each, intervention, subject, tokens
 from needlework.heads.contribution import ContributionObserver
 from needlework.model.hooked_model import differentiable
-from needlework.pruning.cutting import Others, Pruned, prune_subject
+from needlework.pruning.prune import Others, Pruned, prune_subject
 from needlework.receipts import Tally
 
 CLOSE = 1e-4

@@ -176,11 +176,11 @@ def prune(
 
     The new model is tried against the whole one, read back, measured, and described in its README.md.
     """
-    from needlework.pruning.card import summary
+    from needlework.pruning.card import summarize
 
     loading = loading_options(device, dtype, window, kernels)
     done = nw.prune(model, keep, out, others=others, samples=samples, progress=not as_json, **loading)
-    show(f"{summary(done.record)}\ncard: {out / 'README.md'}", done.record, as_json)
+    show(f"{summarize(done.record)}\ncard: {out / 'README.md'}", done.record, as_json)
 
 
 @command("needlework zoo")

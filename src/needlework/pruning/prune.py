@@ -1,10 +1,11 @@
-"""Prune a model (`nw.prune`): choose heads, remove them, verify, measure and write a smaller checkpoint."""
+"""Prune a model (`nw.prune`): choose heads, cut a copy, verify its logits, measure it and write a smaller checkpoint."""
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,28 +13,30 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from needlework.anatomy import Anatomy, Head, heads_of_share
-from needlework.errors import NeedleworkError, short_repr
+from needlework.errors import NeedleworkError, TrialError, short_repr
 from needlework.files import new_directory
 from needlework.heads.methods import find_methods
 from needlework.heads.samples import draw_samples, named_tasks
 from needlework.heads.survey import ProgressSteps, origin, rank_by
-from needlework.interventions.base import NONE
+from needlework.interventions.attention import LimitContext, OnlyHeads
+from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.ranking import Ranking, as_heads
 from needlework.model.files import read_config
+from needlework.model.load import hook_model, without_weights
 from needlework.model.session import no_bar_for
-from needlework.pruning import card
-from needlework.pruning.cutting import Others, Pruned, compare_logits, prune_subject, refuse_quantised
-from needlework.pruning.figures import compare, costs, require_tokenizer_to_measure
+from needlework.model.streaming import ENTRY, Streams, whole_groups
+from needlework.model.surgery import Cut, cut_model, entry_of
+from needlework.pruning.card import compare, costs, render_card
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
 Keep = int | float | str | Path | Ranking | Sequence[tuple[int, int]]
 METHOD = "needle_mass"  # the cheapest method: one run without intervention
-RANKING_SAMPLES, RANKING_SEED = 100, 1  # the card is measured with another seed (figures.py)
+RANKING_SAMPLES, RANKING_SEED = 100, 1  # the card is measured with another seed (card.py)
 _NUMBER = r"\d+(?:\.\d+)?"
-_SAY_HOW_MANY = "say how many of them stay, e.g. heads.json:10"
 _HOW = "give a number of heads (10), a share of them (0.33), or a ranking, with or without a number: heads.json, heads.json:10"
+_CHECKED, _DECODED, _MOST_CHECKED = 24, 6, 600  # tokens compared: at least, of these decoded, at most added by a window
 
 
 @dataclass(frozen=True)
@@ -61,63 +64,60 @@ def choose(subject: Subject, keep: Keep, progress: bool = False) -> Choice:
     Raises:
         NeedleworkError: The model does not have these heads, or none or all of its heads would be kept.
     """
-    ranking, count = _read(keep)
-    every = subject.anatomy.heads
+    ranking, count, named = _read_keep(keep)
+    anatomy, every = subject.anatomy, subject.anatomy.heads
     if not every:
-        raise NeedleworkError(f"{subject.anatomy.architecture} has no attention heads that could be pruned")
-    named = not isinstance(keep, (Ranking, int, float)) and not _is_file(keep)
-    if ranking is not None:
-        if named and (unknown := [head for head in ranking.order if head not in set(every)]):
+        raise NeedleworkError(f"{anatomy.architecture} has no attention heads that could be pruned")
+    if ranking is None:
+        _count(count, len(every))  # fail before heads are ranked
+        samples = draw_samples(subject, named_tasks("niah", subject), RANKING_SAMPLES, RANKING_SEED)
+        (method,) = find_methods([METHOD])
+        with ProgressSteps(1, progress) as steps, steps.step("ranking heads") as tell:
+            ranking, _ = rank_by(subject, method, samples, RANKING_SEED, tell, origin(subject))
+    else:
+        if named and (unknown := [head for head in ranking.order if head not in every]):
             raise NeedleworkError(
-                f"{subject.anatomy.architecture} has no heads {' '.join(f'{head.layer}.{head.index}' for head in unknown[:5])},"
+                f"{anatomy.architecture} has no heads {' '.join(f'{head.layer}.{head.index}' for head in unknown[:5])},"
                 " which are to stay; `needlework inspect` shows those that there are"
             )
-        _check(ranking, subject.anatomy, subject.body.weights if ranking.model.weights else "")
-    elif count is not None:
-        _count(count, len(every))  # fail before heads are ranked
-        ranking = by_needle_mass(subject, progress)
-    assert ranking is not None
+        if not ranking.order:
+            _count(0, len(every))
+        missing = [head for head in every if head not in ranking.order]  # a ranking may be of a subset of the heads
+        whole = ranking.model_copy(update={"order": (*ranking.order, *missing)})
+        whole.check(anatomy, subject.body.weights if ranking.model.weights else "")
     if count is None and len(ranking.order) == len(every):
-        raise NeedleworkError(f"all {len(every)} heads are {'named: name fewer' if named else f'ranked: {_SAY_HOW_MANY}'}")
+        how = "named: name fewer" if named else "ranked: say how many of them stay, e.g. heads.json:10"
+        raise NeedleworkError(f"all {len(every)} heads are {how}")
     number = len(ranking.order) if count is None else _count(count, len(every))
     if number > len(ranking.order):
         raise NeedleworkError(f"{number} heads are to stay, and the ranking file has {len(ranking.order)}")
     return Choice(ranking.top(number), ranking)
 
 
-def _read(keep: Keep) -> tuple[Ranking | None, int | float | None]:
+def _read_keep(keep: Keep) -> tuple[Ranking | None, int | float | None, bool]:
+    """Return the ranking, the number or share of heads to keep, and whether heads are named one by one."""
     if isinstance(keep, Ranking):
-        return keep, None
+        return keep, None, False
     if isinstance(keep, bool) or keep is None:
         raise NeedleworkError(f"keep={keep!r} says no heads; {_HOW}")
     if isinstance(keep, (int, float)):
-        return None, keep
+        return None, keep, False
     if not isinstance(keep, (str, Path)):
-        return Ranking(order=as_heads(keep)), None
+        return Ranking(order=as_heads(keep)), None, True
     text = str(keep).strip()
-    if re.fullmatch(_NUMBER, text):
-        return None, _number(text)
-    if not _is_file(text):
-        return Ranking.parse(text), None
+    if re.fullmatch(r"\d+\.\d+(\s+\d+\.\d+)+", text):
+        return Ranking.parse(text), None, True
     file, mark, number = text.rpartition(":")
-    if mark and re.fullmatch(_NUMBER, number) and not Path(text).exists():
-        return Ranking.load(file), _number(number)
+    if re.fullmatch(_NUMBER, number) and not (mark and Path(text).exists()):
+        return Ranking.load(file) if mark else None, float(number) if "." in number else int(number), False
     if not Path(text).is_file():
         raise NeedleworkError(f"--keep {short_repr(text)} is no file and no number; {_HOW}")
-    return Ranking.load(text), None
+    return Ranking.load(text), None, False
 
 
-def _is_file(keep: Keep) -> bool:
-    """Return whether `keep` is text or a path, but not a list of heads such as "2.0 2.5"."""
-    return isinstance(keep, (str, Path)) and not re.fullmatch(r"\d+\.\d+(\s+\d+\.\d+)+", str(keep).strip())
-
-
-def _number(text: str) -> int | float:
-    return float(text) if "." in text else int(text)
-
-
-def _count(count: int | float, heads: int) -> int:
+def _count(count: int | float | None, heads: int) -> int:
     """Return a number or a share as a number of heads; raise if that is none or all of them."""
+    assert count is not None
     if isinstance(count, float) and not 0 <= count <= 1:
         raise NeedleworkError(f"a share of {count:g} of the heads; shares lie between 0 and 1, numbers of heads are whole")
     number = count if isinstance(count, int) else heads_of_share(count, heads)
@@ -133,23 +133,171 @@ def _count(count: int | float, heads: int) -> int:
     return number
 
 
-def _check(ranking: Ranking, anatomy: Anatomy, weights: str) -> None:
-    """Check a ranking, which may be of a subset of the heads, against the model."""
-    if not ranking.order:
-        _count(0, len(anatomy.heads))
-    missing = tuple(head for head in anatomy.heads if head not in set(ranking.order))
-    ranking.model_copy(update={"order": (*ranking.order, *missing)}).check(anatomy, weights)
+@dataclass(frozen=True)
+class Others:
+    """Treatment of the heads that are not kept: removed (no window), or streaming, with a cache of sinks and a window of keys."""
+
+    window: int | None = None
+    sinks: int = 0
+
+    @classmethod
+    def parse(cls, text: str) -> Others:
+        """Parse `none` or `window=64,sinks=4`; raise for anything else."""
+        if text.strip() == "none":
+            return cls()
+        match = re.fullmatch(r"\s*window=(\d{1,9})(?:\s*,\s*sinks=(\d{1,9}))?\s*", text)
+        if match is None or int(match[1]) < 1:
+            raise NeedleworkError(f"--others {short_repr(text)} is not known; choose none, or e.g. window=64,sinks=4")
+        return cls(int(match[1]), int(match[2] or 0))
+
+    def __str__(self) -> str:
+        return "none" if self.window is None else f"window={self.window},sinks={self.sinks}"
 
 
-def by_needle_mass(subject: Subject, progress: bool = False) -> Ranking:
-    """Rank heads by their attention on the needle while the model answers without intervention."""
-    samples = draw_samples(subject, named_tasks("niah", subject), RANKING_SAMPLES, RANKING_SEED)
-    (method,) = find_methods([METHOD])
-    with ProgressSteps(1, progress) as steps, steps.step("ranking heads") as tell:
-        return rank_by(subject, method, samples, RANKING_SEED, tell, origin(subject))[0]
+@dataclass(frozen=True)
+class Pruned:
+    """A pruned model, and the intervention under which the original model computes the same."""
+
+    subject: Subject
+    equals: Intervention
+    cuts: tuple[Cut, ...]  # one for each attention layer; empty if heads stream
+    streams: Streams | None
+    stock: bool  # whether the configuration of transformers describes it, so that it loads without needlework
+
+    @property
+    def zero_heads(self) -> int:
+        """Number of all-zero heads that pad groups, so that all kv heads of a layer have equally many query heads."""
+        return sum(head < 0 for cut in self.cuts for head in cut.query)
 
 
-RECORD = "pruning.json"
+def prune_subject(subject: Subject, kept: Collection[Head], others: Others) -> Pruned:
+    """Return a pruned copy of a model that keeps only these heads, sharing unchanged weights; the model is not changed.
+
+    Raises:
+        NeedleworkError: The model cannot be pruned, or the copy's logits differ from those of the model under `Pruned.equals`.
+    """
+    pruned = (_remove_heads if others.window is None else _stream_heads)(subject, frozenset(kept), others)
+    difference = compare_logits(pruned.subject, subject, pruned.equals, others)
+    # In half precision, a token may go to another expert.
+    if not difference <= (1e-3 if subject.model.dtype == torch.float32 else 0.1):
+        raise NeedleworkError(
+            f"the smaller model differs from the whole one under {short_repr(str(pruned.equals))} by {difference:.1e} of its"
+            f" largest logit: {subject.anatomy.architecture} does something with heads that needlework does not know. Nothing"
+            " was made"
+        )
+    return pruned
+
+
+def _refuse_quantised(source: Path | None, config: Mapping[str, Any]) -> None:
+    """Raise for GGUF, quantised and already pruned models, from file and configuration, before anything is loaded."""
+    if source is not None and source.suffix == ".gguf":
+        raise NeedleworkError(
+            f"{source.name} is a GGUF file: its weights grow when they are loaded, and a pruned copy would be larger than the"
+            " file. Prune the checkpoint that it was made from, and convert that"
+        )
+    if config.get("quantization_config") is not None:
+        raise NeedleworkError("the model is quantised: prune the checkpoint that it was made from, and quantise that")
+    if config.get(ENTRY) is not None:
+        raise NeedleworkError("heads were taken out of this model before: prune the whole one, with the heads that shall stay")
+
+
+def _remove_heads(subject: Subject, kept: frozenset[Head], others: Others) -> Pruned:
+    parts = dict(subject.anatomy.attention_parts())
+    cuts = tuple(Cut.keeping([head.index for head in kept if head.layer == layer], part) for layer, part in parts.items())
+    model = _copy_model(subject.model, [cut.path for cut in cuts])
+    sliding = {cut.path: bool(getattr(model.get_submodule(cut.path), "is_sliding", False)) for cut in cuts}
+    cut_model(model, cuts)
+    stock = _write_stock_config(model, cuts, sliding)
+    if not stock:
+        setattr(model.config, ENTRY, {"layers": entry_of(cuts)})
+    return Pruned(_wrap_like(subject, model), OnlyHeads(heads=tuple(kept)), cuts, None, stock)
+
+
+def _stream_heads(subject: Subject, kept: frozenset[Head], others: Others) -> Pruned:
+    assert others.window is not None
+    if not subject.body.shareable:
+        raise NeedleworkError(
+            f"heads cannot stream in {subject.anatomy.architecture}: it does not read its keys as they lie in the cache. Take the"
+            " other heads out: --others none"
+        )
+    layers, limited = {}, []
+    for layer, part in subject.anatomy.attention_parts():
+        heads = [head.index for head in kept if head.layer == layer]
+        if streaming := whole_groups(heads, part.query_heads, part.kv_heads):
+            layers[layer] = streaming
+            group = part.query_heads // part.kv_heads
+            limited += [Head(layer, kv * group + i) for kv in streaming for i in range(group)]
+    if not layers:
+        raise NeedleworkError("every kv head has a query head that stays, so that none can stream; keep fewer heads")
+    model = _copy_model(subject.model, [])
+    streams = Streams(others.window, others.sinks, layers)
+    setattr(model.config, ENTRY, {"streaming": streams.to_dict()})
+    equals = LimitContext(tokens=others.window, sinks=others.sinks, heads=tuple(limited))
+    return Pruned(_wrap_like(subject, model), equals, (), streams, False)
+
+
+def _copy_model(model: Any, apart: Collection[str]) -> Any:
+    """Return a copy of a model that has its own tensors in these modules and shares all others."""
+    own = {id(x) for path in apart for x in model.get_submodule(path).parameters()}
+    shared = [x for x in (*model.parameters(), *model.buffers()) if id(x) not in own]
+    return copy.deepcopy(model, {id(x): x for x in shared})
+
+
+def _wrap_like(subject: Subject, model: Any) -> Subject:
+    from needlework.subject import Subject as Made
+
+    body = hook_model(model, subject.anatomy.window_rule, subject.body.kernels)  # type: ignore[arg-type]
+    return Made(body, subject.tokenizer)
+
+
+def _write_stock_config(model: Any, cuts: tuple[Cut, ...], sliding: dict[str, bool]) -> bool:
+    """Write the new numbers of heads into the model's configuration, if that can describe the pruned model.
+
+    It can if all layers (of the same kind, full or sliding) have equal numbers, and a model built from it has the same shapes.
+
+    Returns:
+        Whether the configuration now describes the model.
+    """
+    config = copy.deepcopy(model.config)
+    text = config.get_text_config(decoder=True)
+    counts: dict[str, set[tuple[int, int]]] = {}
+    for cut in cuts:
+        prefix = "swa_" if sliding[cut.path] and hasattr(text, "swa_num_attention_heads") else ""
+        counts.setdefault(prefix, set()).add(cut.counts)
+    if any(len(some) > 1 or (0, 0) in some for some in counts.values()):
+        return False
+    changed = {} if getattr(text, "head_dim", None) is not None else {"head_dim": cuts[0].dims[0]}
+    for prefix, ((query, kv),) in counts.items():
+        changed[f"{prefix}num_attention_heads"] = query
+        if hasattr(text, f"{prefix}num_key_value_heads"):
+            changed[f"{prefix}num_key_value_heads"] = kv
+    for name, number in changed.items():
+        setattr(text, name, number)
+    try:
+        shapes = {name: x.shape for name, x in without_weights(config).state_dict().items()}
+    except Exception:  # model classes raise anything for numbers that they do not support
+        return False
+    if shapes != {name: x.shape for name, x in model.state_dict().items()}:
+        return False
+    for name, number in changed.items():
+        setattr(model.config.get_text_config(decoder=True), name, number)
+    return True
+
+
+def compare_logits(smaller: Subject, whole: Subject, equals: Intervention, others: Others) -> float:
+    """Return the difference of the logits of two models over prefill and decode, relative to the largest logit.
+
+    It is the largest difference over tokens in float32, the median over tokens of the largest one otherwise.
+    """
+    tokens = _CHECKED + min(_MOST_CHECKED, (others.window or 0) + others.sinks)
+    tokens = min(tokens, whole.anatomy.max_tokens or tokens)
+    ids = torch.arange(2 * tokens).reshape(2, tokens) * 7 % whole.anatomy.vocabulary
+    try:
+        theirs, ours = (x.logits(ids, act, prompt_tokens=tokens - _DECODED) for x, act in ((whole, equals), (smaller, "none")))
+    except TrialError as error:
+        raise NeedleworkError(f"the smaller model cannot be run: {error}") from None
+    each = (theirs - ours).abs().amax(-1) / theirs.abs().max().clamp_min(1e-6)
+    return float(each.max() if whole.model.dtype == torch.float32 else each.median())
 
 
 def save(pruned: Pruned, folder: Path, dtype: torch.dtype) -> None:
@@ -181,22 +329,8 @@ def read_back(pruned: Pruned, folder: Path, others: Others) -> Subject:
     return read
 
 
-def weight_file_bytes(folder: Path) -> int:
-    """Return the total size of the .safetensors files of a directory."""
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def write_record(folder: Path, record: dict[str, Any], card: str) -> None:
-    """Write pruning.json and the model card (README.md)."""
-    (folder / RECORD).write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    (folder / "README.md").write_text(card, encoding="utf-8")
-
-
-SAMPLES = 1000
-
-
 @dataclass(frozen=True)
-class Result:
+class PruningResult:
     """Result of pruning: the pruned model, its directory and the record behind its card."""
 
     subject: Subject
@@ -210,10 +344,10 @@ def prune(
     out: str | Path,
     *,
     others: str = "none",
-    samples: int = SAMPLES,
+    samples: int = 1000,
     progress: bool = False,
     **loading: Any,
-) -> Result:
+) -> PruningResult:
     """Write a pruned checkpoint with its model card into a new directory.
 
     Args:
@@ -226,48 +360,40 @@ def prune(
         progress: Whether to show progress bars.
         loading: Options of `nw.load`, if `model` is not loaded yet.
     """
+    from needlework.subject import Subject, load
+    from needlework.zoo import resolve
+
     rest, place = Others.parse(others), Path(out).absolute()
     if samples < 0:
         raise NeedleworkError(f"samples={samples} is no number of samples; 0 measures nothing")
-    _refuse_before_loading(model)
+    if not isinstance(model, Subject):
+        source = Path(resolve(model))
+        _refuse_quantised(source, read_config(source) if (source / "config.json").is_file() else {})
+    elif loading:
+        raise NeedleworkError(f"{', '.join(loading)}: the model is loaded already")
+    else:
+        _refuse_quantised(model.body.source, model.model.config.to_dict())
     with new_directory(place) as folder:  # raises for an existing directory before anything is computed
-        whole = _loaded(model, loading)
-        if samples:
-            require_tokenizer_to_measure(whole)
+        whole = model if isinstance(model, Subject) else load(model, **loading)
+        if samples and whole.tokenizer is None:
+            raise NeedleworkError(
+                "the model has no tokenizer, so that nothing can be asked of it: give a ranking file and samples=0 (--samples 0)"
+            )
         choice = choose(whole, keep, progress)
         pruned = prune_subject(whole, choice.heads, rest)
-        save(pruned, folder, _dtype(whole))
+        save(pruned, folder, _file_dtype(whole))
         subject = read_back(pruned, folder, rest)
-        figures = compare(whole, subject, samples, progress) if samples else []
-        taken = costs(whole, subject, progress=progress) if samples else {}
-        record = _record(whole, choice, pruned, rest) | {"figures": figures, "costs": taken}
-        record["weight_bytes"] = {"before": _weight_bytes(whole), "after": weight_file_bytes(folder)}
-        write_record(folder, record, card.text(record, place.name))
+        record = _record(whole, choice, pruned, rest)
+        record["figures"] = compare(whole, subject, samples, progress) if samples else []
+        record["costs"] = costs(whole, subject, progress=progress) if samples else {}
+        record["weight_bytes"] = {"before": _weight_bytes(whole, whole.body.source), "after": _weight_bytes(subject, folder)}
+        (folder / "pruning.json").write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        (folder / "README.md").write_text(render_card(record, place.name), encoding="utf-8")
     subject.body.source = place
-    return Result(subject, place, record)
+    return PruningResult(subject, place, record)
 
 
-def _refuse_before_loading(model: Subject | str | Path) -> None:
-    from needlework.subject import Subject
-    from needlework.zoo import resolve
-
-    if isinstance(model, Subject):
-        return refuse_quantised(model.body.source, model.model.config.to_dict())
-    place = Path(resolve(model))
-    return refuse_quantised(place, read_config(place) if (place / "config.json").is_file() else {})
-
-
-def _loaded(model: Subject | str | Path, loading: dict[str, Any]) -> Subject:
-    from needlework.subject import Subject, load
-
-    if isinstance(model, Subject):
-        if loading:
-            raise NeedleworkError(f"{', '.join(loading)}: the model is loaded already")
-        return model
-    return load(model, **loading)
-
-
-def _dtype(subject: Subject) -> torch.dtype:
+def _file_dtype(subject: Subject) -> torch.dtype:
     """Return the dtype of the original weight files, so that weights loaded as float32 are not written in a larger dtype."""
     from needlework.model.load import own_dtype, torch_dtype
 
@@ -280,23 +406,27 @@ def _dtype(subject: Subject) -> torch.dtype:
         return own
 
 
-def _weight_bytes(subject: Subject) -> int:
-    source = subject.body.source
-    if source is not None:
-        return weight_file_bytes(source)
-    return sum(x.numel() * x.element_size() for x in subject.model.parameters())
+def _weight_bytes(subject: Subject, folder: Path | None) -> int:
+    """Return the total size of the .safetensors files of a directory, or of the tensors if there is none."""
+    if folder is None:
+        return sum(x.numel() * x.element_size() for x in subject.model.parameters())
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _record(whole: Subject, choice: Choice, pruned: Pruned, others: Others) -> dict[str, Any]:
     """Return the JSON record of a pruning: model, heads by layer, parameters and the ranking used."""
     from needlework import __version__
 
+    def numbers(anatomy: Anatomy, layer: int) -> list[int]:
+        part = anatomy.layers[layer].attention
+        return [0, 0] if part is None else [part.query_heads, part.kv_heads]
+
     before, after = whole.anatomy, pruned.subject.anatomy
     layers = {
         str(layer.index): {
             "kept": sorted(head.index for head in choice.heads if head.layer == layer.index),
-            "before": _numbers(before, layer.index),
-            "after": _numbers(after, layer.index),
+            "before": numbers(before, layer.index),
+            "after": numbers(after, layer.index),
             "streaming_kv_heads": list(pruned.streams.kv_heads.get(layer.index, ())) if pruned.streams else [],
         }
         for layer in before.attention_layers
@@ -318,8 +448,3 @@ def _record(whole: Subject, choice: Choice, pruned: Pruned, others: Others) -> d
         "ranking": {key: ranking[key] for key in ("method", "task", "samples", "seed", "model", "evidence", "heads")},
         "said_by": choice.said_by,
     }
-
-
-def _numbers(anatomy: Any, layer: int) -> list[int]:
-    part = anatomy.layers[layer].attention
-    return [0, 0] if part is None else [part.query_heads, part.kv_heads]
