@@ -19,7 +19,7 @@ from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import ModelTrials
 from needlework.analysis.reader import load
 from needlework.interventions import KeepHeads
-from needlework.reports import curves, maps_and_dots
+from needlework.reports import curves, figures
 from needlework.reports.browser import Browser, needle_characters, pieces, shortened
 from needlework.reports.figures import FIGURES, make_figure
 from needlework.results import Row, Store
@@ -132,9 +132,9 @@ def test_every_figure_has_its_panels(frame: Frame) -> None:
 
 
 def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Row]) -> None:
-    panels = maps_and_dots.needles(frame, Browser(frame))
+    panels = figures.needles(frame, Browser(frame))
     grid = next(p for p in panels if p.group == "tiny-griffin" and p.title == "all 4 heads")
-    assert isinstance(grid, maps_and_dots.Grid)
+    assert isinstance(grid, figures.HeatMap)
     assert (grid.cols, grid.rows) == (["64", "128", "192", "256"], ["0", "25", "50", "75", "100"])
     outside = defaultdict(set)
     for t in trials:
@@ -256,7 +256,7 @@ def test_equal_names_of_other_prompts_are_not_paired(tmp_path: Path, trials: lis
 
 def test_crossed_limits_are_a_map(frame: Frame) -> None:
     panels = make_figure("context", frame, Browser(frame)).panels
-    grid = next(p for p in panels if isinstance(p, maps_and_dots.Grid) and p.group == "tiny-jamba")
+    grid = next(p for p in panels if isinstance(p, figures.HeatMap) and p.group == "tiny-jamba")
     assert (grid.cols[0], grid.cols[-1], len(grid.rows)) == ("8", "all", 7)
     corner = grid.cells[-1][-1]
     of_model = ModelTrials(frame, "tiny-jamba")

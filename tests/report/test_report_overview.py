@@ -18,9 +18,9 @@ from needlework.reports import build, picture_files, svg
 from needlework.reports.browser import Browser
 from needlework.reports.checkpoints import merge_checkpoints
 from needlework.reports.figures import make_figure
-from needlework.reports.overview import Overview, label_position, outcome, overview, zone
 from needlework.reports.page import _environment
-from needlework.reports.panels import Dots, Grid, Lines, signed_limit
+from needlework.reports.panels import Dots, HeatMap, Lines, signed_limit
+from needlework.reports.svg import Overview, label_position, outcome, overview, zone
 from needlework.results import Store
 from needlework.stats import Estimate, gain, wilson
 
@@ -246,7 +246,7 @@ def test_dots_and_maps_of_checkpoints_have_differences_too(pair: tuple[Path, Pat
     assert [dot.follows for dot in dots[0].dots[:4]] == [False, True, False, True]
     assert [dots[0].short_label(dot) for dot in dots[0].dots[:2]] == ["attention off: retrieval", ""]
     maps = merge_checkpoints(frame, browser, make_figure("exposure", frame, browser)).panels
-    assert [(type(p), p.signed) for p in maps] == [(Grid, False), (Grid, False), (Grid, True)]
+    assert [(type(p), p.signed) for p in maps] == [(HeatMap, False), (HeatMap, False), (HeatMap, True)]
     a, b, less = (p.cells[0][0].y.value for p in maps)  # type: ignore[union-attr]
     assert less == pytest.approx(b - a)
 

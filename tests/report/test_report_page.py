@@ -21,8 +21,8 @@ from needlework.errors import NeedleworkError
 from needlework.experiments import plan as plans
 from needlework.reports import build, summary
 from needlework.reports.figures import FIGURES
-from needlework.reports.overview import PLAN_OF_CLAIM
 from needlework.reports.page import script_json
+from needlework.reports.svg import PLAN_OF_CLAIM
 from needlework.results import Store
 
 

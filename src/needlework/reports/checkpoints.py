@@ -11,7 +11,7 @@ import numpy as np
 from needlework import stats
 from needlework.analysis.frame import Frame, Ints
 from needlework.reports.browser import Browser
-from needlework.reports.panels import Cell, Dot, Dots, Figure, Grid, Lines, Panel, Point, Series
+from needlework.reports.panels import Cell, CurvePoint, Dot, Dots, Figure, HeatMap, Lines, Panel, Series
 from needlework.stats import Estimate
 
 CAPTION = " Checkpoints of one model share panels; a difference is paired where both were asked the same samples."
@@ -49,7 +49,7 @@ class _Family:
         for title, of_model in titled.items():
             lines = {model: panel for model, panel in of_model.items() if isinstance(panel, Lines)}
             dots = {model: panel for model, panel in of_model.items() if isinstance(panel, Dots)}
-            grids = {model: panel for model, panel in of_model.items() if isinstance(panel, Grid)}
+            grids = {model: panel for model, panel in of_model.items() if isinstance(panel, HeatMap)}
             made += self._lines(title, lines) + self._dots(title, dots) + self._grids(title, grids)
         return made
 
@@ -77,11 +77,11 @@ class _Family:
     def _color(self, model: str) -> int:
         return COLORS[self.models.index(model) % len(COLORS)]
 
-    def _points(self, points: dict[str, Sequence[Point]], model: str) -> list[Point]:
+    def _points(self, points: dict[str, Sequence[CurvePoint]], model: str) -> list[CurvePoint]:
         """Return the differences at the x values that both checkpoints have."""
         first = {point.x: point for point in points.get(self.models[0], ())}
         pairs = [(first[point.x], point) for point in points[model] if point.x in first]
-        return [Point(b.x, self._difference(a.y, a.key, b.y, b.key)) for a, b in pairs]
+        return [CurvePoint(b.x, self._difference(a.y, a.key, b.y, b.key)) for a, b in pairs]
 
     def _dots(self, title: str, of_model: dict[str, Dots]) -> list[Panel]:
         """Return a panel with the dots of all checkpoints, label by label, and a panel of differences."""
@@ -112,7 +112,7 @@ class _Family:
             )
         return made
 
-    def _grids(self, title: str, of_model: dict[str, Grid]) -> list[Panel]:
+    def _grids(self, title: str, of_model: dict[str, HeatMap]) -> list[Panel]:
         """Return the heat maps of all checkpoints, and maps of differences where the axes are the same."""
         made: list[Panel] = [
             replace(panel, group=self.name, title=f"{model}: {title}" if title else model) for model, panel in of_model.items()

@@ -14,35 +14,11 @@ from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differ
 from needlework.analysis.model_trials import ModelTrials, by_model_and_boundary
 from needlework.interventions.scores import RANDOM
 from needlework.reports.browser import Browser
-from needlework.reports.maps_and_dots import retrieval_cell
-from needlework.reports.panels import FORM_COLORS, Grid, Lines, Point, Series
+from needlework.reports.panels import FORM_COLORS, Cell, CurvePoint, HeatMap, Lines, Series
 from needlework.stats import Estimate
 
 Rows = Callable[[str], Ints]
 Measure = Callable[[Ints], Estimate]
-
-
-def _by_share(trials: ModelTrials, conditions: Sequence[Condition]) -> dict[float, list[list[str]]]:
-    """Group interventions by the share of heads kept: share -> seeds of random heads (pooled) -> equivalent texts.
-
-    The unmodified model is the last point of every curve.
-    """
-    shares: dict[float, dict[int, list[str]]] = {1.0: {0: ["none"]}}
-    for condition in conditions:
-        kept = condition.kept(trials.heads)
-        if kept is not None and kept < trials.heads:
-            seed = condition.seed if kept else 0
-            shares.setdefault(kept / trials.heads, {}).setdefault(seed, []).append(condition.text)
-    return {share: list(shares[share].values()) for share in sorted(shares)}
-
-
-def _conditions(trials: ModelTrials, way: str, phase: str) -> list[Condition]:
-    """Return the conditions that select heads in this way, and those that keep no heads, which belong to every curve."""
-    of_phase = trials.conditions_of("heads", phase=phase)
-    kept = [c for c in of_phase if c.way == way and not c.attention_off]
-    if way == RANKING:  # rankings are not pooled: only the first one is drawn
-        kept = [c for c in kept if c.by == kept[0].by]
-    return kept + [c for c in of_phase if c.attention_off]
 
 
 def _series(
@@ -64,14 +40,25 @@ def _series(
         rows: Function from an intervention's text to its trials.
         measure: Function from trials to an estimate.
     """
+    of_phase = trials.conditions_of("heads", phase=phase)
+    conditions = [c for c in of_phase if c.way == way and not c.attention_off]
+    if way == RANKING:  # rankings are not pooled: only the first one is drawn
+        conditions = [c for c in conditions if c.by == conditions[0].by]
+    # share of heads kept -> seed of random heads (pooled) -> equivalent texts; no heads and all heads belong to every curve
+    shares: dict[float, dict[int, list[str]]] = {1.0: {0: ["none"]}}
+    for condition in conditions + [c for c in of_phase if c.attention_off]:
+        kept = condition.kept(trials.heads)
+        if kept is not None and kept < trials.heads:
+            seed = condition.seed if kept else 0
+            shares.setdefault(kept / trials.heads, {}).setdefault(seed, []).append(condition.text)
     points, measured = [], False
-    for share, draws in _by_share(trials, _conditions(trials, way, phase)).items():
+    for share, draws in sorted(shares.items()):
         # of equivalent texts (k=2, fraction=0.125) only the one with more trials is used
-        drawn = np.concatenate([max((rows(text) for text in spellings), key=len) for spellings in draws])
+        drawn = np.concatenate([max((rows(text) for text in spellings), key=len) for spellings in draws.values()])
         estimate = measure(drawn)
         if estimate.n and estimate.value == estimate.value:
-            kept = f"{share * trials.heads:.0f} of {trials.heads} heads" if trials.heads else "untouched"
-            points.append(Point(share, estimate, browser.add(f"{trials.name} · {what} · {label} · {kept}", drawn)))
+            words = f"{share * trials.heads:.0f} of {trials.heads} heads" if trials.heads else "untouched"
+            points.append(CurvePoint(share, estimate, browser.add(f"{trials.name} · {what} · {label} · {words}", drawn)))
             measured |= way != RANDOM or 0 < share < 1  # the end points are shared by all ways to select heads
     return Series(label, color, points if len(points) > 1 and measured else [], dashed)
 
@@ -209,9 +196,9 @@ def heads(frame: Frame, browser: Browser) -> list[Lines]:
     return [panel for panel in panels if panel.series]
 
 
-def context(frame: Frame, browser: Browser) -> list[Lines | Grid]:
+def context(frame: Frame, browser: Browser) -> list[Lines | HeatMap]:
     """Return the panels of the figure "context": retrieval under `limit_context`, by phase and crossed."""
-    panels: list[Lines | Grid] = []
+    panels: list[Lines | HeatMap] = []
     for trials in by_model_and_boundary(frame):
         for sinks in sorted({c.sinks for c in trials.conditions_of("limit")}):  # not pooled over sinks
             limits = trials.conditions_of("limit", sinks=sinks)
@@ -222,28 +209,25 @@ def context(frame: Frame, browser: Browser) -> list[Lines | Grid]:
 
 
 def _single_limits(trials: ModelTrials, browser: Browser, limits: Sequence[Condition], with_sinks: str) -> list[Lines]:
-    kinds = [("while reading", 1, "prefill"), ("while answering", 2, "decode"), ("in both", 3, "both")]
-    series = [Series(label, color, _limit_points(trials, browser, limits, phase, label)) for label, color, phase in kinds]
-    shown = [curve for curve in series if curve.points]
+    series = []
+    for label, color, phase in (("while reading", 1, "prefill"), ("while answering", 2, "decode"), ("in both", 3, "both")):
+        limited = {"prefill": (True, False), "decode": (False, True), "both": (True, True)}[phase]
+        of_phase = [
+            c for c in limits if (bool(c.prefill), bool(c.decode)) == limited and (phase != "both" or c.prefill == c.decode)
+        ]
+        points = []
+        for tokens, text in sorted(trials.text_by_place((int(c.prefill or c.decode), c) for c in of_phase).items()):
+            rows = trials.retrieval(text)
+            if len(rows):
+                key = browser.add(f"{trials.name} · {tokens} tokens in sight {label}", rows)
+                points.append(CurvePoint(float(tokens), trials.accuracy(rows), key))
+        series += [Series(label, color, points)] * bool(points)
     title, x_label = trials.titled(f"One limit at a time{with_sinks}"), "tokens in sight of attention (log scale)"
-    lines = Lines(trials.model, title, x_label, "needles found, exact", shown, share_x=False, level=(0.95, "95 %"))
-    return [lines] if shown else []
+    lines = Lines(trials.model, title, x_label, "needles found, exact", series, share_x=False, level=(0.95, "95 %"))
+    return [lines] if series else []
 
 
-def _limit_points(trials: ModelTrials, browser: Browser, limits: Sequence[Condition], phase: str, label: str) -> list[Point]:
-    def phase_of(c: Condition) -> str:
-        return "both" if c.prefill == c.decode else "prefill" if not c.decode else "decode" if not c.prefill else ""
-
-    points = []
-    for tokens, text in trials.text_by_place((int(c.prefill or c.decode), c) for c in limits if phase_of(c) == phase).items():
-        rows = trials.retrieval(text)
-        if len(rows):
-            key = browser.add(f"{trials.name} · {tokens} tokens in sight {label}", rows)
-            points.append(Point(float(tokens), trials.accuracy(rows), key))
-    return sorted(points, key=lambda point: point.x)
-
-
-def _crossed_limits(trials: ModelTrials, browser: Browser, limits: Sequence[Condition], with_sinks: str) -> list[Grid]:
+def _crossed_limits(trials: ModelTrials, browser: Browser, limits: Sequence[Condition], with_sinks: str) -> list[HeatMap]:
     """Return a heat map of limits in prefill by limits in decode, if both were varied."""
     texts = trials.text_by_place(((c.prefill, c.decode), c) for c in limits if len(trials.retrieval(c.text)))
     if not any(prefill and decode and prefill != decode for prefill, decode in texts):
@@ -257,4 +241,10 @@ def _crossed_limits(trials: ModelTrials, browser: Browser, limits: Sequence[Cond
     ]
     title = trials.titled(f"Both limits crossed{with_sinks}")
     rows_, cols = [n or "all" for n in decodes], [n or "all" for n in prefills]
-    return [Grid(trials.model, title, "while answering", "tokens in sight while reading", rows_, cols, cells)]
+    return [HeatMap(trials.model, title, "while answering", "tokens in sight while reading", rows_, cols, cells)]
+
+
+def retrieval_cell(trials: ModelTrials, browser: Browser, text: str | None, words: str) -> Cell | None:
+    """Return retrieval accuracy under an intervention; None if it was not run."""
+    rows = trials.retrieval(text or "-")  # "-" is no intervention's text: selects nothing
+    return Cell(trials.accuracy(rows), browser.add(f"{trials.name} · {words}", rows)) if len(rows) else None

@@ -1,14 +1,274 @@
-"""The figures of a report: title, caption and the function that builds the panels of each."""
+"""The figures of a report (`FIGURES`), and the panels of heat maps and dots: needles, exposure, head maps, tasks, abilities.
+
+Panels of curves are in `curves.py`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from needlework.analysis.frame import Frame
-from needlework.reports import curves, maps_and_dots
+import numpy as np
+
+from needlework import stats
+from needlework.analysis.conditions import EXPOSURES, ways
+from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
+from needlework.analysis.model_trials import ModelTrials, by_boundary, by_model_and_boundary
+from needlework.interventions.scores import RANDOM
+from needlework.reports import curves
 from needlework.reports.browser import Browser
-from needlework.reports.panels import Figure, Panel
+from needlework.reports.curves import retrieval_cell
+from needlework.reports.panels import FORM_COLORS, Cell, Dot, Dots, Figure, HeatMap, Panel
+from needlework.stats import Estimate
+
+MOST_PANELS = 8
+ABLATIONS = (  # label, kind of condition and site, besides attention alone
+    ("recurrent memory off", "recurrent", "memory"),
+    ("recurrent block off", "recurrent", "block"),
+    ("attention and memory off", "both_off", "memory"),
+    ("attention and block off", "both_off", "block"),
+)
+LAYOUTS = {"plain": "plain", "jrt": "read twice", "question_first": "question first"}
+APART = ("task", "mode", "kind", "ability", "setting", "against", "boundary", "layout", "form")  # fields that are never pooled
+SAID = ("mode", "kind", "ability", "against", "boundary", "layout", "form")  # added to labels of tasks with the same name
+
+
+def needles(frame: Frame, browser: Browser) -> list[HeatMap]:
+    """Return heat maps of retrieval by length and depth, one per number of heads kept and setting (e.g. distractors)."""
+    panels: list[HeatMap] = []
+    for trials in by_model_and_boundary(frame):
+        needles = {"model": trials.model, "kind": trials.needle_kinds["generate"], "mode": "generate", "layout": "plain"}
+        maps = [(label, frame.matching(trials.needle_pick(text, in_window=(True, False)))) for label, text in _per_k(trials)]
+        for setting, words in differences(frame.distinct("setting", **needles)).items():
+            for label, numbers in maps:
+                title = trials.titled(f"{label}, {words}" if words else label)
+                panels += _length_by_depth(trials, browser, title, numbers[frame.groups["setting"].iloc[numbers] == setting])
+    return panels
+
+
+def _per_k(trials: ModelTrials) -> list[tuple[str, str]]:
+    """Return (label, intervention) by number of heads kept, from none to all; at most MOST_PANELS, evenly spaced.
+
+    For each number, interventions in both phases are preferred to decode only, then the way to select heads that claims
+    prefer, then the one with more trials.
+    """
+    conditions: dict[int, list[tuple[tuple[int, int, int], str, str]]] = {}
+    preferred = ways()
+    for c in trials.conditions_of("heads"):
+        kept, count = c.kept(trials.heads), len(trials.frame.rows(trials.needle_pick(c.text, in_window=(True, False))))
+        on_purpose = c.way in preferred or c.attention_off
+        if kept is None or kept >= trials.heads or not on_purpose or c.phase == "prefill" or not count:
+            continue
+        label = f"{kept} of {trials.heads} heads" + f", by {c.way}" * (c.way not in ("", preferred[0]) and kept > 0)
+        rank = (c.phase != "both", preferred.index(c.way) if kept else 0, -count)
+        conditions.setdefault(kept, []).append((rank, label + ", decode only" * (c.phase == "decode"), c.text))
+    order = sorted(conditions)
+    if len(order) > MOST_PANELS - 1:
+        order = sorted({order[round(i * (len(order) - 1) / (MOST_PANELS - 2))] for i in range(MOST_PANELS - 1)})
+    untouched = (f"all {trials.heads} heads" if trials.heads else "untouched", "none")
+    return [*(min(conditions[kept])[1:] for kept in order), untouched]
+
+
+def _length_by_depth(trials: ModelTrials, browser: Browser, label: str, numbers: Ints) -> list[HeatMap]:
+    frame = trials.frame
+    groups = frame.groups.iloc[numbers]
+    known = groups[(groups["context_tokens"] >= 0) & (groups["depth_percent"] >= 0)]
+    by_cell = {place: of_cell.index.tolist() for place, of_cell in known.groupby(["depth_percent", "context_tokens"])}
+    if not by_cell:
+        return []
+    depths, lengths = (sorted({cell[i] for cell in by_cell}) for i in (0, 1))
+    cells: list[list[Cell | None]] = []
+    for depth in depths:
+        line: list[Cell | None] = []
+        for length in lengths:
+            groups = by_cell.get((depth, length), [])
+            rows = frame.of_groups(groups)
+            inside = int(frame.groups["in_window"].to_numpy()[frame.column("group", rows)].sum())
+            key = browser.add(f"{trials.model} · {label} · {length:g} tokens, depth {depth:g} %", rows)
+            line.append(Cell(trials.accuracy(rows), key, inside * 2 < len(rows)) if len(rows) else None)
+        cells.append(line)
+    rows_, cols = [f"{d:g}" for d in depths], [f"{n:g}" for n in lengths]
+    return [HeatMap(trials.model, label, "depth, %", "context, tokens", rows_, cols, cells, numbers=len(cols) <= 6)]
+
+
+def exposure(frame: Frame, browser: Browser) -> list[HeatMap]:
+    """Return heat maps of retrieval by exposure mode in prefill and decode."""
+    panels: list[HeatMap] = []
+    for trials in by_model_and_boundary(frame):
+        exposures = [c for c in trials.conditions_of("expose") if len(trials.retrieval(c.text))]
+        texts = trials.text_by_place(((c.decode, c.prefill), c) for c in exposures)
+        if not texts:
+            continue
+        texts.setdefault(("keep", "keep"), "none")
+        decodes, prefills = ([m for m in EXPOSURES if any(pair[i] == m for pair in texts)] for i in (0, 1))
+        words = "needle: {} while reading, {} while answering"
+        cells = [[retrieval_cell(trials, browser, texts.get((d, p)), words.format(p, d)) for p in prefills] for d in decodes]
+        title = trials.titled(trials.model)
+        panels.append(HeatMap(trials.model, title, "while answering", "while reading", decodes, prefills, cells))
+    return panels
+
+
+def head_map(frame: Frame, browser: Browser) -> list[HeatMap]:
+    """Return heat maps of mean attention on the needle by layer and head, one per observed task."""
+    panels: list[HeatMap] = []
+    for model in dict.fromkeys(watched.model for watched in frame.observations):
+        of_model = [watched for watched in frame.observations if watched.model == model]
+        unlike = differences(watched.setting for watched in of_model)
+        for watched in of_model:
+            layers, heads = (sorted({place[i] for place in watched.mass}) for i in (0, 1))
+            cells: list[list[Cell | None]] = []
+            for layer in layers:
+                measured = [watched.mass.get((layer, head), (0.0, 0)) for head in heads]
+                cells.append([Cell(Estimate(mass, math.nan, math.nan, n)) if n else None for mass, n in measured])
+            top = max((cell.y.value for line in cells for cell in line if cell), default=1.0)
+            rows, cols = [str(layer) for layer in layers], [str(head) for head in heads]
+            words = unlike[watched.setting]
+            title = model if len(of_model) == 1 else f"{watched.task}, {words}" if words else watched.task
+            panels.append(HeatMap(model, title, "layer", "head", rows, cols, cells, top=max(top, 1e-9), numbers=len(cols) <= 12))
+    return panels
+
+
+def tasks(frame: Frame, browser: Browser) -> list[HeatMap]:
+    """Return heat maps of accuracy by task (all but perplexity) and main condition."""
+    panels = []
+    for model in frame.models:
+        trials = by_boundary(frame, model)[0]
+        columns = _main_conditions(trials)
+        lines = []
+        for label, pick in task_picks(frame, model):
+            line: list[Cell | None] = []
+            for name, texts in columns:
+                rows = frame.rows(replace(pick, text=texts))
+                rows = rows[~np.isnan(frame.values("correct", rows))]
+                key = browser.add(f"{model} · {label} · {name}", rows)
+                line.append(Cell(trials.accuracy(rows), key) if len(rows) else None)
+            if sum(cell is not None for cell in line) > 1:
+                lines.append((label, line))
+        if lines:
+            names = [name for name, _ in columns]
+            panels.append(HeatMap(model, model, "task", "", [label for label, _ in lines], names, [line for _, line in lines]))
+    return panels
+
+
+def task_picks(frame: Frame, model: str, **wanted: Any) -> list[tuple[str, Pick]]:
+    """Return (label, selection of trials) of every task of a model except perplexity, inside and outside the window."""
+    tasks = [dict(zip(APART, values, strict=True)) for values in sorted(frame.distinct(*APART, model=model, **wanted))]
+    tasks = [task for task in tasks if task["mode"] != "perplexity"]
+    picks = []
+    for task in tasks:
+        same_name = [other for other in tasks if other["task"] == task["task"]]
+        label = [task["task"], differences(other["setting"] for other in same_name)[task["setting"]]]
+        label += [f"{field}: {task[field]}" for field in SAID if len({t[field] for t in same_name}) > 1 and task[field]]
+        label += ["boundary: prefill"] * (task["boundary"] == "prefill" and "boundary: prefill" not in label)
+        pick = Pick(model=model, **task, text=ALL, in_window=ALL, **ANY_SAMPLE)
+        picks.append((", ".join(part for part in label if part), pick))
+    return picks
+
+
+def _main_conditions(trials: ModelTrials) -> list[tuple[str, list[str]]]:
+    """Return (label, interventions): none, few heads, as many random heads, no heads, no recurrence, if they were run."""
+    few, off, recurrent = trials.few_heads(), trials.heads_off(), trials.recurrent_off()
+    columns = [("untouched", ["none"])]
+    if few is not None:
+        kept, of_heads = few.kept(trials.heads), f"{few.kept(trials.heads)} of {trials.heads}"
+        random = trials.conditions_of("heads", phase="both", by=RANDOM, draw="token")
+        as_many = [c.text for c in random if c.kept(trials.heads) == kept]
+        columns += [(f"{of_heads} heads", [few.text]), (f"{of_heads}, random", as_many)]
+    columns += [("no heads", [off.text])] if off else []
+    columns += [("no recurrence", [recurrent.text])] if recurrent else []
+    return [(label, texts) for label, texts in columns if texts]
+
+
+def dissociation(frame: Frame, browser: Browser) -> list[Dots]:
+    """Return dots of the retained share of each ability with attention, the recurrent side or both ablated."""
+    panels = []
+    for trials in by_model_and_boundary(frame):
+        off = {"attention off": trials.heads_off()}
+        for label, kind, site in ABLATIONS:  # of equivalent interventions, the one with more trials
+            conditions = trials.conditions_of(kind, phase="both", site=site)
+            off[label] = max(conditions, key=lambda c: len(trials.retrieval(c.text)), default=None)
+        dots = []
+        for label, text in ((label, condition.text) for label, condition in off.items() if condition):
+            rows = trials.retrieval(text)
+            key = browser.add(f"{trials.name} · {label} · retrieval", rows)
+            dots += [Dot(f"{label}: retrieval", 1, trials.retained(text).raw, key)] * bool(len(rows))
+            for form, color in FORM_COLORS.items() if trials.judged else ():
+                rows = trials.knowledge(text, form)
+                key = browser.add(f"{trials.name} · {label} · knowledge, {form}", rows)
+                dots += [Dot(f"{label}: {form}", color, trials.retained_knowledge(text, form).corrected, key)] * bool(len(rows))
+        dots = [dot for dot in dots if dot.y.value == dot.y.value]
+        if any("recurrent" in dot.label for dot in dots) and len(trials.retrieval("none")):
+            title = trials.titled(trials.model)
+            panels.append(Dots(trials.model, title, "share of the baseline that is left", dots, (1.0, "baseline")))
+    return panels
+
+
+def swap(frame: Frame, browser: Browser) -> list[Dots]:
+    """Return dots of how often answers are the prompt's own or the twin's after a swap of the KV cache or recurrent state."""
+    panels = []
+    names = {"kv": "KV cache from the twin", "recurrent": "recurrent state from the twin", "both": "both from the twin"}
+    for trials in by_model_and_boundary(frame):
+        for in_window in (True, False):
+            dots = []
+            for half, label in names.items():
+                rows = trials.swapped(half, in_window)
+                if len(rows):
+                    key = browser.add(f"{trials.name} · {label}" + " · out of the window" * (not in_window), rows)
+                    own, twin = (stats.accuracy(frame.values(name, rows)) for name in ("correct", "follows_twin"))
+                    dots += [Dot(f"{label}: own answer", 4, own, key), Dot(f"{label}: twin's answer", 6, twin, key)]
+            if dots:
+                title = trials.titled("needle in the window" if in_window else "needle out of the window")
+                panels.append(Dots(trials.model, title, "share of answers", [dot for dot in dots if dot.y.n]))
+    return panels
+
+
+def _accuracies(trials: ModelTrials, browser: Browser, asked: Iterable[tuple[str, str, int, Ints]]) -> list[Dot]:
+    """Return a dot of accuracy for each (first part of its label, second part, colour, trials) that has trials."""
+    return [
+        Dot(f"{first}: {second}", color, trials.accuracy(rows), browser.add(f"{trials.name} · {first} · {second}", rows))
+        for first, second, color, rows in asked
+        if len(rows)
+    ]
+
+
+def layouts(frame: Frame, browser: Browser) -> list[Dots]:
+    """Return dots of retrieval by prompt layout, with and without heads."""
+    panels = []
+    for trials in by_model_and_boundary(frame):
+        off = trials.heads_off()
+        conditions = [("untouched", "none", 1), *([("no heads", off.text, 6)] if off else [])]
+        asked = [(name, *c, layout) for layout, name in LAYOUTS.items() for c in conditions]
+        dots = _accuracies(
+            trials, browser, ((name, label, color, trials.retrieval(text, layout=at)) for name, label, text, color, at in asked)
+        )
+        if any("plain" not in dot.label for dot in dots):
+            panels.append(Dots(trials.model, trials.titled(trials.model), "needles found, exact", dots))
+    return panels
+
+
+def hops(frame: Frame, browser: Browser) -> list[Dots]:
+    """Return dots of retrieval by number of hops, with all heads zeroed in prefill, decode or both."""
+    panels = []
+    for trials in by_model_and_boundary(frame):
+        asked = [(label, hop, text) for label, text in phases(trials) for hop in trials.hops]
+        dots = _accuracies(
+            trials, browser, ((label, hops_in_words(hop), hop, trials.in_hops(hop, text)) for label, hop, text in asked)
+        )
+        if dots:
+            panels.append(Dots(trials.model, trials.titled(trials.model), "values found, exact", dots))
+    return panels
+
+
+def phases(trials: ModelTrials) -> list[tuple[str, str]]:
+    """Return (label, intervention) of the unmodified model and of all heads zeroed in prefill, decode or both, if run."""
+    off = [("no heads while reading", "prefill"), ("no heads while answering", "decode"), ("no heads", "both")]
+    return [("untouched", "none"), *((label, c.text) for label, phase in off if (c := trials.heads_off(phase)))]
+
+
+def hops_in_words(hops: int) -> str:
+    return {1: "one hop", 2: "two hops", 3: "three hops"}.get(hops, f"{hops} hops")
 
 
 @dataclass(frozen=True)
@@ -43,7 +303,7 @@ FIGURES = {
         "Each cell is the share of needles that are repeated exactly, with heads silenced at every position where"
         " that was run, else in decode only. The drawn line is the edge of the attention window: beyond it the needle"
         " is out of sight. Choose a cell to read its trials.",
-        maps_and_dots.needles,
+        needles,
     ),
     "exposure": FigureKind(
         "Exposure",
@@ -51,14 +311,14 @@ FIGURES = {
         "Retrieval under pairs of exposure modes, applied to attention after the softmax. keep: unchanged. omit: the"
         " needle's columns are zero. only: all others are zero. null: all are zero. balanced: every head gets the mean"
         " needle mass, and nothing else.",
-        maps_and_dots.exposure,
+        exposure,
     ),
     "dissociation": FigureKind(
         "Two sides",
         "Each side silenced in turn",
         "What is left of retrieval and of knowledge without attention, without the recurrent memory (each token is"
         " read alone), without the recurrent layers, and without both. Chance-corrected shares, paired 95 % intervals.",
-        maps_and_dots.dissociation,
+        dissociation,
     ),
     "memory": FigureKind(
         "Memory",
@@ -66,13 +326,13 @@ FIGURES = {
         "After reading, one half of the memory is taken from a twin prompt of the same length with another value; no"
         " weight is touched. If answers follow the KV cache, swapping it gives the twin's value, and swapping the"
         " recurrent state changes nothing.",
-        maps_and_dots.swap,
+        swap,
     ),
     "head-map": FigureKind(
         "Head map",
         "Which heads look at the needle",
         "Mean attention on the needle's tokens while the answer is produced, per layer and query head, nothing silenced.",
-        maps_and_dots.head_map,
+        head_map,
     ),
     "context": FigureKind(
         "Context",
@@ -87,20 +347,20 @@ FIGURES = {
         "One hop: the value stands behind the asked name. Two hops: there stands whose value it is, and that needle"
         " is further up. With no heads while reading, what was to be looked up on the way is not there when the answer"
         " is given; what stands in one needle still is.",
-        maps_and_dots.hops,
+        hops,
     ),
     "layouts": FigureKind(
         "Prompts",
         "Other prompts: read twice, question first",
         "Retrieval when the prompt is read twice (JRT) and when the question comes before the context, with and"
         " without heads. A model without attention shows whether the prompt can help at all.",
-        maps_and_dots.layouts,
+        layouts,
     ),
     "tasks": FigureKind(
         "Tasks",
         "Every task under the main conditions",
         "Share of right answers, trials in and out of the window together. Tasks that choose among options have a"
         " chance above zero.",
-        maps_and_dots.tasks,
+        tasks,
     ),
 }

@@ -20,8 +20,8 @@ from needlework.files import atomic_write
 from needlework.reports import checkpoints, picture_files, svg, tables
 from needlework.reports.browser import Browser
 from needlework.reports.figures import FIGURES, make_figure
-from needlework.reports.overview import PLAN_OF_CLAIM, UNJUDGED, Overview, overview, run_command
 from needlework.reports.panels import Figure
+from needlework.reports.svg import PLAN_OF_CLAIM, UNJUDGED, Overview, overview, run_command
 from needlework.tables import Table
 
 FILE_NAME = "report.html"

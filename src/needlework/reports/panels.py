@@ -14,7 +14,7 @@ FORM_COLORS = {"cloze": 4, "letter": 5}  # form of knowledge questions -> colour
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     x: float
     y: Estimate
     key: str = ""  # key of its trials in the trial browser
@@ -24,7 +24,7 @@ class Point:
 class Series:
     label: str
     color: int  # 1..6 of the palette, 0 for controls
-    points: Sequence[Point]
+    points: Sequence[CurvePoint]
     dashed: bool = False
 
 
@@ -33,7 +33,7 @@ class _Panel:
     group: str  # the model
     title: str
 
-    def marks(self) -> Sequence[Point | Cell | Dot]:
+    def marks(self) -> Sequence[CurvePoint | Cell | Dot]:
         """Return all elements that show an estimate."""
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ class Lines(_Panel):
     mark: tuple[float, str] | None = None  # x and label of a vertical reference line
     signed: bool = False  # y is a difference of shares, in points
 
-    def marks(self) -> list[Point]:
+    def marks(self) -> list[CurvePoint]:
         return [point for series in self.series for point in series.points]
 
     def legend_items(self) -> list[LegendItem]:
@@ -83,7 +83,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Grid(_Panel):
+class HeatMap(_Panel):
     """A heat map; cells without measurements are None."""
 
     row_title: str
@@ -148,7 +148,7 @@ class Dots(_Panel):
         return dot.label.removesuffix(f", {self.legend[0][0]}") if self.legend else dot.label
 
 
-Panel = Lines | Grid | Dots
+Panel = Lines | HeatMap | Dots
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ class Figure:
             groups.setdefault(panel.group, []).append(panel)
         if all(len(panels) == 1 for panels in groups.values()):
             return [("", self.panels, "")]
-        return [(name, panels, "small" if isinstance(panels[0], Grid) else "two") for name, panels in groups.items()]
+        return [(name, panels, "small" if isinstance(panels[0], HeatMap) else "two") for name, panels in groups.items()]
 
     def scale_top(self) -> float:
         """Return the value of the darkest colour over all heat maps, 0 if there are none."""
-        return max((panel.top for panel in self.panels if isinstance(panel, Grid)), default=0.0)
+        return max((panel.top for panel in self.panels if isinstance(panel, HeatMap)), default=0.0)
 
 
 def _in_points(y: Estimate) -> str:

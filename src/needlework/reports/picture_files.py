@@ -18,7 +18,6 @@ from xml.etree.ElementTree import Element
 
 from needlework.files import atomic_path
 from needlework.reports import svg
-from needlework.reports.overview import Overview
 from needlework.reports.panels import Figure
 
 PIXELS_PER_INCH = 96
@@ -45,7 +44,7 @@ STYLE = {
 Style = dict[str, str]
 
 
-def save_figures(figures: Sequence[Figure], folder: Path, overview: Overview) -> None:
+def save_figures(figures: Sequence[Figure], folder: Path, overview: svg.Overview) -> None:
     """Write PNG and SVG files of the overview and of each figure."""
     import matplotlib
 

@@ -1,19 +1,24 @@
-"""Draw figures as inline SVG, coloured by the page's style sheet so that dark mode and print work."""
+"""Draw figures and the overview as inline SVG, coloured by the page's style sheet so that dark mode and print work.
+
+The overview is a table of claims by models, each verdict with a small figure of its numbers.
+"""
 
 from __future__ import annotations
 
 import math
+import re
 import textwrap
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 
 from markupsafe import Markup
 
-from needlework.analysis.verdicts import VerdictPoint
-from needlework.reports.overview import Block, Overview, Strip, label_position, outcome, zone
-from needlework.reports.panels import Cell, Dots, Figure, Grid, Lines, Panel, Point, Series, signed_limit
-from needlework.stats import Estimate, percent, whole_percent
+from needlework.analysis.frame import Frame, made_of
+from needlework.analysis.verdicts import RULES, Rule, Verdict, VerdictPoint, Word, side
+from needlework.reports.panels import Cell, CurvePoint, Dots, Figure, HeatMap, Lines, Panel, Series, signed_limit
+from needlework.stats import percent, whole_percent
 
 WIDTHS = {"": 360, "two": 420, "small": 260}  # of panels by kind (`Figure.rows`), in units in which text is 11 high
 STRIP_LEFT, STRIP_RIGHT, STRIP_WIDTH = 6, 106, 148  # row of the overview: x of 0 %, x of 100 %, total with the number
@@ -30,15 +35,13 @@ def draw_panel(panel: Panel, kind: str = "") -> Markup:
     """Draw a panel with the width of its kind (`Figure.rows`)."""
     width = WIDTHS[kind]
     if isinstance(panel, Lines):
-        return _draw_lines(panel, width)
-    return _draw_grid(panel, width) if isinstance(panel, Grid) else _draw_dots(panel, width)
-
-
-def _svg(panel: Panel, height: float, body: Sequence[str], width: int) -> Markup:
-    kind = ' class="dots"' if isinstance(panel, Dots) else ""
-    label = f"{panel.group}: {panel.title}. The table below holds the same numbers."
+        height, body = _draw_lines(panel, width)
+    else:
+        height, body = _draw_heat_map(panel, width) if isinstance(panel, HeatMap) else _draw_dots(panel, width)
+    style = ' class="dots"' if isinstance(panel, Dots) else ""
+    label = escape(f"{panel.group}: {panel.title}. The table below holds the same numbers.")
     return Markup(
-        f'<svg{kind} viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{escape(label)}" xmlns="http://www.w3.org/2000/svg">'
+        f'<svg{style} viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{label}" xmlns="http://www.w3.org/2000/svg">'
         + "".join(body)
         + "</svg>"
     )
@@ -52,14 +55,13 @@ def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
     return f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="{kind}"/>'
 
 
-def _mark(key: str, label: str, stop: bool, place: tuple[int, int] = (0, 0)) -> str:
-    """Return the attributes of a mark that mouse and keyboard can select; a panel has one tab stop and arrow keys inside."""
-    if not key:
-        return f' role="img" aria-label="{escape(label)}"'
-    return (
-        f' class="hot" data-k="{key}" data-r="{place[0]}" data-c="{place[1]}" role="button" tabindex="{0 if stop else -1}"'
-        f' aria-label="{escape(label)}"'
-    )
+def _draw_mark(key: str, label: str, place: tuple[int, int], shapes: str) -> str:
+    """Draw a mark that mouse and keyboard can select; a panel has one tab stop and arrow keys inside."""
+    about = 'role="img"'
+    if key:
+        stop = 0 if place == (0, 0) else -1
+        about = f'class="hot" data-k="{key}" data-r="{place[0]}" data-c="{place[1]}" role="button" tabindex="{stop}"'
+    return f'<g {about} aria-label="{escape(label)}"><title>{escape(label)}</title>{shapes}</g>'
 
 
 class Scale:
@@ -76,7 +78,7 @@ class Scale:
         return self.start + min(1.0, max(0.0, share)) * (self.end - self.start)
 
 
-def _draw_lines(panel: Lines, width: int) -> Markup:
+def _draw_lines(panel: Lines, width: int) -> tuple[float, list[str]]:
     left, right, top, bottom, height = 44, 12, 12, 42, 252
     x, y, x_ticks, y_ticks = _axes(panel, left, width - right, height - bottom, top)
     body = []
@@ -99,8 +101,16 @@ def _draw_lines(panel: Lines, width: int) -> Markup:
         ]
     body.append(_text((left + width - right) / 2, height - 8, panel.x_label, "label"))
     controls_below = sorted(panel.series, key=lambda s: s.color != 0)
-    body += [_curve(panel, series, x, y, i) for i, series in enumerate(controls_below)]
-    return _svg(panel, height, body, width)
+    for row, series in enumerate(controls_below):
+        upper = [f"{x(p.x):.1f},{y(p.y.high):.1f}" for p in series.points]
+        lower = [f"{x(p.x):.1f},{y(p.y.low):.1f}" for p in reversed(series.points)]
+        path = " ".join(f"{x(p.x):.1f},{y(p.y.value):.1f}" for p in series.points)
+        marks = "".join(_draw_point(panel, series, p, x, y, (row, i)) for i, p in enumerate(series.points))
+        body.append(
+            f'<g class="s{series.color}"><polygon class="band" points="{" ".join(upper + lower)}"/>'
+            f'<polyline class="curve{" dashed" * series.dashed}" points="{path}"/>{marks}</g>'
+        )
+    return height, body
 
 
 Ticks = list[tuple[float, str]]
@@ -137,31 +147,18 @@ def log_ticks(low: float, high: float) -> Ticks:
     return [(v, f"{v:,.0f}" if v >= 1 else f"{v:g}") for v in values]
 
 
-def _curve(panel: Lines, series: Series, x: Scale, y: Scale, row: int) -> str:
-    points = series.points
-    upper = [f"{x(p.x):.1f},{y(p.y.high):.1f}" for p in points]
-    lower = [f"{x(p.x):.1f},{y(p.y.low):.1f}" for p in reversed(points)]
-    path = " ".join(f"{x(p.x):.1f},{y(p.y.value):.1f}" for p in points)
-    dash = " dashed" if series.dashed else ""
-    marks = "".join(_point(panel, series, p, x, y, (row, i), row == i == 0) for i, p in enumerate(points))
-    return (
-        f'<g class="s{series.color}"><polygon class="band" points="{" ".join(upper + lower)}"/>'
-        f'<polyline class="curve{dash}" points="{path}"/>{marks}</g>'
-    )
-
-
-def _point(panel: Lines, series: Series, p: Point, x: Scale, y: Scale, place: tuple[int, int], stop: bool) -> str:
+def _draw_point(panel: Lines, series: Series, p: CurvePoint, x: Scale, y: Scale, place: tuple[int, int]) -> str:
     where = percent(p.x) + " of the heads" if panel.share_x else f"{p.x:g} tokens"
-    label = f"{series.label}, {where}: {panel.format(p.y)}"
-    hollow = " hollow" if series.dashed else ""
-    return (
-        f"<g{_mark(p.key, label, stop, place)}><title>{escape(label)}</title>"
-        f'<circle class="halo" cx="{x(p.x):.1f}" cy="{y(p.y.value):.1f}" r="9"/>'
-        f'<circle class="dot{hollow}" cx="{x(p.x):.1f}" cy="{y(p.y.value):.1f}" r="3.2"/></g>'
+    at = f'cx="{x(p.x):.1f}" cy="{y(p.y.value):.1f}"'
+    return _draw_mark(
+        p.key,
+        f"{series.label}, {where}: {panel.format(p.y)}",
+        place,
+        f'<circle class="halo" {at} r="9"/><circle class="dot{" hollow" * series.dashed}" {at} r="3.2"/>',
     )
 
 
-def _draw_grid(panel: Grid, width: int) -> Markup:
+def _draw_heat_map(panel: HeatMap, width: int) -> tuple[float, list[str]]:
     left = 16 + max(22, min(150, 5.8 * max(len(name) for name in panel.rows) + 8))
     slanted = max(len(name) for name in panel.cols) * 6 > (width - left - 8) / len(panel.cols)
     top, bottom = 4, (64 if slanted else 20) + (16 if panel.col_title else 0)
@@ -183,15 +180,16 @@ def _draw_grid(panel: Grid, width: int) -> Markup:
     body.append(_text(left + wide * len(panel.cols) / 2, height - 4, panel.col_title, "label") if panel.col_title else "")
     middle = max(top + tall * len(panel.rows) / 2, 4 + 2.9 * len(panel.row_title))  # for maps lower than their title
     body.append(_text(11, middle, panel.row_title, "label", extra=f' transform="rotate(-90 11 {middle:.1f})"'))
-    return _svg(panel, height, body, width)
+    return height, body
 
 
-def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wide: float, tall: float) -> str:
+def _cell(panel: HeatMap, cell: Cell | None, r: int, c: int, x: float, y: float, wide: float, tall: float) -> str:
     box = f'x="{x + 0.5:.1f}" y="{y + 0.5:.1f}" width="{wide - 1:.1f}" height="{tall - 1:.1f}" rx="2"'
     if cell is None:
         return f'<rect {box} class="empty"/>'
     share = max(0.0, min(1.0, (abs(cell.y.value) if panel.signed else cell.y.value) / panel.top))
-    label = f"{panel.row_title} {panel.rows[r]}, {panel.col_title} {panel.cols[c]}: {_value(panel, cell.y)}"
+    y_text = f"{percent(cell.y.value)}, n = {cell.y.n:,}" if math.isnan(cell.y.low) else panel.format(cell.y)
+    label = f"{panel.row_title} {panel.rows[r]}, {panel.col_title} {panel.cols[c]}: {y_text}"
     label += ", out of window" if cell.outside else ""
     half = "hi" if share > 0.5 else "lo"
     mixed = (share - 0.5) * 2 if half == "hi" else share * 2
@@ -200,17 +198,10 @@ def _cell(panel: Grid, cell: Cell | None, r: int, c: int, x: float, y: float, wi
         kind = "on" if share > 0.62 else "off"
         value = in_points(cell.y.value) if panel.signed else whole_percent(cell.y.value)
         shown = _text(x + wide / 2, y + tall / 2 + 3.5, value, f"value {kind}")
-    return (
-        f"<g{_mark(cell.key, label, r == 0 and c == 0, (r, c))}><title>{escape(label)}</title>"
-        f'<rect {box} class="heat {half}" style="--v:{100 * mixed:.0f}%"/>{shown}</g>'
-    )
+    return _draw_mark(cell.key, label, (r, c), f'<rect {box} class="heat {half}" style="--v:{100 * mixed:.0f}%"/>{shown}')
 
 
-def _value(panel: Grid, y: Estimate) -> str:
-    return f"{percent(y.value)}, n = {y.n:,}" if math.isnan(y.low) else panel.format(y)
-
-
-def _window_edge(panel: Grid, left: float, top: float, wide: float, tall: float) -> list[str]:
+def _window_edge(panel: HeatMap, left: float, top: float, wide: float, tall: float) -> list[str]:
     """Draw the border between cells with the needle inside and outside the attention window."""
     path = []
     cells = panel.cells
@@ -225,7 +216,7 @@ def _window_edge(panel: Grid, left: float, top: float, wide: float, tall: float)
     return [f'<path class="edge" d="{"".join(path)}"><title>edge of the attention window</title></path>'] if path else []
 
 
-def _draw_dots(panel: Dots, width: int) -> Markup:
+def _draw_dots(panel: Dots, width: int) -> tuple[float, list[str]]:
     left, right, top, bottom = 10, 14, 12, 38
     most = max([1.0, *(dot.y.high for dot in panel.dots if math.isfinite(dot.y.high))])
     least = min([0.0, *(dot.y.low for dot in panel.dots if math.isfinite(dot.y.low))])
@@ -244,63 +235,18 @@ def _draw_dots(panel: Dots, width: int) -> Markup:
         body.append(_line(x(panel.level[0]), top, x(panel.level[0]), base, "guide"))
     for i, dot in enumerate(panel.dots):
         y = top + rows[i] + 23
-        label = f"{dot.label}: {panel.format(dot.y)}"
         if name := panel.short_label(dot):
             body.append(_text(left, y - 10, name, "name", "start"))
         share = in_points(dot.y.value) if panel.signed else whole_percent(dot.y.value) + " %"
         body.append(_text(width - right, y + 4 if panel.legend else y - 10, share, "name", "end"))
-        body.append(
-            f'<g><g{_mark(dot.key, label, i == 0, (i, 0))}><title>{escape(label)}</title><g class="s{dot.color}">'
-            f'<rect class="halo" x="{left}" y="{y - 8}" width="{width - left - right}" height="16"/>'
-            + _line(x(dot.y.low), y, x(dot.y.high), y, "whisker")
-            + f'<circle class="dot" cx="{x(dot.y.value):.1f}" cy="{y}" r="4.2"/></g></g></g>'
+        shapes = (
+            f'<g class="s{dot.color}"><rect class="halo" x="{left}" y="{y - 8}" width="{width - left - right}" height="16"/>'
+            f"{_line(x(dot.y.low), y, x(dot.y.high), y, 'whisker')}"
+            f'<circle class="dot" cx="{x(dot.y.value):.1f}" cy="{y}" r="4.2"/></g>'
         )
+        body.append(f"<g>{_draw_mark(dot.key, f'{dot.label}: {panel.format(dot.y)}', (i, 0), shapes)}</g>")
     body.append(_text((left + width - right) / 2, height - 6, panel.x_label, "label"))
-    return _svg(panel, height, body, width)
-
-
-def _strip_x(share: float) -> float:
-    return STRIP_LEFT + min(1.06, max(-0.05, share)) * (STRIP_RIGHT - STRIP_LEFT)
-
-
-def draw_strips(block: Block, model: str) -> Markup:
-    """Draw the numbers of one verdict, one row each from 0 to 100 %, with the range that the rule expects."""
-    body = [_draw_strip(strip, model, STRIP_HEIGHT * i) for i, strip in enumerate(block.strips)]
-    height = STRIP_HEIGHT * len(block.strips)
-    label = f"{model}: {block.rule.title}, {block.verdicts[model].word}"
-    return Markup(f'<svg viewBox="0 0 {STRIP_WIDTH} {height}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>')
-
-
-def _draw_strip(strip: Strip, model: str, top: int) -> str:
-    point = strip.points.get(model)
-    middle = top + STRIP_HEIGHT / 2
-    parts = [f'<line x1="{_strip_x(0):.1f}" x2="{_strip_x(1):.1f}" y1="{middle}" y2="{middle}" class="rule"/>']
-    if point is None:
-        return ""
-    if span := zone(point):
-        a, b = _strip_x(span[0] if span[0] else -0.05), _strip_x(span[1] if span[1] < 1 else 1.05)
-        parts.append(f'<rect class="zone" x="{a:.1f}" y="{top + 1.5}" width="{b - a:.1f}" height="{STRIP_HEIGHT - 3}" rx="2"/>')
-    if point.line is not None:
-        kind = "chance" if point.bound == "chance" else "limit"
-        at = _strip_x(point.line)
-        parts.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{top + 1.5}" y2="{top + STRIP_HEIGHT - 1.5}"/>')
-    return "".join(parts) + _draw_interval(point, middle) + _draw_number(strip.note(model), point, middle)
-
-
-def _draw_interval(point: VerdictPoint, middle: float) -> str:
-    e = point.estimate
-    title = f"{point.label}: {e.text()}"
-    return (
-        f'<g class="{outcome(point)}"><title>{escape(title)}</title>'
-        f'<line class="bar" x1="{_strip_x(e.low):.1f}" x2="{_strip_x(e.high):.1f}" y1="{middle}" y2="{middle}"/>'
-        f'<circle class="dot" cx="{_strip_x(e.value):.1f}" cy="{middle}" r="3.4"/></g>'
-    )
-
-
-def _draw_number(note: str, point: VerdictPoint, middle: float) -> str:
-    e = point.estimate
-    text = _text(STRIP_WIDTH, middle + 3.6, f"{whole_percent(e.value)} %", "share", "end")
-    return text + (_text(_strip_x(label_position(point)), middle + 2.8, note, "kept") if note else "")
+    return height, body
 
 
 def draw_figure(figure: Figure) -> Markup:
@@ -341,6 +287,131 @@ def _draw_titled(panel: Panel, kind: str, x: float, top: float) -> tuple[list[st
     return [*body, drawn.replace("<svg", f'<svg x="{x:.0f}" y="{y + 6:.0f}"', 1)], y + 6 + height
 
 
+UNJUDGED: tuple[Word, ...] = ("not run", "does not apply")  # nothing was measured, so nothing is drawn
+PLAN_OF_CLAIM = {  # the shipped plan that runs the trials of each claim
+    "segregation": "01",
+    "few_heads": "02",
+    "no_rescue": "03",
+    "exposure": "04",
+    "context": "09",
+    "double_dissociation": "07",
+    "memory": "11",
+}
+_COUNT = re.compile(r"\b\d+ of \d+ heads\b")
+
+
+@dataclass(frozen=True)
+class Strip:
+    """One row of the small figures, shared by all models; numbers of heads may differ and are noted per model."""
+
+    label: str
+    points: dict[str, VerdictPoint]  # by model
+
+    def note(self, model: str) -> str:
+        """Return the number of heads in this model's label: `2 of 16`."""
+        found = _COUNT.search(self.points[model].label) if model in self.points else None
+        return found[0].removesuffix(" heads") if found else ""
+
+
+@dataclass(frozen=True)
+class ClaimRow:
+    """One claim: the verdict on each model, and the rows of their small figures."""
+
+    rule: Rule
+    verdicts: dict[str, Verdict]  # by model
+    strips: Sequence[Strip]
+
+
+@dataclass(frozen=True)
+class Overview:
+    """All claims by all models."""
+
+    models: dict[str, str]  # label -> composition: hybrid, attention only, recurrent only
+    blocks: Sequence[ClaimRow]
+    not_run: Sequence[Rule]  # claims without trials
+
+    def is_outside_all_claims(self, model: str) -> bool:
+        """Return whether no claim applies to this model: it is a control."""
+        return bool(self.blocks) and all(block.verdicts[model].word == "does not apply" for block in self.blocks)
+
+
+def overview(frame: Frame, verdicts: Sequence[Verdict]) -> Overview:
+    """Arrange verdicts by claim and model."""
+    blocks, not_run = [], []
+    for rule in RULES:
+        judged = {v.model: v for v in verdicts if v.claim == rule.claim}
+        if any(v.word not in UNJUDGED for v in judged.values()):
+            by_label: dict[str, dict[str, VerdictPoint]] = {}  # labels that differ only in the number of heads share a row
+            for model, verdict in judged.items():
+                for point in verdict.points:
+                    by_label.setdefault(_COUNT.sub("few heads", point.label), {})[model] = point
+            blocks.append(ClaimRow(rule, judged, [Strip(label, points) for label, points in by_label.items()]))
+        elif any(v.word == "not run" for v in judged.values()):
+            not_run.append(rule)
+    return Overview({model: made_of(frame.anatomy(model)) for model in frame.models}, blocks, not_run)
+
+
+def zone(point: VerdictPoint) -> tuple[float, float] | None:
+    """Return the range of shares in which the claim expects the interval; None without a threshold."""
+    if point.line is None or point.bound in ("", "chance"):
+        return None
+    return (point.line, 1.0) if point.bound == "at least" else (0.0, point.line)
+
+
+def outcome(point: VerdictPoint) -> str:
+    """Compare an interval to its threshold: `yes`, `no` or `maybe`; `plain` without a threshold."""
+    if point.line is None or point.bound in ("", "chance"):
+        return "plain"
+    words = {"supported": "yes", "not supported": "no"}
+    return words.get(side(point.estimate, point.line, point.bound), "maybe")
+
+
+def label_position(point: VerdictPoint) -> float:
+    """Return the x position of a label that does not cover the interval: halfway to the farther end of the axis."""
+    low, high = max(0.0, point.estimate.low), min(1.0, point.estimate.high)
+    return (high + 0.95) / 2 if high + low < 1 else low / 2
+
+
+def run_command(rule: Rule) -> str:
+    """Return the command that runs the trials of a claim."""
+    return f"needlework run {PLAN_OF_CLAIM[rule.claim]} --model MODEL --out DIR"
+
+
+def _strip_x(share: float) -> float:
+    return STRIP_LEFT + min(1.06, max(-0.05, share)) * (STRIP_RIGHT - STRIP_LEFT)
+
+
+def draw_strips(block: ClaimRow, model: str) -> Markup:
+    """Draw the numbers of one verdict, one row each from 0 to 100 %, with the range that the rule expects."""
+    body = [_draw_strip(strip, model, STRIP_HEIGHT * i) for i, strip in enumerate(block.strips)]
+    height = STRIP_HEIGHT * len(block.strips)
+    label = f"{model}: {block.rule.title}, {block.verdicts[model].word}"
+    return Markup(f'<svg viewBox="0 0 {STRIP_WIDTH} {height}" role="img" aria-label="{escape(label)}">{"".join(body)}</svg>')
+
+
+def _draw_strip(strip: Strip, model: str, top: int) -> str:
+    point = strip.points.get(model)
+    if point is None:
+        return ""
+    e, middle = point.estimate, top + STRIP_HEIGHT / 2
+    parts = [f'<line x1="{_strip_x(0):.1f}" x2="{_strip_x(1):.1f}" y1="{middle}" y2="{middle}" class="rule"/>']
+    if span := zone(point):
+        a, b = _strip_x(span[0] if span[0] else -0.05), _strip_x(span[1] if span[1] < 1 else 1.05)
+        parts.append(f'<rect class="zone" x="{a:.1f}" y="{top + 1.5}" width="{b - a:.1f}" height="{STRIP_HEIGHT - 3}" rx="2"/>')
+    if point.line is not None:
+        kind, at = "chance" if point.bound == "chance" else "limit", _strip_x(point.line)
+        parts.append(f'<line class="{kind}" x1="{at:.1f}" x2="{at:.1f}" y1="{top + 1.5}" y2="{top + STRIP_HEIGHT - 1.5}"/>')
+    parts.append(
+        f'<g class="{outcome(point)}"><title>{escape(f"{point.label}: {e.text()}")}</title>'
+        f'<line class="bar" x1="{_strip_x(e.low):.1f}" x2="{_strip_x(e.high):.1f}" y1="{middle}" y2="{middle}"/>'
+        f'<circle class="dot" cx="{_strip_x(e.value):.1f}" cy="{middle}" r="3.4"/></g>'
+    )
+    parts.append(_text(STRIP_WIDTH, middle + 3.6, f"{whole_percent(e.value)} %", "share", "end"))
+    if note := strip.note(model):
+        parts.append(_text(_strip_x(label_position(point)), middle + 2.8, note, "kept"))
+    return "".join(parts)
+
+
 def draw_overview(overview: Overview) -> Markup:
     """Draw the overview for a file: claims as rows, models as columns."""
     models = list(overview.models)
@@ -362,7 +433,7 @@ def draw_overview(overview: Overview) -> Markup:
     return _drawing(LABELS_WIDTH + COLUMN_WIDTH * len(models), y + 24, body)
 
 
-def _draw_verdict(block: Block, model: str, x: float, y: float) -> list[str]:
+def _draw_verdict(block: ClaimRow, model: str, x: float, y: float) -> list[str]:
     verdict = block.verdicts[model]
     color = {"supported": "yes", "not supported": "no", "inconclusive": "maybe"}.get(verdict.word, "faint")
     body = [_text(x, y, verdict.word, "title" if verdict.points else "note", "start", f' style="fill: var(--{color})"')]

@@ -18,8 +18,8 @@ from needlework.analysis.frame import ALL, Frame, Ints
 from needlework.analysis.model_trials import ModelTrials, by_boundary, by_model_and_boundary
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import Verdict, Word, verdicts
-from needlework.reports.maps_and_dots import hops_in_words, phases, task_picks
-from needlework.reports.overview import UNJUDGED
+from needlework.reports.figures import hops_in_words, phases, task_picks
+from needlework.reports.svg import UNJUDGED
 from needlework.stats import Estimate, percent
 from needlework.tables import Table
 from needlework.terminal import display_name
