@@ -48,7 +48,7 @@ class Estimate:
 
     def to_dict(self) -> dict[str, float | int | None]:
         """Return value, low, high and n for JSON, with None for infinity and NaN."""
-        numbers = {name: getattr(self, name) for name in ("value", "low", "high")}
+        numbers = {"value": self.value, "low": self.low, "high": self.high}
         return {**{name: float(x) if math.isfinite(x) else None for name, x in numbers.items()}, "n": self.n}
 
 
@@ -120,11 +120,6 @@ def resample(sums: Floats, draws: int = DRAWS, seed: int = SEED) -> Floats:
     return np.asarray(chosen @ kinds, dtype=np.float64)
 
 
-def _without_interval(value: float, n: int) -> Estimate:
-    """Return a value without an interval: with a single cluster, the variance between clusters is unknown."""
-    return Estimate(value, -math.inf, math.inf, n, ONE_HAYSTACK)
-
-
 def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: float = 0.0, seed: int = SEED) -> Estimate:
     """Return the retained share of the baseline, (after - chance) / (before - chance), with a paired cluster bootstrap.
 
@@ -140,39 +135,38 @@ def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: f
         at = f", chance {percent(chance)}" if chance else ""
         return Estimate(math.nan, math.nan, math.nan, n, f"baseline {percent(float(b.mean()))}{at}: nothing to retain")
     value = float((a.mean() - chance) / (b.mean() - chance))
+
     sums = cluster_sums(clusters, [a, b])
-    if len(sums) == 1 < n:
-        return _without_interval(value, n)
     totals = resample(sums, seed=seed)
     above, below = totals[:, 0] - chance * totals[:, 2], totals[:, 1] - chance * totals[:, 2]
     shares = np.where(below > 0, above / np.where(below > 0, below, 1), np.inf)
-    low, high = interval(shares)
-    floor, ceiling = _guard(a, b, value, n * (float(b.mean()) - chance))
-    return Estimate(value, min(low, floor), max(high, ceiling), n)
+    return _paired(a, b, sums, shares, value, n * (float(b.mean()) - chance))
 
 
 def gain(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, seed: int = SEED) -> Estimate:
     """Return the mean of after - before of the same samples, with a paired cluster bootstrap."""
     a, b = np.asarray(after, dtype=np.float64), np.asarray(before, dtype=np.float64)
-    n = len(a)
-    if n == 0:
+    if len(a) == 0:
         return NOTHING
-    value = float(a.mean() - b.mean())
     sums = cluster_sums(clusters, [a, b])
-    if len(sums) == 1 < n:
-        return _without_interval(value, n)
     totals = resample(sums, seed=seed)
-    low, high = interval((totals[:, 0] - totals[:, 1]) / totals[:, 2])
-    floor, ceiling = _guard(a, b, value, n)
-    return Estimate(value, min(low, floor), max(high, ceiling), n)
+    return _paired(a, b, sums, (totals[:, 0] - totals[:, 1]) / totals[:, 2], float(a.mean() - b.mean()), len(a))
 
 
-def _guard(after: Floats, before: Floats, value: float, scale: float) -> tuple[float, float]:
-    """Return bounds of a value from Wilson's intervals of the pairs that changed; see `_spread`."""
-    right = int(before.sum())
+def _paired(after: Floats, before: Floats, sums: Floats, draws: Floats, value: float, scale: float) -> Estimate:
+    """Return a value with the interval of its draws, never narrower than Wilson's intervals of the pairs that changed.
+
+    Args:
+        sums: [clusters, columns]; with a single cluster, the variance between clusters is unknown.
+        scale: What a count of right answers is divided by in the value.
+    """
+    n, right = len(after), int(before.sum())
+    if len(sums) == 1 < n:
+        return Estimate(value, -math.inf, math.inf, n, ONE_HAYSTACK)
+    low, high = interval(draws)
     lost, gained = float(np.sum(before * (1 - after))), float(np.sum(after * (1 - before)))
-    down, up = _spread(lost, right, gained, len(before) - right)
-    return value - down / scale, value + up / scale
+    down, up = _spread(lost, right, gained, n - right)
+    return Estimate(value, min(low, value - down / scale), max(high, value + up / scale), n)
 
 
 def changed_pairs(lost: float, right: int, gained: float, wrong: int) -> tuple[float, float]:
@@ -262,7 +256,7 @@ def _gap(side: Side, seed: int, attention_first: bool) -> tuple[float, Floats, f
 def _widened(value: float, draws: Floats, guard: float, n: int, one_cluster: bool) -> Estimate:
     """Return the bootstrap interval; if all draws are equal, an interval of half-width `guard` (from Wilson) instead."""
     if one_cluster:
-        return _without_interval(value, n)
+        return Estimate(value, -math.inf, math.inf, n, ONE_HAYSTACK)
     low, high = interval(draws)
     if high - low < 1e-9:
         low, high = value - guard, value + guard

@@ -49,8 +49,12 @@ class Table:
         return [dict(zip(self.columns, row, strict=True)) for row in self.texts()]
 
     def to_markdown(self) -> str:
+        lines = []
+        for row in (self.columns, *self.texts()):
+            cells = (" ".join(cell.split()).replace("|", "\\|") for cell in row)
+            lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
         marks = "|".join("---" if self._is_left(name) else "---:" for name in self.columns)
-        return "\n".join([_markdown_row(self.columns), f"|{marks}|", *map(_markdown_row, self.texts())])
+        return "\n".join([lines[0], f"|{marks}|", *lines[1:]])
 
     def to_text(self, width: int = 10_000) -> str:
         """Return the table as a terminal of this width shows it, without colours; wider if a word does not fit."""
@@ -101,8 +105,3 @@ class Table:
             least.append(max(len(word) for text in texts for word in re.split("[ \\n]+", text)))  # no-break spaces do not split
             most.append(max(len(line) for text in texts for line in text.splitlines() or [""]))
         return least, most
-
-
-def _markdown_row(cells: Sequence[str]) -> str:
-    texts = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
-    return "|" + "".join(f" {text} |" if text else " |" for text in texts)

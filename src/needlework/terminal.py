@@ -126,26 +126,24 @@ class Bar:
 
     def text(self) -> str:
         """Return the line without a bar."""
-        return f"{self.name}: {self._counts()}, {self._times()}"
+        return f"{self.name}: {', '.join(self._counts_and_times())}"
 
     def _now(self) -> float:
         return self.advanced + self._underway()
 
-    def _counts(self) -> str:
-        return f"{self.count:,}/{self.total:,} {self.unit}"
-
-    def _times(self) -> str:
+    def _counts_and_times(self) -> tuple[str, str]:
         left = self.left()
-        return clock(self.seconds) + ("" if left is None else f", {clock(left)} left")
+        times = clock(self.seconds) + ("" if left is None else f", {clock(left)} left")
+        return f"{self.count:,}/{self.total:,} {self.unit}", times
 
     def _line(self) -> Table:
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(overflow="fold")
         line.add_column(ratio=1, min_width=8)
-        for _ in ("counts", "times"):
+        parts = self._counts_and_times()
+        for _ in parts:
             line.add_column(no_wrap=True)
-        bar = ProgressBar(total=1.0, completed=self.share)
-        line.add_row(Text(self.name), bar, Text(self._counts()), Text(self._times()))
+        line.add_row(Text(self.name), ProgressBar(total=1.0, completed=self.share), *map(Text, parts))
         return line
 
     def _tick(self) -> None:

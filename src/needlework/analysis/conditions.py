@@ -116,11 +116,36 @@ def _place(text: str) -> Condition:
     intervention = parse(text)
     if not intervention.parts:
         return Condition(text, "none")
-    for reader in (_heads, _off, _exposure, _limit, _swap):
-        condition = reader(text, intervention.parts)
-        if condition is not None and normal(rebuilt(condition)) == normal(intervention):
-            return condition
+    condition = _classified(text, intervention.parts)
+    if condition is not None and normal(rebuilt(condition)) == normal(intervention):
+        return condition
     return Condition(text, "other")
+
+
+def _classified(text: str, parts: tuple[Part, ...]) -> Condition | None:
+    """Return the condition that the parts may be; what its fields do not describe is not checked here."""
+    first: Intervention = parts[0]
+    recurrent = next((part for part in parts if isinstance(part, AblateRecurrent)), None)
+    if isinstance(first, AblateAttention) and recurrent is None:
+        return Condition(text, "attention_block" if first.site == "block" else "heads", first.phase, k=0)
+    if isinstance(first, KeepHeads) and recurrent is None:
+        by = first.by if isinstance(first.by, str) else first.by.text()
+        placed = Condition(text, "heads", first.phase, k=first.k, fraction=first.fraction, by=by, sinks=first.sinks)
+        return replace(placed, seed=first.seed, draw=first.draw) if by == RANDOM else placed
+    if recurrent is not None:  # alone or together with another part
+        return Condition(text, "recurrent" if len(parts) == 1 else "both_off", recurrent.phase, site=recurrent.site)
+    if halves := [part.half for part in parts if isinstance(part, SwapMemory)]:
+        return Condition(text, "swap", half="both" if len(halves) > 1 else halves[0])
+    exposed = all(isinstance(part, ExposeTokens) for part in parts)
+    placed = Condition(text, "expose", prefill="keep", decode="keep") if exposed else Condition(text, "limit")
+    for part in parts:
+        if isinstance(part, LimitContext) and not exposed:
+            placed = replace(placed, sinks=part.sinks)
+        elif not isinstance(part, ExposeTokens) or not exposed:
+            return None
+        value = part.mode if isinstance(part, ExposeTokens) else str(part.tokens)
+        placed = replace(placed, **_any(**{phase: value for phase in PHASES if part.phase in (phase, "both")}))
+    return placed
 
 
 def rebuilt(condition: Condition) -> Intervention:
@@ -128,7 +153,9 @@ def rebuilt(condition: Condition) -> Intervention:
     c = condition
     when: dict[str, Any] = {"phase": c.phase}
     if c.kind == "heads":
-        return KeepHeads(**when, **_choice(c)) if c.by else AblateAttention(**when)
+        by = _ranking(c.by) if c.way == RANKING else c.by
+        chosen = _any(k=c.k, fraction=c.fraction, by=by, seed=c.seed, draw=c.draw or "token", sinks=c.sinks)
+        return KeepHeads(**when, **chosen) if c.by else AblateAttention(**when)
     if c.kind == "attention_block":
         return AblateAttention(**when, site="block")
     if c.kind in ("recurrent", "both_off"):
@@ -148,11 +175,6 @@ def rebuilt(condition: Condition) -> Intervention:
 def _any(**fields: Any) -> dict[str, Any]:
     """Return keyword arguments untyped: the intervention validates them at run time."""
     return fields
-
-
-def _choice(c: Condition) -> dict[str, Any]:
-    by = _ranking(c.by) if c.way == RANKING else c.by
-    return {"k": c.k, "fraction": c.fraction, "by": by, "seed": c.seed, "draw": c.draw or "token", "sinks": c.sinks}
 
 
 def _ranking(text: str) -> Ranking | Recorded:
@@ -177,50 +199,3 @@ def normal(intervention: Intervention) -> frozenset[str]:
         phases = PHASES if part.phase == "both" else (part.phase,)
         parts |= {str(part.model_copy(update={"phase": phase})) for phase in phases}
     return frozenset(parts)
-
-
-def _heads(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    part: Intervention = parts[0]
-    if isinstance(part, AblateAttention):
-        return Condition(text, "attention_block" if part.site == "block" else "heads", part.phase, k=0)
-    if not isinstance(part, KeepHeads):
-        return None
-    placed = Condition(text, "heads", part.phase, k=part.k, fraction=part.fraction, sinks=part.sinks)
-    if part.by == RANDOM:
-        return replace(placed, by=RANDOM, seed=part.seed, draw=part.draw)
-    return replace(placed, by=part.by if isinstance(part.by, str) else part.by.text())
-
-
-def _off(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    """Parse an ablation of the recurrent side, alone or together with another part."""
-    recurrent = next((part for part in parts if isinstance(part, AblateRecurrent)), None)
-    if recurrent is None:
-        return None
-    return Condition(text, "recurrent" if len(parts) == 1 else "both_off", recurrent.phase, site=recurrent.site)
-
-
-def _exposure(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    placed = Condition(text, "expose", prefill="keep", decode="keep")
-    for part in parts:
-        if not isinstance(part, ExposeTokens):
-            return None
-        placed = replace(placed, **_in_phases(part, part.mode))
-    return placed
-
-
-def _limit(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    placed = Condition(text, "limit")
-    for part in parts:
-        if not isinstance(part, LimitContext):
-            return None
-        placed = replace(placed, sinks=part.sinks, **_in_phases(part, str(part.tokens)))
-    return placed
-
-
-def _in_phases(part: Part, value: str) -> dict[str, Any]:
-    return {phase: value for phase in PHASES if part.phase in (phase, "both")}
-
-
-def _swap(text: str, parts: tuple[Part, ...]) -> Condition | None:
-    halves = [part.half for part in parts if isinstance(part, SwapMemory)]
-    return Condition(text, "swap", half="both" if len(halves) > 1 else halves[0]) if halves else None

@@ -103,6 +103,7 @@ def none_of(line: float) -> int:
 
 
 def nothing_left(line: float) -> Needs:
+    """Return the n needed to bound a share that is truly 0 by `line`."""
     return Needs("truth is 0 %", lambda _: none_of(line))
 
 

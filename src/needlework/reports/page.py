@@ -17,10 +17,10 @@ from needlework.analysis.reader import load
 from needlework.analysis.verdicts import RULES, RULES_NOTE, Verdict, verdicts
 from needlework.errors import NeedleworkError
 from needlework.files import atomic_write
-from needlework.reports import checkpoints, picture_files, svg, tables
+from needlework.reports import picture_files, svg, tables
 from needlework.reports.browser import Browser
 from needlework.reports.figures import FIGURES, make_figure
-from needlework.reports.panels import Figure
+from needlework.reports.panels import Figure, merge_checkpoints
 from needlework.reports.svg import PLAN_OF_CLAIM, UNJUDGED, Overview, overview, run_command
 from needlework.tables import Table
 
@@ -45,7 +45,7 @@ def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True) 
     """
     frame = load([Path(directory) for directory in dirs])
     browser = Browser(frame)
-    figures = [checkpoints.merge_checkpoints(frame, browser, make_figure(name, frame, browser)) for name in FIGURES]
+    figures = [merge_checkpoints(frame, browser, make_figure(name, frame, browser)) for name in FIGURES]
     judged = verdicts(frame)
     for warning in frame.warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
@@ -71,11 +71,20 @@ def page(frame: Frame, figures: Sequence[Figure], judged: Sequence[Verdict], bro
     """Return the HTML: overview and sentences of the verdicts, figures, tables of all scores, the rules."""
     shown = [figure for figure in figures if figure.panels]
     names = {figure.id: FIGURES[figure.id].link for figure in shown}
+    abouts = [(f"{name}: " if len(frame.plans) > 1 and name else "") + about for name, about in frame.plans if about]
+    models = f"{len(frame.models)} model" + "s" * (len(frame.models) != 1)
+    testable = [
+        "",
+        "Testable at all",
+        "lower bound of the untouched model's retrieval, in the claim's own tasks, at least 80 %",
+        "",
+    ]
+    rules = [[str(r.number), r.title, r.rule, f"needlework run {PLAN_OF_CLAIM[r.claim]}"] for r in RULES]
     return render_template(
         "report.html",
         frame=frame,
         plan_names=[name for name, _ in frame.plans if name],
-        lede=_lede(frame),
+        lede=[*abouts, f"{frame.trials:,} trials of {models}, with parts silenced while it answers."],
         links={"findings": "Findings", **names, "models": "Scores", "method": "Method"},
         overview=overview(frame, judged),
         figures=shown,
@@ -87,7 +96,7 @@ def page(frame: Frame, figures: Sequence[Figure], judged: Sequence[Verdict], bro
             ("Knowledge: what is left of the baseline", tables.knowledge(frame), ""),
             ("Other tasks", tables.other_tasks(frame), OTHER_TASKS),
         ],
-        rules=_rules_table(),
+        rules=Table(["rule", "claim", "supported when", "its trials"], [testable, *rules]),
         rules_note=RULES_NOTE,
         trials=browser.collect(set().union(*(panel.keys() for figure in shown for panel in figure.panels))),
     )
@@ -130,16 +139,3 @@ def _keep_units(sentence: str) -> Markup:
 def _overview_style(overview: Overview) -> str:
     least, most = (LABELS_WIDTH + column * len(overview.models) for column in COLUMN_WIDTHS)
     return f"min-width:{least}px;max-width:{most}px;--paper-fit:{min(1.0, PAPER_WIDTH / least):.2f}"
-
-
-def _lede(frame: Frame) -> list[str]:
-    """Return the plans' descriptions and the number of trials."""
-    abouts = [(f"{name}: " if len(frame.plans) > 1 and name else "") + about for name, about in frame.plans if about]
-    count = f"{len(frame.models)} model" + "s" * (len(frame.models) != 1)
-    return [*abouts, f"{frame.trials:,} trials of {count}, with parts silenced while it answers."]
-
-
-def _rules_table() -> Table:
-    first = ["", "Testable at all", "lower bound of the untouched model's retrieval, in the claim's own tasks, at least 80 %", ""]
-    rows = [[str(r.number), r.title, r.rule, f"needlework run {PLAN_OF_CLAIM[r.claim]}"] for r in RULES]
-    return Table(["rule", "claim", "supported when", "its trials"], [first, *rows])

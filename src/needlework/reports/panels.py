@@ -1,11 +1,20 @@
-"""Data of figures, independent of drawing: panels of curves, heat maps and dots, and their tables."""
+"""Data of figures, independent of drawing: panels of curves, heat maps and dots, and their tables.
+
+The panels of checkpoints of one model are merged: their results in one panel, and differences from the first checkpoint.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 
+import numpy as np
+
+from needlework import stats
+from needlework.analysis.frame import Frame, Ints
+from needlework.reports.browser import Browser
 from needlework.stats import Estimate
 from needlework.tables import Table
 
@@ -32,6 +41,7 @@ class Series:
 class _Panel:
     group: str  # the model
     title: str
+    signed: bool = field(default=False, kw_only=True)  # values are differences of shares, in points
 
     def marks(self) -> Sequence[CurvePoint | Cell | Dot]:
         """Return all elements that show an estimate."""
@@ -43,6 +53,13 @@ class _Panel:
 
     def legend_items(self) -> list[LegendItem]:
         return []
+
+    def format(self, y: Estimate) -> str:
+        """Format a value with its interval; a difference in points."""
+        if not self.signed or not y.n or y.value != y.value:
+            return y.text()
+        value, low, high = (f"{100 * v:+.1f}".removesuffix(".0") for v in (y.value, y.low, y.high))
+        return f"{value} points {f'({y.why})' if y.why else f'[{low}, {high}]'}, n = {y.n:,}"
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,6 @@ class Lines(_Panel):
     share_x: bool = True  # x is a share; else tokens on a log axis
     level: tuple[float, str] | None = None  # y and label of a horizontal reference line
     mark: tuple[float, str] | None = None  # x and label of a vertical reference line
-    signed: bool = False  # y is a difference of shares, in points
 
     def marks(self) -> list[CurvePoint]:
         return [point for series in self.series for point in series.points]
@@ -65,7 +81,7 @@ class Lines(_Panel):
         return [(series.label, series.color, series.dashed) for series in self.series]
 
     def format(self, y: Estimate) -> str:
-        return _in_points(y) if self.signed else y.text("%" if self.percent else "")
+        return super().format(y) if self.percent else y.text("")
 
     def table(self) -> Table:
         """Return the same numbers as a table, for screen readers and copying."""
@@ -93,13 +109,9 @@ class HeatMap(_Panel):
     cells: Sequence[Sequence[Cell | None]]
     top: float = 1.0  # value of the darkest colour
     numbers: bool = True  # write the values into the cells
-    signed: bool = False  # differences of shares, in points: colour shows the magnitude, the number its sign
 
     def marks(self) -> list[Cell]:
         return [cell for line in self.cells for cell in line if cell is not None]
-
-    def format(self, y: Estimate) -> str:
-        return _in_points(y) if self.signed else y.text()
 
     def table(self) -> Table:
         rows = []
@@ -125,7 +137,6 @@ class Dots(_Panel):
     x_label: str
     dots: Sequence[Dot]
     level: tuple[float, str] | None = None
-    signed: bool = False
     legend: Sequence[tuple[str, int]] = ()  # (name, colour) of checkpoints; labels of dots end with these names
 
     def marks(self) -> Sequence[Dot]:
@@ -133,9 +144,6 @@ class Dots(_Panel):
 
     def legend_items(self) -> list[LegendItem]:
         return [(name, color, False) for name, color in self.legend]
-
-    def format(self, y: Estimate) -> str:
-        return _in_points(y) if self.signed else y.text()
 
     def table(self) -> Table:
         rows = [[dot.label, self.format(dot.y)] for dot in self.dots]
@@ -156,7 +164,7 @@ class Figure:
     id: str
     title: str
     caption: str
-    panels: Sequence[Panel] = field(default_factory=tuple)
+    panels: Sequence[Panel] = ()
 
     def rows(self) -> list[tuple[str, Sequence[Panel], str]]:
         """Return (heading, panels, kind) per row of panels: one row per model, or one in all if every model has one panel.
@@ -175,15 +183,150 @@ class Figure:
         return max((panel.top for panel in self.panels if isinstance(panel, HeatMap)), default=0.0)
 
 
-def _in_points(y: Estimate) -> str:
-    """Format a difference of shares with its interval, in points."""
-    if not y.n or y.value != y.value:
-        return y.text()
-    value, low, high = (f"{100 * v:+.1f}".removesuffix(".0") for v in (y.value, y.low, y.high))
-    return f"{value} points {f'({y.why})' if y.why else f'[{low}, {high}]'}, n = {y.n:,}"
-
-
 def signed_limit(panel: Lines | Dots) -> float:
     """Return the limit of a symmetric axis of differences: 0.1, 0.25 or 0.5 if all intervals fit, else 1."""
     most = max([0.0, *(abs(end) for mark in panel.marks() for end in (mark.y.low, mark.y.high) if math.isfinite(end))])
     return next((step for step in (0.1, 0.25, 0.5) if most <= step), 1.0)
+
+
+CAPTION = " Checkpoints of one model share panels; a difference is paired where both were asked the same samples."
+COLORS = (1, 2, 3, 4, 5, 6)  # of checkpoints that share a panel
+
+
+def merge_checkpoints(frame: Frame, browser: Browser, figure: Figure) -> Figure:
+    """Replace the panels of each family of checkpoints by merged panels, at the position of the family's first panel."""
+    panels, done = [], set()
+    family_of = {label: family for family in frame.families for label in family}
+    for panel in figure.panels:
+        family = family_of.get(panel.group)
+        if family is None:
+            panels.append(panel)
+        elif family[0] not in done:
+            done.add(family[0])
+            panels += _Family(frame, browser, family).panels([p for p in figure.panels if p.group in family])
+    return replace(figure, panels=panels, caption=figure.caption + CAPTION * bool(done))
+
+
+class _Family:
+    """Merges the panels of two or more checkpoints; differences are relative to the first one."""
+
+    def __init__(self, frame: Frame, browser: Browser, models: Sequence[str]) -> None:
+        self.frame, self.browser, self.models = frame, browser, models
+        self.name = " and ".join(models) if len(models) == 2 else f"{models[0]} and {len(models) - 1} more checkpoints"
+
+    def panels(self, panels: Sequence[Panel]) -> list[Panel]:
+        """Merge panels that have the same title."""
+        titled: dict[str, dict[str, Panel]] = {}
+        for panel in panels:
+            title = "" if panel.title == panel.group else panel.title.removeprefix(f"{panel.group}, ")
+            titled.setdefault(title, {})[panel.group] = panel
+        made: list[Panel] = []
+        for title, of_model in titled.items():
+            lines = {model: panel for model, panel in of_model.items() if isinstance(panel, Lines)}
+            dots = {model: panel for model, panel in of_model.items() if isinstance(panel, Dots)}
+            grids = {model: panel for model, panel in of_model.items() if isinstance(panel, HeatMap)}
+            made += self._lines(title, lines) + self._dots(title, dots) + self._grids(title, grids)
+        return made
+
+    def _less(self, model: str) -> str:
+        """Return the label of a difference from the first checkpoint."""
+        return f"{model} less {self.models[0]}"
+
+    def _lines(self, title: str, of_model: dict[str, Lines]) -> list[Panel]:
+        """Return, for each curve of any checkpoint, a panel with one line per checkpoint and a panel of differences."""
+        made: list[Panel] = []
+        for label in dict.fromkeys(series.label for panel in of_model.values() for series in panel.series):
+            curves = {m: next((s for s in panel.series if s.label == label), None) for m, panel in of_model.items()}
+            points = {model: curve.points for model, curve in curves.items() if curve is not None}
+            panel = next(iter(of_model.values()))
+            series = [Series(m, self._color(m), points[m]) for m in points]
+            name = f"{title}: {label}" if title else label
+            made.append(replace(panel, group=self.name, title=name, series=series))
+            apart = [Series(self._less(m), self._color(m), self._points(points, m)) for m in list(points)[1:]]
+            apart = [curve for curve in apart if curve.points and self.models[0] in points]
+            if apart and panel.percent:
+                less = replace(panel, y_label="difference, points", level=(0.0, ""), signed=True)
+                made.append(replace(less, group=self.name, title=f"{name}: difference", series=apart))
+        return made
+
+    def _color(self, model: str) -> int:
+        return COLORS[self.models.index(model) % len(COLORS)]
+
+    def _points(self, points: dict[str, Sequence[CurvePoint]], model: str) -> list[CurvePoint]:
+        """Return the differences at the x values that both checkpoints have."""
+        first = {point.x: point for point in points.get(self.models[0], ())}
+        pairs = [(first[point.x], point) for point in points[model] if point.x in first]
+        return [CurvePoint(b.x, self._difference(a.y, a.key, b.y, b.key)) for a, b in pairs]
+
+    def _dots(self, title: str, of_model: dict[str, Dots]) -> list[Panel]:
+        """Return a panel with the dots of all checkpoints, label by label, and a panel of differences."""
+        if not of_model:
+            return []
+        panel = next(iter(of_model.values()))
+        labels = list(dict.fromkeys(dot.label for one in of_model.values() for dot in one.dots))
+        at = {(model, dot.label): dot for model, one in of_model.items() for dot in one.dots}
+        together = []
+        for label in labels:
+            asked = [m for m in of_model if (m, label) in at]
+            dots = [replace(at[m, label], label=f"{label}, {m}", color=self._color(m)) for m in asked]
+            together += [replace(dot, follows=asked[0] == self.models[0] and i > 0) for i, dot in enumerate(dots)]
+        legend = [(m, self._color(m)) for m in of_model]
+        legend = legend if legend[0][0] == self.models[0] else []
+        made: list[Panel] = [replace(panel, group=self.name, title=title or "Side by side", dots=together, legend=legend)]
+        apart = []
+        for model in [m for m in of_model if m != self.models[0]]:
+            for label in labels:
+                a, b = at.get((self.models[0], label)), at.get((model, label))
+                if a and b:
+                    name = label if len(of_model) == 2 else f"{label}, {model}"
+                    apart.append(Dot(name, self._color(model), self._difference(a.y, a.key, b.y, b.key)))
+        if apart:
+            less = self._less(next(m for m in of_model if m != self.models[0])) if len(of_model) == 2 else "against the first"
+            made.append(
+                Dots(self.name, f"{title}: {less}" if title else less, "difference, points", apart, (0.0, ""), signed=True)
+            )
+        return made
+
+    def _grids(self, title: str, of_model: dict[str, HeatMap]) -> list[Panel]:
+        """Return the heat maps of all checkpoints, and maps of differences where the axes are the same."""
+        made: list[Panel] = [
+            replace(panel, group=self.name, title=f"{model}: {title}" if title else model) for model, panel in of_model.items()
+        ]
+        first = of_model.get(self.models[0])
+        for model, panel in of_model.items():
+            if first is None or panel is first or (panel.rows, panel.cols) != (first.rows, first.cols):
+                continue
+            cells = [
+                [self._cell(a, b) for a, b in zip_longest(line, other)]
+                for line, other in zip(first.cells, panel.cells, strict=True)
+            ]
+            if any(cell for line in cells for cell in line):
+                name = f"{self._less(model)}: {title}" if title else self._less(model)
+                made.append(replace(panel, group=self.name, title=name, cells=cells, top=1.0, signed=True))
+        return made
+
+    def _cell(self, a: Cell | None, b: Cell | None) -> Cell | None:
+        if a is None or b is None or not (a.key and b.key):
+            return None
+        return Cell(self._difference(a.y, a.key, b.y, b.key), outside=b.outside)
+
+    def _difference(self, a: Estimate, a_key: str, b: Estimate, b_key: str) -> Estimate:
+        """Estimate b - a: paired if both are accuracies on the same samples, else as a difference of independent shares."""
+        if a_key and b_key:
+            before, after = (self._by_sample(self.browser.cells[key][1]) for key in (a_key, b_key))
+            same = before[0].shape == after[0].shape and bool((before[0] == after[0]).all()) and len(before[0]) > 0
+            if same and np.isclose(before[1].mean(), a.value) and np.isclose(after[1].mean(), b.value):
+                return stats.gain(after[1], before[1], before[2])
+        return stats.difference(b, a)
+
+    def _by_sample(self, rows: Ints) -> tuple[Ints, stats.Floats, Ints]:
+        """Return samples, accuracy per sample (several trials if heads were drawn at random) and clusters, all [samples]."""
+        right = self.frame.values("correct", rows)
+        rows, right = rows[~np.isnan(right)], right[~np.isnan(right)]
+        samples, first, index = np.unique(self.frame.column("sample", rows), return_index=True, return_inverse=True)
+        counts = np.bincount(index, minlength=len(samples))
+        return (
+            samples,
+            np.bincount(index, weights=right, minlength=len(samples)) / counts,
+            self.frame.column("cluster", rows)[first],
+        )

@@ -25,23 +25,15 @@ from needlework.tables import Table
 from needlework.terminal import display_name
 
 HARD_SPACE = "\u00a0"
+OUTCOMES: dict[Word, tuple[str, str]] = {  # symbol and style of each outcome
+    "supported": ("●", "bold green"),
+    "not supported": ("○", "bold red"),
+    "inconclusive": ("◐", "yellow"),
+    "not testable": ("⊘", "dim"),
+    "not run": ("·", "dim"),
+    "does not apply": ("–", "dim"),
+}
 LETTERS = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}
-SYMBOLS: dict[Word, str] = {
-    "supported": "●",
-    "not supported": "○",
-    "inconclusive": "◐",
-    "not testable": "⊘",
-    "not run": "·",
-    "does not apply": "–",
-}
-STYLES: dict[Word, str] = {
-    "supported": "bold green",
-    "not supported": "bold red",
-    "inconclusive": "yellow",
-    "not testable": "dim",
-    "not run": "dim",
-    "does not apply": "dim",
-}
 
 
 def models(frame: Frame) -> Table:
@@ -184,7 +176,8 @@ def summary(directories: Sequence[Path]) -> RenderableType:
     """Return the main numbers of one or more runs for the terminal."""
     frame = load([Path(d) for d in directories])
     remarks = [Text(words, "yellow") for words in frame.warnings] + [Text(words) for words in frame.notes]
-    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_hops(frame), *_other_tasks(frame), *remarks)
+    others = replace(other_tasks(frame), caption="Other tasks: of no known ability, judged by no rule")
+    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_hops(frame), *[others] * bool(others.rows), *remarks)
 
 
 def _numbers(frame: Frame) -> RenderableType:
@@ -230,11 +223,6 @@ def _hops(frame: Frame) -> list[Table]:
     return [table] if asked else []
 
 
-def _other_tasks(frame: Frame) -> list[Table]:
-    table = replace(other_tasks(frame), caption="Other tasks: of no known ability, judged by no rule")
-    return [table] if table.rows else []
-
-
 def _claims(frame: Frame, judged: Sequence[Verdict]) -> RenderableType:
     """Return each model's verdicts with reasons; claims that were not judged share a line."""
     failed = f", {frame.failed:,} of them failed" if frame.failed else ""
@@ -244,7 +232,7 @@ def _claims(frame: Frame, judged: Sequence[Verdict]) -> RenderableType:
         of_model = [verdict for verdict in judged if verdict.model == model]
         for verdict in of_model:
             if verdict.word not in UNJUDGED:
-                said = Text(f"{SYMBOLS[verdict.word]} {verdict.word:<14}".replace(" ", HARD_SPACE), STYLES[verdict.word])
+                said = Text(f"{OUTCOMES[verdict.word][0]} {verdict.word:<14}".replace(" ", HARD_SPACE), OUTCOMES[verdict.word][1])
                 shown += [said + Text(verdict.title), Padding(Text(verdict.why, "dim"), (0, 0, 0, 2))]
         unjudged: dict[tuple[Word, str], list[str]] = {}
         for verdict in of_model:
@@ -253,6 +241,6 @@ def _claims(frame: Frame, judged: Sequence[Verdict]) -> RenderableType:
         for (word, why), titles in unjudged.items():
             reason = f" ({why})" if why != word else ""
             which = "every claim" if len(titles) == len(of_model) else "; ".join(titles)
-            shown.append(Text(f"{SYMBOLS[word]} {word}{reason}: {which}", STYLES[word]))
+            shown.append(Text(f"{OUTCOMES[word][0]} {word}{reason}: {which}", OUTCOMES[word][1]))
         shown.append(Text(""))
     return Stack(*shown, Text(f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint", "dim"))

@@ -1,6 +1,6 @@
 """The numbers of two stored runs, frozen to the digit: whatever is rearranged in the analysis, these do not change.
 
-`python tests/report/test_golden_numbers.py` writes them down again, which only a change of the method may need.
+`python tests/reports/test_golden_numbers.py` writes them down again, which only a change of the method may need.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from needlework.analysis.verdicts import verdicts
 from needlework.stats import Estimate
 
 FILE = Path(__file__).parent / "golden_numbers.json"
-VERSION_2 = Path(__file__).parents[1] / "run" / "version2"
+VERSION_2 = Path(__file__).parents[1] / "experiments" / "version2"
 FORMS = ("cloze", "letter", "lookup", "judgement")
 
 

@@ -16,10 +16,9 @@ from needlework.analysis.reader import StoredModel, families, in_order, load
 from needlework.analysis.verdicts import VerdictPoint, verdicts
 from needlework.reports import build, picture_files, svg
 from needlework.reports.browser import Browser
-from needlework.reports.checkpoints import merge_checkpoints
 from needlework.reports.figures import make_figure
 from needlework.reports.page import _environment
-from needlework.reports.panels import Dots, HeatMap, Lines, signed_limit
+from needlework.reports.panels import Dots, HeatMap, Lines, merge_checkpoints, signed_limit
 from needlework.reports.svg import Overview, label_position, outcome, overview, zone
 from needlework.results import Store
 from needlework.stats import Estimate, gain, wilson
