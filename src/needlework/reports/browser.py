@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sqlite3
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,12 +40,6 @@ class Browser:
         self.cells[key] = (title, rows)
         return key
 
-    def _chosen(self, number: int, rows: Ints) -> Ints:
-        """Return at most `most` of the trials in random but seeded order, wrong answers before right ones."""
-        shuffled = np.random.default_rng((SEED, number)).permutation(rows)
-        right = np.nan_to_num(self.frame.values("correct", shuffled), nan=0.0)
-        return shuffled[np.argsort(right, kind="stable")][: self.most]
-
     def collect(self, used: set[str] | None = None) -> dict[str, Any]:
         """Return the sampled trials as JSON-ready data: prompts, trials and the trials of each key.
 
@@ -56,7 +50,11 @@ class Browser:
             used: Keys to include; all by default.
         """
         wanted_cells = {key: cell for key, cell in self.cells.items() if used is None or key in used}
-        chosen = {key: self._chosen(int(key[1:]), rows) for key, (_, rows) in wanted_cells.items()}
+        chosen = {}
+        for key, (_, rows) in wanted_cells.items():  # in random but seeded order, wrong answers before right ones
+            shuffled = np.random.default_rng((SEED, int(key[1:]))).permutation(rows)
+            right = np.nan_to_num(self.frame.values("correct", shuffled), nan=0.0)
+            chosen[key] = shuffled[np.argsort(right, kind="stable")][: self.most]
         shown: dict[str, list[Any]] = {key: [] for key in wanted_cells}
         book = _Book()
         for rank in range(self.most):
@@ -70,30 +68,21 @@ class Browser:
                 shown[key].append(book.entry(read[row]))
         cells = {}
         for key, (title, rows) in wanted_cells.items():
-            right = self.frame.values("correct", rows)
-            wrong = int(np.sum(right == 0))
+            wrong = int(np.sum(self.frame.values("correct", rows) == 0))
             cells[key] = {"title": title, "n": len(rows), "wrong": wrong, "trials": shown[key]}
         return {"prompts": book.prompts, "trials": book.trials, "cells": cells}
 
     def _read(self, rows: Sequence[int]) -> Iterator[tuple[int, Any]]:
         """Yield (trial, stored columns), opening each store once."""
-        by_source: dict[int, dict[int, int]] = {}
-        for row in rows:
-            source, id_ = self.frame.data[["source", "row"]].iloc[row].tolist()
-            by_source.setdefault(source, {})[id_] = row
-        for source, ids in by_source.items():
-            store = opened(self.frame.directories[source])
-            try:
-                for values in _by_ids(store.db, list(ids)):
-                    yield ids[values[0]], (source, *values)
-            finally:
-                store.close()
-
-
-def _by_ids(db: sqlite3.Connection, ids: list[int]) -> Iterator[Any]:
-    for start in range(0, len(ids), 500):
-        batch = ids[start : start + 500]
-        yield from db.execute(f"SELECT {_COLUMNS} FROM trials WHERE rowid IN ({','.join('?' * len(batch))})", batch)
+        for source, of_source in self.frame.data[["source", "row"]].iloc[list(rows)].groupby("source"):
+            trial_of = dict(zip(of_source["row"].tolist(), of_source.index.tolist(), strict=True))
+            ids = list(trial_of)
+            with closing(opened(self.frame.directories[source])) as store:
+                for start in range(0, len(ids), 500):
+                    batch = ids[start : start + 500]
+                    query = f"SELECT {_COLUMNS} FROM trials WHERE rowid IN ({','.join('?' * len(batch))})"
+                    for values in store.db.execute(query, batch):
+                        yield trial_of[values[0]], (source, *values)
 
 
 @dataclass
@@ -112,21 +101,17 @@ class _Book:
         if (source, row) in self._trial_at:
             return self._trial_at[source, row]
         marks = needle_characters(prompt, tokens, json.loads(spans), target)
-        at = self._prompt(prompt, marks)
-        plain = {name: round(value, 3) for name, value in json.loads(scores).items() if value is not None}
-        words = [display_name(sample, 200), display_name(intervention, 400), target[:LONGEST_ANSWER], output[:LONGEST_ANSWER]]
-        self.trials.append([at, *words, plain])
-        self.size += sum(map(len, words)) + 60 + 16 * len(plain)
-        return self._trial_at.setdefault((source, row), len(self.trials) - 1)
-
-    def _prompt(self, prompt: str, marks: list[tuple[int, int]]) -> int:
-        key = (prompt, tuple(marks))
-        if key not in self._prompt_at:
+        known = (prompt, tuple(marks))
+        if known not in self._prompt_at:
             text, marks = shortened(prompt, marks)
             self.prompts.append(pieces(text, marks))
-            self._prompt_at[key] = len(self.prompts) - 1
+            self._prompt_at[known] = len(self.prompts) - 1
             self.size += len(text) + 30
-        return self._prompt_at[key]
+        plain = {name: round(value, 3) for name, value in json.loads(scores).items() if value is not None}
+        words = [display_name(sample, 200), display_name(intervention, 400), target[:LONGEST_ANSWER], output[:LONGEST_ANSWER]]
+        self.trials.append([self._prompt_at[known], *words, plain])
+        self.size += sum(map(len, words)) + 60 + 16 * len(plain)
+        return self._trial_at.setdefault((source, row), len(self.trials) - 1)
 
 
 def needle_characters(prompt: str, tokens: int, spans: dict[str, Any], target: str) -> list[tuple[int, int]]:

@@ -43,7 +43,7 @@ class _Panel:
     title: str
     signed: bool = field(default=False, kw_only=True)  # values are differences of shares, in points
 
-    def marks(self) -> Sequence[CurvePoint | Cell | Dot]:
+    def marks(self) -> Sequence[Mark]:
         """Return all elements that show an estimate."""
         raise NotImplementedError
 
@@ -157,6 +157,7 @@ class Dots(_Panel):
 
 
 Panel = Lines | HeatMap | Dots
+Mark = CurvePoint | Cell | Dot
 
 
 @dataclass(frozen=True)
@@ -242,8 +243,12 @@ class _Family:
             series = [Series(m, self._color(m), points[m]) for m in points]
             name = f"{title}: {label}" if title else label
             made.append(replace(panel, group=self.name, title=name, series=series))
-            apart = [Series(self._less(m), self._color(m), self._points(points, m)) for m in list(points)[1:]]
-            apart = [curve for curve in apart if curve.points and self.models[0] in points]
+            first = {point.x: point for point in points.get(self.models[0], ())}
+            apart = []
+            for m in list(points)[1:]:  # differences at the x values that both checkpoints have
+                pairs = [(first[b.x], b) for b in points[m] if b.x in first]
+                differences = [CurvePoint(b.x, self._difference(a, b)) for a, b in pairs]
+                apart += [Series(self._less(m), self._color(m), differences)] * bool(differences)
             if apart and panel.percent:
                 less = replace(panel, y_label="difference, points", level=(0.0, ""), signed=True)
                 made.append(replace(less, group=self.name, title=f"{name}: difference", series=apart))
@@ -251,12 +256,6 @@ class _Family:
 
     def _color(self, model: str) -> int:
         return COLORS[self.models.index(model) % len(COLORS)]
-
-    def _points(self, points: dict[str, Sequence[CurvePoint]], model: str) -> list[CurvePoint]:
-        """Return the differences at the x values that both checkpoints have."""
-        first = {point.x: point for point in points.get(self.models[0], ())}
-        pairs = [(first[point.x], point) for point in points[model] if point.x in first]
-        return [CurvePoint(b.x, self._difference(a.y, a.key, b.y, b.key)) for a, b in pairs]
 
     def _dots(self, title: str, of_model: dict[str, Dots]) -> list[Panel]:
         """Return a panel with the dots of all checkpoints, label by label, and a panel of differences."""
@@ -279,7 +278,7 @@ class _Family:
                 a, b = at.get((self.models[0], label)), at.get((model, label))
                 if a and b:
                     name = label if len(of_model) == 2 else f"{label}, {model}"
-                    apart.append(Dot(name, self._color(model), self._difference(a.y, a.key, b.y, b.key)))
+                    apart.append(Dot(name, self._color(model), self._difference(a, b)))
         if apart:
             less = self._less(next(m for m in of_model if m != self.models[0])) if len(of_model) == 2 else "against the first"
             made.append(
@@ -297,27 +296,22 @@ class _Family:
             if first is None or panel is first or (panel.rows, panel.cols) != (first.rows, first.cols):
                 continue
             cells = [
-                [self._cell(a, b) for a, b in zip_longest(line, other)]
-                for line, other in zip(first.cells, panel.cells, strict=True)
+                [Cell(self._difference(a, b), outside=b.outside) if a and b and a.key and b.key else None for a, b in pairs]
+                for pairs in map(zip_longest, first.cells, panel.cells)
             ]
             if any(cell for line in cells for cell in line):
                 name = f"{self._less(model)}: {title}" if title else self._less(model)
                 made.append(replace(panel, group=self.name, title=name, cells=cells, top=1.0, signed=True))
         return made
 
-    def _cell(self, a: Cell | None, b: Cell | None) -> Cell | None:
-        if a is None or b is None or not (a.key and b.key):
-            return None
-        return Cell(self._difference(a.y, a.key, b.y, b.key), outside=b.outside)
-
-    def _difference(self, a: Estimate, a_key: str, b: Estimate, b_key: str) -> Estimate:
+    def _difference(self, a: Mark, b: Mark) -> Estimate:
         """Estimate b - a: paired if both are accuracies on the same samples, else as a difference of independent shares."""
-        if a_key and b_key:
-            before, after = (self._by_sample(self.browser.cells[key][1]) for key in (a_key, b_key))
+        if a.key and b.key:
+            before, after = (self._by_sample(self.browser.cells[mark.key][1]) for mark in (a, b))
             same = before[0].shape == after[0].shape and bool((before[0] == after[0]).all()) and len(before[0]) > 0
-            if same and np.isclose(before[1].mean(), a.value) and np.isclose(after[1].mean(), b.value):
+            if same and np.isclose(before[1].mean(), a.y.value) and np.isclose(after[1].mean(), b.y.value):
                 return stats.gain(after[1], before[1], before[2])
-        return stats.difference(b, a)
+        return stats.difference(b.y, a.y)
 
     def _by_sample(self, rows: Ints) -> tuple[Ints, stats.Floats, Ints]:
         """Return samples, accuracy per sample (several trials if heads were drawn at random) and clusters, all [samples]."""
