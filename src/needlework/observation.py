@@ -241,7 +241,6 @@ def observe(
     """Observe everything that the calling thread runs on the subject inside the `with` block. Other threads are not observed.
 
     Args:
-        subject: The model.
         span: The span that attention is summed on; each request must have one of this name. By default "needle", which a
             request without any spans need not have.
         patterns: True keeps the attention patterns of `heads` at `positions`; a function is called with every `PatternBlock`

@@ -41,11 +41,9 @@ def score_answers(
     """Score the correct answers of all trials in one run of the engine, which computes shared prefixes once.
 
     Args:
-        subject: The model.
         trials: Samples under interventions.
         phase: The phase of the interventions. With "both", prompt and answer are scored as one text; with "decode", the answer
             is generated with its tokens forced, or freely where there is no intervention.
-        progress: Called with the share of the work that is done.
 
     Returns:
         Log-likelihoods of the answers [trials]; and whether greedy decoding gives them [trials], which in phase "decode" is
@@ -240,7 +238,6 @@ def shapley_values(
         draw: Random generator of the permutations.
         tolerance: A permutation stops once its coalition's value is within this distance of the value of all players; the
             remaining players get 0 (truncation of Ghorbani and Zou). With 0 none stops early and the estimate is unbiased.
-        progress: Called with the share of the work that is done.
 
     Returns:
         Values [games, players], NaN for games without a permutation; and the number of coalitions that were valued.

@@ -199,13 +199,11 @@ def smallest_set(
     """Find the smallest k such that a ranking's k best heads retain a share of retrieval, and measure that set.
 
     Args:
-        subject: The model.
         ranking: The ranking whose best heads are kept.
         curve: Its curve on `choosing`; every k between two of its points is then measured.
         choosing: The samples on which k is chosen.
         judging: Held-out samples on which the chosen set is measured.
         keep: The share of retrieval to retain.
-        progress: Called with the share of the work that is done.
     """
     anatomy = subject.anatomy
     enough = curve.smallest(keep)
@@ -286,12 +284,10 @@ def compare_selections(
     """Measure retrieval under all ways to select heads, on the same samples.
 
     Args:
-        subject: The model.
         ranking: The ranking that static sets are taken from.
         recording: Samples on which the selections of dynamic selection are counted.
         judging: Held-out samples on which all ways are measured.
         share: Share of the heads of each layer to keep.
-        progress: Called with the share of the work that is done.
     """
     anatomy = subject.anatomy
     count = partial(count_selections, share=share)

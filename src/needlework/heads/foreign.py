@@ -6,14 +6,13 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from needlework.anatomy import Anatomy, Head
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import atomic_write, read_text
 from needlework.interventions.ranking import FORMAT, MOST_BYTES, Origin, Ranking, read_json
 
-Kind = Literal["wu", "duo"]
 FILES: dict[str, str] = {"wu": "{name}.wu.json", "duo": "{name}.full_attention_heads.tsv"}
 _WU = 'a JSON object such as {"16-19": [0.93, 0.95]}, layer and head before lists of scores'
 _DUO = "numbers between tabs, a line for each layer (or each attention layer) and a column for each key-value head"
@@ -42,7 +41,7 @@ def _read_wu(path: Path | str, content: Any) -> Ranking:
         values = given if isinstance(given, list) else [given]
         if len(parts) != 2 or not all(part.isascii() and part.isdigit() and len(part) < 7 for part in parts):
             raise NeedleworkError(f"{path}: {short_repr(name)} is no head; {_WU}")
-        if not values or not all(_is_number(value) for value in values):
+        if not values or not all(type(value) in (int, float) and abs(value) < 1e300 for value in values):
             raise NeedleworkError(f"{path}: head {name} has no scores, or one that is no number ({short_repr(given)}); {_WU}")
         head = Head(int(parts[0]), int(parts[1]))
         if head in scores:
@@ -82,10 +81,6 @@ def _read_duo(path: Path | str, anatomy: Anatomy) -> Ranking:
     return Ranking.by_scores(scores, method=f"duo:{Path(path).stem}", model=Origin(architecture=anatomy.architecture))
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
-
-
 def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> None:
     """Write a ranking in the format of another tool ("wu" or "duo").
 
@@ -101,8 +96,7 @@ def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> No
         if kind == "wu":
             json.dump({f"{head.layer}-{head.index}": [scores[head]] for head in sorted(scores)}, file)
         else:
-            for row in _gates(scores, anatomy):
-                file.write("\t".join(f"{gate:.9g}" for gate in row) + "\n")
+            file.writelines("\t".join(f"{gate:.9g}" for gate in row) + "\n" for row in _gates(scores, anatomy))
 
 
 def _gates(scores: Mapping[Head, float], anatomy: Anatomy) -> list[list[float]]:

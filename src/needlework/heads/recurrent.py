@@ -189,14 +189,12 @@ def recurrent_side(
     """Measure a model with each recurrent group ablated, its memory cut, and its top groups or as many random ones ablated.
 
     Args:
-        subject: The model.
         items: Samples of a retrieval task.
         beside: Samples of other abilities, measured under the same conditions.
         seed: Seed of random groups and of the split into halves.
         draws: Number of random sets of each size.
         shares: Shares of the groups that are ablated as top and as random sets. Each half of the retrieval samples is measured
             without the top groups that the other half ranks, so that no sample ranks for itself.
-        progress: Called with the share of the work that is done.
     """
     anatomy = subject.anatomy
     if not anatomy.groups:

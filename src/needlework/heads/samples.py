@@ -41,7 +41,6 @@ def draw_samples(
     `samples` are returned where a task has no more.
 
     Args:
-        subject: The model.
         tasks: Retrieval tasks.
         samples: Number of samples to draw.
         seed: Seed of the tasks.

@@ -206,7 +206,6 @@ def survey(
     """Rank the heads by each method, and evaluate these rankings and the given ones.
 
     Args:
-        subject: The model.
         tasks: Retrieval tasks that samples are drawn from.
         methods: Methods to rank by; cheap ones are run again on other samples if `settings.retest`.
         settings: Numbers of samples, and what is measured.
@@ -253,8 +252,7 @@ def survey(
                 judged = evaluate_rankings(subject, found.rankings, samples_for(CHOSEN), progress, settings.random_orders)
             found.curves = judged
             with steps.step("looking for the smallest set") as progress:
-                fewest = lambda name: (judged[name].smallest(settings.keep), -judged[name].area.value)  # noqa: E731
-                best = min(found.rankings, key=fewest)
+                best = min(found.rankings, key=lambda name: (judged[name].smallest(settings.keep), -judged[name].area.value))
                 both_samples = (samples_for(CHOSEN), samples_for(JUDGED))
                 found.smallest = smallest_set(subject, found.rankings[best], judged[best], *both_samples, settings.keep, progress)
         if settings.dynamic:

@@ -6,6 +6,7 @@ import copy
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -251,12 +252,9 @@ def _wrap_like(subject: Subject, model: Any) -> Subject:
 
 
 def _write_stock_config(model: Any, cuts: tuple[Cut, ...], sliding: dict[str, bool]) -> bool:
-    """Write the new numbers of heads into the model's configuration, if that can describe the pruned model.
+    """Write the new numbers of heads into the model's configuration if that can describe the pruned model; return whether.
 
     It can if all layers (of the same kind, full or sliding) have equal numbers, and a model built from it has the same shapes.
-
-    Returns:
-        Whether the configuration now describes the model.
     """
     config = copy.deepcopy(model.config)
     text = config.get_text_config(decoder=True)
@@ -397,13 +395,11 @@ def _file_dtype(subject: Subject) -> torch.dtype:
     """Return the dtype of the original weight files, so that weights loaded as float32 are not written in a larger dtype."""
     from needlework.model.load import own_dtype, torch_dtype
 
+    with suppress(NeedleworkError):
+        if subject.body.source is not None:
+            return torch_dtype(own_dtype(subject.body.source))
     own: torch.dtype = subject.model.dtype
-    if subject.body.source is None:
-        return own
-    try:
-        return torch_dtype(own_dtype(subject.body.source))
-    except NeedleworkError:
-        return own
+    return own
 
 
 def _weight_bytes(subject: Subject, folder: Path | None) -> int:
