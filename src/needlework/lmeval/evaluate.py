@@ -269,11 +269,7 @@ def _summarise(
         own = store.rows("asked AND experiment = ? AND model = ?", (EXPERIMENT, info.name))
         found = {(row.intervention, row.prompt_id): row for row in own}
     rows = {text: [found[text, document.digest] for document in documents] for text in texts}
-    files = []
-    for text, answered in rows.items():
-        with silence_lm_eval():
-            results = _compute_results(loaded, documents, answered, settings)
-        files.append(_write_results(folder, results, info, text, answered, settings))
+    files = [_write_results(folder, info, text, loaded, documents, answered, settings) for text, answered in rows.items()]
     kept = [row for answered in rows.values() for row in answered]
     homes = {name: name for name in loaded["tasks"]}
     children = {name for members in (loaded.get("group_map") or {}).values() for name in members}
@@ -290,9 +286,18 @@ def _summarise(
     )
 
 
-def _compute_results(loaded: Any, documents: Sequence[Document], rows: Sequence[Row], settings: PromptSettings) -> dict[str, Any]:
-    """Compute lm-eval's results from the stored answers under one intervention."""
+def _write_results(
+    out: Path,
+    info: ModelInfo,
+    text: str,
+    loaded: Any,
+    documents: Sequence[Document],
+    rows: Sequence[Row],
+    settings: PromptSettings,
+) -> Path:
+    """Let lm-eval compute its results from the answers under one intervention, and write them as `lm_eval --log_samples`."""
     from lm_eval.evaluator import evaluate as lm_evaluate
+    from lm_eval.utils import handle_non_serializable
 
     from needlework.lmeval.model import ReplayLM
 
@@ -300,7 +305,8 @@ def _compute_results(loaded: Any, documents: Sequence[Document], rows: Sequence[
     for document, row in zip(documents, rows, strict=True):
         answers |= zip(map(id, document.instances), stored_responses(document, row), strict=True)
         forget_responses(document)
-    with ExitStack() as stack:
+    chat = {"apply_chat_template": settings.chat, "fewshot_as_multiturn": settings.chat}
+    with ExitStack() as stack, silence_lm_eval():
         for task in loaded["tasks"].values():  # keeps lm-eval from building the requests again for each intervention
             task.build_all_requests = lambda **_: None
             stack.callback(delattr, task, "build_all_requests")  # restores the class's method
@@ -310,18 +316,8 @@ def _compute_results(loaded: Any, documents: Sequence[Document], rows: Sequence[
             limit=settings.limit,
             bootstrap_iters=BOOTSTRAPS,
             log_samples=True,
-            apply_chat_template=settings.chat,
-            fewshot_as_multiturn=settings.chat,
+            **chat,
         )
-    return results
-
-
-def _write_results(
-    out: Path, results: dict[str, Any], info: ModelInfo, text: str, rows: Sequence[Row], settings: PromptSettings
-) -> Path:
-    """Write results.json and samples_TASK.jsonl of one intervention in the format of `lm_eval --log_samples`."""
-    from lm_eval.utils import handle_non_serializable
-
     config = {
         "model": "needlework",
         "model_args": {"pretrained": info.model.source, "intervention": text, "dtype": info.model.loading.dtype},
@@ -329,8 +325,7 @@ def _write_results(
         **{f"{key}_sha": value for key, value in info.identity().items() if key in ("weights", "tokenizer")},
         "limit": settings.limit,
         "bootstrap_iters": BOOTSTRAPS,
-        "apply_chat_template": settings.chat,
-        "fewshot_as_multiturn": settings.chat,
+        **chat,
     }
     samples = results.pop("samples")
     results |= {"config": config, "date": time.time()}
