@@ -175,19 +175,13 @@ def _forward(first: int, stop: int, arguments: Any, out: Any, length: int) -> No
             _compute_decays(gates, rates, (reset, row, start), tokens, decay, scale)
             load_tile(x, row, start, low, lanes, tokens, inputs)
             load_tile(gate_in, row, start, low, lanes, tokens, gates)
-            _scan_tile(inputs, gates, decay, scale, tokens, h)
+            for t in range(tokens):  # the states replace `scale`
+                for j in range(LANES):
+                    scale[t, j] *= inputs[t, j] * sigmoid(gates[t, j])
+                for j in range(LANES):
+                    h[j] = decay[t, j] * h[j] + scale[t, j]
+                    scale[t, j] = h[j]
             store_tile(scale, out, (row * length + start) * width + low, width, lanes, tokens)
-
-
-@helper
-def _scan_tile(x: Any, gates: Any, decay: Any, scale: Any, tokens: int, h: Any) -> None:
-    """Run the recurrence over a tile from state `h`; the states replace `scale`."""
-    for t in range(tokens):
-        for j in range(LANES):
-            scale[t, j] *= x[t, j] * sigmoid(gates[t, j])
-        for j in range(LANES):
-            h[j] = decay[t, j] * h[j] + scale[t, j]
-            scale[t, j] = h[j]
 
 
 @helper

@@ -253,17 +253,6 @@ def _recompute_token(tile: Any, B: Any, C: Any, row: int, start: int, t: int, cu
 
 
 @helper
-def _reverse_gate(gates: Any, result: Any, tokens: int, g_y: Any) -> None:
-    """Replace `g_y`, the gradient of y * silu(z), by that of y, and `gates` (z) by the gradient of z."""
-    for t in range(tokens):
-        for j in range(LANES):
-            z, grad = gates[t, j], g_y[t, j]
-            s = sigmoid(z)
-            g_y[t, j] = grad * z * s
-            gates[t, j] = grad * result[t, j] * s * (ONE + z * (ONE - s))
-
-
-@helper
 def _reverse_token(tile: Any, projections: Any, at: Any, t: int, g_y: Any, g: Any, sums: Any, through: Any) -> None:
     """Propagate `g`, the gradient of the state after token t, to the state before it; accumulate all other gradients."""
     steps, drive, rate, decays, states = tile
@@ -348,7 +337,12 @@ def _backward(first: int, stop: int, arguments: Any, grad_out: Any, saved: Any, 
                 _recompute_token(tile_arrays, B, C, row, start, t, cut, result)
             if z[0].size > 0:
                 load_tile(z, row, start, low, lanes, tokens, gates)
-                _reverse_gate(gates, result, tokens, g_y)
+                for t in range(tokens):  # g_y and gates become the gradients of y and of z
+                    for j in range(LANES):
+                        v, grad = gates[t, j], g_y[t, j]
+                        s = sigmoid(v)
+                        g_y[t, j] = grad * v * s
+                        gates[t, j] = grad * result[t, j] * s * (ONE + v * (ONE - s))
                 store_tile(gates, grad_z, dense, inner, lanes, tokens)
             for t in range(tokens - 1, -1, -1):
                 _reverse_token(tile_arrays, (B, C, grad_B, grad_C), (row, group, start), t, g_y, g, sums, through)

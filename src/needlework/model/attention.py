@@ -127,7 +127,7 @@ def _mask(
     too_large = 1 < q_length < kv_length and q_length * kv_length > WHOLE_MASK  # a later chunk with many earlier keys
     if forward is None or forward.dense_masks or kwargs.get("use_vmap") or not (forward.own_maths or too_large):
         if forward is not None and (forward.own_maths or (too_large and not forward.dense_masks)):
-            kwargs["allow_is_causal_skip"] = False
+            kwargs["allow_is_causal_skip"] = False  # a real mask is needed
         mask: Tensor | None = sdpa_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **kwargs
         )

@@ -48,10 +48,6 @@ class PrefillRecording:
     heads: dict[int, RecordedHeads] = field(default_factory=dict)  # attention layer -> its head outputs
     scores: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # layer -> scores of its heads [rows, tokens, heads]
 
-    def output(self, layer: int, rows: Tensor, tokens: slice) -> Any:
-        """Return a layer's recorded output for these rows and tokens."""
-        return _part_of(self.outputs[layer], rows, tokens, self.ids.shape)
-
 
 @dataclass(frozen=True)
 class EnteredBatch:
@@ -120,7 +116,7 @@ class Stack:
                 for module in self._token_wise(self.layers[self.top]):
                     stack.enter_context(_replaced(module, _of_last_token(module.forward)))
             if entry.layer:
-                below = entry.recording.output(entry.layer - 1, entry.rows, tokens)
+                below = _part_of(entry.recording.outputs[entry.layer - 1], entry.rows, tokens, entry.recording.ids.shape)
                 for module in self.layers[: entry.layer]:
                     stack.enter_context(_replaced(module, lambda *args, **kwargs: below))
             if entry.after_heads:

@@ -423,10 +423,7 @@ def _means(silences: Sequence[Sequence[acts.SilenceHeads]], means: Mapping[str, 
         raise NeedleworkError(f"no calibrated means {min(missing)!r} are loaded: subject.use(nw.Means.load(path)) brings them")
     values = torch.stack([torch.zeros_like(means[min(named)])] * len(silences))
     for table, row in zip(values, silences, strict=True):
-        for act in row:
-            if act.means:
-                table[list(act.heads)] = means[act.means][list(act.heads)]
-        for act in row:
-            if not act.means:
-                table[list(act.heads)] = 0.0
+        for act in sorted(row, key=lambda act: not act.means):  # zeros last
+            heads = list(act.heads)
+            table[heads] = means[act.means][heads] if act.means else 0.0
     return values.to(device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -29,7 +29,7 @@ from needlework.model.memory import Memory, preallocated_cache
 from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, device_of, hooked, states_on_modules
 from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
-from needlework.model.session import exclusive_use, slow_kernel_hints
+from needlework.model.session import exclusive_use, replaced_value, slow_kernel_hints
 from needlework.model.streaming import ENTRY
 from needlework.receipts import Tally
 
@@ -146,14 +146,9 @@ class HookedModel:
             self.model.eval()
             yield
 
-    @contextmanager
-    def chunks_of(self, tokens: int) -> Iterator[None]:
+    def chunks_of(self, tokens: int) -> AbstractContextManager[None]:
         """Limit prefill chunks to this many tokens while the context is open; 0 keeps the current limit."""
-        usual, self.chunk = self.chunk, min(self.chunk, tokens or self.chunk)
-        try:
-            yield
-        finally:
-            self.chunk = usual
+        return replaced_value(vars(self), "chunk", min(self.chunk, tokens or self.chunk))
 
     def _empty(self, mixer: Mixer, rows: int) -> Memory:
         """Return an empty memory for a single mixer."""

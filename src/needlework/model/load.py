@@ -46,7 +46,7 @@ def load_hooked_model(
         kernels: "fast" for needlework's kernels, "stock" for transformers' code.
     """
     precision = torch_dtype(dtype)
-    _check_kernels(kernels)
+    _check_choice("kernels=", kernels, get_args(Kernels))
     place = torch_device(device)
     origin = _origin(source)
     file = Path(origin.name) / origin.gguf if origin.gguf else None
@@ -76,17 +76,11 @@ def convert_gguf(file: Path) -> Path:
 def _convert_gguf(file: Path, into: Path) -> None:
     """Write a GGUF file's weights, configuration and tokenizer as a transformers model directory."""
     from safetensors.torch import save_file
-    from transformers.utils import logging as transformers_logging
 
     config = causal_config(_config(_Origin(str(file.parent), True, file.name)))
     say(f"converting {file.name} to safetensors, once, into {into.parent} (float32; later commands read it from there)")
-    bars = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.enable_progress_bar()
-    try:
-        with exclusive_use():
-            model = _weights(file.parent, file.name, config, dtype=torch.float32)
-    finally:
-        None if bars else transformers_logging.disable_progress_bar()
+    with exclusive_use(), session.progress_bar(True):
+        model = _weights(file.parent, file.name, config, dtype=torch.float32)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     tensors = {name: t.detach().float().contiguous() for name, t in model.state_dict().items() if name not in tied}
     save_file(tensors, into / files.WEIGHTS, metadata={"format": "pt"})
@@ -100,14 +94,18 @@ def _convert_gguf(file: Path, into: Path) -> None:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    if name not in DTYPES:
-        raise NeedleworkError(f"dtype {name!r} is not known; choose from {', '.join(DTYPES)}")
+    _check_choice("dtype ", name, DTYPES)
     return DTYPES[name]
+
+
+def _check_choice(what: str, chosen: str, choices: Collection[str]) -> None:
+    if chosen not in choices:
+        raise NeedleworkError(f"{what}{chosen!r} is not known; choose from {', '.join(choices)}")
 
 
 def hook_model(model: Any, window: Window = "transformers", kernels: Kernels = "fast") -> HookedModel:
     """Probe a model that is already in memory and wrap it as a HookedModel."""
-    _check_kernels(kernels)
+    _check_choice("kernels=", kernels, get_args(Kernels))
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
     on_gpu = next(model.parameters()).device.type == "cuda"
@@ -152,11 +150,6 @@ def own_dtype(source: str | Path, revision: str | None = None, trust_remote_code
     if named is None:
         raise NeedleworkError(f"{source}: dtype='auto', but its configuration names none; choose dtype='float32' or 'bfloat16'")
     return str(named).removeprefix("torch.")
-
-
-def _check_kernels(kernels: str) -> None:
-    if kernels not in get_args(Kernels):
-        raise NeedleworkError(f"kernels={kernels!r} is not known; choose from {', '.join(get_args(Kernels))}")
 
 
 _LONGEST_HUB_ID = 200  # characters; the hub allows 96

@@ -280,9 +280,7 @@ def holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
 # Attributes with the number of heads and their width. A pair is used only if their product is the input width of the output
 # projection, so that an attribute with another meaning in some family is not mistaken for heads.
 _HEADS = (
-    ("num_v_heads", "head_v_dim"),
-    ("num_heads", "head_dim"),
-    ("n_mamba_heads", "mamba_head_dim"),
+    *(("num_v_heads", "head_v_dim"), ("num_heads", "head_dim"), ("n_mamba_heads", "mamba_head_dim")),
     ("num_attention_heads", "head_dim"),
 )
 _BLOCKS = (("num_attention_heads", "block_width"),)  # of RG-LRU, whose gates are block-diagonal

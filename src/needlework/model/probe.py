@@ -133,13 +133,27 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
         elif log.projected is not None and first(output) is log.projected[1]:
             log.projections[module] = log.projected[0]
 
+    def spied(method: Any, name: str) -> Any:
+        """Wrap a cache's update method to record returned keys, or the module that updates a recurrent state."""
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            result = method(*args, **kwargs)
+            if name == "update":
+                log.returned_keys.append(result[0])
+            else:
+                index = next(x for x in (*args, *kwargs.values()) if isinstance(x, int))
+                log.mixers.setdefault(log.stack[-1], index)
+            return result
+
+        return spy
+
     hooks = [
         module_hooks.register_module_forward_pre_hook(entered),
         module_hooks.register_module_forward_hook(left, always_call=True),
     ]
     for name in ("update_conv_state", "update_recurrent_state", "set_linear_cache", "update"):
         if hasattr(memory.cache, name):
-            setattr(memory.cache, name, _spied(getattr(memory.cache, name), name, log))
+            setattr(memory.cache, name, spied(getattr(memory.cache, name), name))
     token = _LOG.set(log)
     try:
         yield
@@ -147,21 +161,6 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
         _LOG.reset(token)
         for hook in hooks:
             hook.remove()
-
-
-def _spied(method: Any, name: str, log: _Log) -> Any:
-    """Wrap a cache's update method to record returned keys, or the module that updates a recurrent state."""
-
-    def spy(*args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        if name == "update":
-            log.returned_keys.append(result[0])
-        else:
-            index = next(x for x in (*args, *kwargs.values()) if isinstance(x, int))
-            log.mixers.setdefault(log.stack[-1], index)
-        return result
-
-    return spy
 
 
 def probe(model: Any, family: Family, window_rule: str) -> Findings:

@@ -11,7 +11,7 @@ import gc
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from needlework.errors import NeedleworkError
@@ -106,15 +106,19 @@ _WORTH_A_BAR = 2**30  # bytes of weights; fewer are loaded in less than two seco
 
 
 @contextmanager
-def no_bar_for(weight_bytes: int) -> Iterator[None]:
-    """Disable transformers' progress bar while small weights are loaded."""
+def progress_bar(shown: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bar while the context is open."""
     from transformers.utils import logging as transformers_logging
 
-    if weight_bytes >= _WORTH_A_BAR or not transformers_logging.is_progress_bar_enabled():
-        yield
-        return
-    transformers_logging.disable_progress_bar()
+    switch = {True: transformers_logging.enable_progress_bar, False: transformers_logging.disable_progress_bar}
+    before = bool(transformers_logging.is_progress_bar_enabled())
+    switch[shown]()
     try:
         yield
     finally:
-        transformers_logging.enable_progress_bar()
+        switch[before]()
+
+
+def no_bar_for(weight_bytes: int) -> AbstractContextManager[None]:
+    """Hide transformers' progress bar while small weights are loaded."""
+    return progress_bar(False) if weight_bytes < _WORTH_A_BAR else nullcontext()
