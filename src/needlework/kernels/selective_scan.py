@@ -182,6 +182,13 @@ def _scan_token(steps: Any, drive: Any, rate: Any, B: Any, C: Any, row: int, sta
             result[t, j] += new * c
 
 
+@helper
+def _apply_gate(gates: Any, tokens: int, result: Any) -> None:
+    for t in range(tokens):
+        for j in range(LANES):
+            result[t, j] *= gates[t, j] * sigmoid(gates[t, j])
+
+
 @compile_kernel(_INPUTS, DENSE, VECTOR, DENSE, _SAVED)
 def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final: Any, saved: Any) -> None:
     x, dt, A, B, C, reset, bias, skip, z = arguments
@@ -217,9 +224,7 @@ def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final:
                 _scan_token(steps, drive, rate, B, C, row, start, t, h, result)
             if z[0].size > 0:
                 load_tile(z, row, start, low, lanes, tokens, inputs)
-                for t in range(tokens):
-                    for j in range(LANES):
-                        result[t, j] *= inputs[t, j] * sigmoid(inputs[t, j])
+                _apply_gate(inputs, tokens, result)
             store_tile(result, out, (row * length + start) * inner + low, inner, lanes, tokens)
         for j in range(lanes):
             for n in range(n_state):
@@ -250,6 +255,17 @@ def _recompute_token(tile: Any, B: Any, C: Any, row: int, start: int, t: int, cu
         for j in range(LANES):
             states[t + 1, n, j] = decays[t, n, j] * states[t, n, j] + drive[t, j] * b
             result[t, j] += states[t + 1, n, j] * c
+
+
+@helper
+def _reverse_gate(gates: Any, result: Any, tokens: int, g_y: Any) -> None:
+    """Replace `g_y`, the gradient of y * silu(z), by that of y, and `gates` (z) by the gradient of z."""
+    for t in range(tokens):
+        for j in range(LANES):
+            z, grad = gates[t, j], g_y[t, j]
+            s = sigmoid(z)
+            g_y[t, j] = grad * z * s
+            gates[t, j] = grad * result[t, j] * s * (ONE + z * (ONE - s))
 
 
 @helper
@@ -287,6 +303,14 @@ def _reverse_inputs(inputs: Any, steps: Any, skip: Any, tokens: int, g_y: Any, g
             g_drive[t, j] = grad * steps[t, j] + g_y[t, j] * skip[j]
         for j in range(LANES):
             g_skip[j] += g_y[t, j] * inputs[t, j]
+
+
+@helper
+def _reverse_steps(raw: Any, bias: Any, tokens: int, g_steps: Any, g_bias: Any) -> None:
+    for t in range(tokens):
+        for j in range(LANES):
+            g_steps[t, j] *= sigmoid(raw[t, j] + bias[j])
+            g_bias[j] += g_steps[t, j]
 
 
 @compile_kernel(_INPUTS, TOKENS, _SAVED, DENSE, _GRADIENTS)
@@ -337,21 +361,13 @@ def _backward(first: int, stop: int, arguments: Any, grad_out: Any, saved: Any, 
                 _recompute_token(tile_arrays, B, C, row, start, t, cut, result)
             if z[0].size > 0:
                 load_tile(z, row, start, low, lanes, tokens, gates)
-                for t in range(tokens):  # g_y and gates become the gradients of y and of z
-                    for j in range(LANES):
-                        v, grad = gates[t, j], g_y[t, j]
-                        s = sigmoid(v)
-                        g_y[t, j] = grad * v * s
-                        gates[t, j] = grad * result[t, j] * s * (ONE + v * (ONE - s))
+                _reverse_gate(gates, result, tokens, g_y)
                 store_tile(gates, grad_z, dense, inner, lanes, tokens)
             for t in range(tokens - 1, -1, -1):
                 _reverse_token(tile_arrays, (B, C, grad_B, grad_C), (row, group, start), t, g_y, g, sums, through)
             _reverse_inputs(inputs, steps, skips, tokens, g_y, g_drive, g_steps, g_skip)
             if bias.size > 0:
-                for t in range(tokens):
-                    for j in range(LANES):
-                        g_steps[t, j] *= sigmoid(raw[t, j] + biases[j])
-                        g_bias[j] += g_steps[t, j]
+                _reverse_steps(raw, biases, tokens, g_steps, g_bias)
             store_tile(g_drive, grad_x, dense, inner, lanes, tokens)
             store_tile(g_steps, grad_dt, dense, inner, lanes, tokens)
         for j in range(lanes):
