@@ -9,12 +9,6 @@ from typing import Any, Literal, NamedTuple
 LayerKind = Literal["attention", "recurrent", "hybrid", "other"]
 # What a group of a recurrent mixer is: a head, a block of RG-LRU's block-diagonal gates, or adjacent channels.
 GroupKind = Literal["heads", "blocks", "channels", ""]
-_SAID = {
-    "heads": "{count} heads of {width} channels",
-    "blocks": "{count} blocks of {width} channels",
-    "channels": "no heads, {count} groups of {width} channels",
-    "": "",
-}
 
 
 class Head(NamedTuple):
@@ -70,14 +64,16 @@ class RecurrentPart:
     @property
     def grouped(self) -> str:
         """A description of the groups (`16 heads of 16 channels`); empty if they are unknown."""
-        return _SAID[self.group_kind].format(count=self.groups, width=self.group_width)
+        kind = "groups" if self.group_kind == "channels" else self.group_kind
+        no_heads = "no heads, " if self.group_kind == "channels" else ""
+        return f"{no_heads}{self.groups} {kind} of {self.group_width} channels" if kind else ""
 
     @property
     def made_of(self) -> str:
         """A description of the groups, the convolution and the state."""
+        convolution = [f"convolution over {self.taps} tokens"] * bool(self.taps)
         groups = self.grouped or f"groups not known: {self.no_groups_reason}"
-        convolution = f"convolution over {self.taps} tokens" if self.taps else ""
-        return "; ".join(part for part in (groups, convolution, "state" if self.carries_state else "") if part)
+        return "; ".join([groups, *convolution, *["state"] * self.carries_state])
 
 
 @dataclass(frozen=True)
@@ -183,12 +179,8 @@ class Anatomy:
             plain["kind"] = layer.kind
         totals = ("window", "attention_parameters", "recurrent_parameters", "kv_bytes_per_token", "state_bytes")
         fields |= {name: getattr(self, name) for name in totals}
-        fields["heads"], fields["groups"] = len(self.heads), len(self.groups)
-        fields["flops_per_token_at_2048"] = {
-            side: self.flops_per_token(side, 2048)
-            for side in ("attention", "recurrent")  # type: ignore[arg-type]
-        }
-        return fields
+        at_2048 = {"attention": self.flops_per_token("attention", 2048), "recurrent": self.flops_per_token("recurrent", 2048)}
+        return {**fields, "heads": len(self.heads), "groups": len(self.groups), "flops_per_token_at_2048": at_2048}
 
     def __str__(self) -> str:
         kinds = {"attention": "A", "recurrent": "R", "hybrid": "H", "other": "-"}

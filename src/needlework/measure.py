@@ -70,36 +70,33 @@ def make_requests(
     """
     if mode == "generate" and ending is None:
         raise NeedleworkError(f"{item.id}: what ends an answer is not known; set item.ending, or make samples by make_samples()")
-    return [_make_request(one, mode, intervention, ending, boundary) for one in (item, *item.also)]
-
-
-def _make_request(item: Item, mode: Mode, intervention: Intervention, ending: Ending | None, boundary: Phase) -> Request:
-    options = () if mode == "generate" else item.options
-    whole_text = mode == "perplexity" and not options
-    how = {} if ending is None else {"max_new_tokens": ending[0], "stop": ending[1]}
-    return Request(
-        prompt=item.prompt[:1] if whole_text else item.prompt,
-        intervention=intervention,
-        spans={} if whole_text else item.spans,
-        twins=item.twins,
-        boundary=boundary,
-        sample=sample_key(item.prompt),  # hash of the whole text, also where only its first token is the prompt
-        options=(item.prompt[1:],) if whole_text else options,
-        **how,  # type: ignore[arg-type]
-    )
-
-
-def task_ending(subject: Subject, task: Task) -> Ending:
-    """Return the token limit of a task, and the token ids that end an answer: the task's stop and the model's end tokens."""
-    most, stop = task.ending(require_tokenizer(subject))
-    eos = getattr(subject.model.generation_config, "eos_token_id", None)
-    return most, stop_tokens(eos, () if stop is None else (stop,), partial(subject.encode, continuation=True))
+    how: dict[str, Any] = {} if ending is None else {"max_new_tokens": ending[0], "stop": ending[1]}
+    requests = []
+    for one in (item, *item.also):
+        whole_text = mode == "perplexity" and not one.options
+        options = () if mode == "generate" else (one.prompt[1:],) if whole_text else one.options
+        requests.append(
+            Request(
+                prompt=one.prompt[:1] if whole_text else one.prompt,
+                intervention=intervention,
+                spans={} if whole_text else one.spans,
+                twins=one.twins,
+                boundary=boundary,
+                sample=sample_key(one.prompt),  # hash of the whole text, also where only its first token is the prompt
+                options=options,
+                **how,
+            )
+        )
+    return requests
 
 
 def make_samples(subject: Subject, task: Task, seed: int) -> list[Sample]:
-    """Return all samples of a task for this model and seed, each with its ending."""
-    ending, anatomy = task_ending(subject, task), subject.anatomy
-    items = task.items(require_tokenizer(subject), seed, anatomy.window, anatomy.max_tokens)
+    """Return all samples of a task for this model and seed, each with its ending: the task's stop and the model's end tokens."""
+    tokenizer, anatomy = require_tokenizer(subject), subject.anatomy
+    most, stop = task.ending(tokenizer)
+    eos = getattr(subject.model.generation_config, "eos_token_id", None)
+    ending = (most, stop_tokens(eos, () if stop is None else (stop,), partial(subject.encode, continuation=True)))
+    items = task.items(tokenizer, seed, anatomy.window, anatomy.max_tokens)
     return [Sample(task, item if item.ending else replace(item, ending=ending)) for item in items]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +27,8 @@ class Receipt:
 
     def __add__(self, other: Receipt) -> Receipt:
         """Return the sum of two receipts, such as of prefill and decode."""
-        counts = {key: dict(count) for key, count in self.counts.items()}
-        for key, count in other.counts.items():
+        counts: dict[tuple[int, str], Count] = {}
+        for key, count in (*self.counts.items(), *other.counts.items()):
             total = counts.setdefault(key, {})
             for what, number in count.items():
                 total[what] = total.get(what, 0) + number
@@ -71,8 +71,10 @@ class Tally:
         """
         key = (layer, phase, what)
         if isinstance(amount, int):
+            if self._rows is None or self._rows[0] is not slots:
+                self._rows = (slots, slots.tolist())
             counts = self._constant[key]
-            for slot in self._as_list(slots):
+            for slot in self._rows[1]:
                 counts[slot] += amount
             return
         total = self._tensors.get(key)
@@ -80,18 +82,10 @@ class Tally:
             total = self._tensors[key] = amount.new_zeros(self.slots, dtype=slots.dtype)
         total.index_add_(0, slots, amount.to(total.dtype))
 
-    def _as_list(self, slots: Any) -> list[int]:
-        if self._rows is None or self._rows[0] is not slots:
-            self._rows = (slots, slots.tolist())
-        return self._rows[1]
-
     def receipt(self, slot: int) -> Receipt:
         """Return the nonzero counts of one slot."""
-        counts: dict[tuple[int, str], Count] = defaultdict(dict)
-        for (layer, phase, what), numbers in self._constant.items():
-            if numbers[slot]:
-                counts[layer, phase][what] = numbers[slot]
-        for (layer, phase, what), tensor in self._tensors.items():
-            if number := int(tensor[slot]):
-                counts[layer, phase][what] = counts[layer, phase].get(what, 0) + number
-        return Receipt(dict(counts))
+        counts: dict[tuple[int, str], Count] = defaultdict(Counter)
+        for (layer, phase, what), numbers in (*self._constant.items(), *self._tensors.items()):
+            if number := int(numbers[slot]):
+                counts[layer, phase][what] += number
+        return Receipt({at: dict(count) for at, count in counts.items()})

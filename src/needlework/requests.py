@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import index
@@ -12,16 +12,7 @@ from typing import Any, Literal, get_args
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
-from needlework.interventions.acts import (
-    Act,
-    ClearState,
-    ExposeColumns,
-    LimitKeys,
-    LoweringContext,
-    Phase,
-    Span,
-    SwapHalf,
-)
+from needlework.interventions.acts import Act, ClearState, ExposeColumns, LimitKeys, LoweringContext, Phase, Span, SwapHalf
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
@@ -96,9 +87,6 @@ class Answer:
         """The index of the most likely option; ties go to the first."""
         return max(range(len(self.totals)), key=self.totals.__getitem__)
 
-    def with_text(self, text: str) -> Answer:
-        return replace(self, text=text)
-
     def __add__(self, other: Answer) -> Answer:
         """Concatenate the options of two answers, for a sample that needs several requests."""
         error = self.error or other.error
@@ -126,7 +114,6 @@ class Prepared:
     request: Request
     sample: int
     acts: Mapping[Phase, tuple[Act, ...]]
-    swaps: tuple[SwapHalf, ...]
     twins: Mapping[str, tuple[int, ...]]  # half of the cache (kv or recurrent) -> prompt that it is taken from
     apart: bool = False  # shares no prefill with other samples, so that an observer sees each of them
 
@@ -153,17 +140,17 @@ class Prepared:
 
     def failure(self, receipt: Receipt) -> str:
         """Return why the intervention failed to act as it should have, according to the receipt; empty if it did not."""
-        for phase, act in self._each_act():
-            if not receipt.total(act.count, phase, act.layer):
-                return f"{type(act).__name__} in layer {act.layer} should have acted in {phase}, but {act.count} is 0"
-        missing = [swap.half for swap in self.swaps if swap.half not in receipt.swapped]
-        return f"the {missing[0]} half of the memory was not swapped" if missing else ""
+        for phase, acts in self.acts.items():
+            for act in acts:
+                if not receipt.total(act.count, phase, act.layer):
+                    return f"{type(act).__name__} in layer {act.layer} should have acted in {phase}, but {act.count} is 0"
+        return next((f"the {half} half of the memory was not swapped" for half in self.twins if half not in receipt.swapped), "")
 
     def notes(self, receipt: Receipt) -> tuple[str, ...]:
         """Return warnings: where an intervention had nothing to act on, which is not a failure."""
         notes = []
-        hidden: dict[tuple[int, int], int] = defaultdict(int)  # summed by limit: with a long answer, it may act in decode only
-        for phase, act in self._each_act():
+        hidden: Counter[tuple[int, int]] = Counter()  # summed by limit: with a long answer, it may act in decode only
+        for phase, act in ((phase, act) for phase, acts in self.acts.items() for act in acts):
             if isinstance(act, ExposeColumns) and not receipt.total("columns_exposed", phase, act.layer):
                 notes.append(f"layer {act.layer}, {phase}: the exposed span was outside what any query could see")
             if isinstance(act, LimitKeys):
@@ -172,9 +159,6 @@ class Prepared:
             if not keys:
                 notes.append(f"{NOTHING_TO_HIDE}: no query had keys beyond the last {tokens} and the first {sinks}")
         return tuple(notes)
-
-    def _each_act(self) -> Iterator[tuple[Phase, Act]]:
-        return ((phase, act) for phase, acts in self.acts.items() for act in acts)
 
 
 def stop_tokens(
@@ -190,8 +174,8 @@ def stop_tokens(
         encode: Tokenizes a text; needed if `stops` has texts.
     """
     ends = set()
-    for end in [eos] if isinstance(eos, int) else eos if isinstance(eos, (list, tuple, set, frozenset)) else [eos] if eos else ():
-        if isinstance(end, bool) or not isinstance(end, int):
+    for end in eos if isinstance(eos, (list, tuple, set, frozenset)) else () if eos is None else (eos,):
+        if type(end) is not int:
             raise NeedleworkError(
                 f"eos_token_id: {short_repr(end)} is no token id; correct generation_config.json or config.json"
             )
@@ -223,11 +207,14 @@ def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared
     request.intervention.check(anatomy)
     sample = request.key
     context = LoweringContext(anatomy, len(request.prompt), request.spans, sample)
-    read = _check_phases(request)
-    lowered = {phase: request.intervention.lower_for_phase(context, phase) if read[phase] else [] for phase in read}
-    swaps = tuple(act for act in lowered["prefill"] if isinstance(act, SwapHalf))
-    twins: dict[str, tuple[int, ...]] = {swap.half: _twin(swap, request, anatomy) for swap in swaps}
-    prepared = Prepared(request, sample, _in_own_phase(lowered, request), swaps, twins, apart)
+    lowered = {
+        phase: request.intervention.lower_for_phase(context, phase) if read else []
+        for phase, read in _check_phases(request).items()
+    }
+    twins: dict[str, tuple[int, ...]] = {
+        swap.half: _twin(swap, request, anatomy) for swap in lowered["prefill"] if isinstance(swap, SwapHalf)
+    }
+    prepared = Prepared(request, sample, _in_own_phase(lowered, request), twins, apart)
     if request.options and prepared.one_piece:
         raise NeedleworkError(
             f"{request.intervention}: the paper's balanced sums over a whole prefill, but options are read apart;"
@@ -278,52 +265,44 @@ def _check_values(request: Request, anatomy: Anatomy) -> None:
             f"boundary={request.boundary!r} is not known; choose 'decode' or 'prefill': who reads the last prompt token"
         )
     count = len(request.prompt)
-    for name, ranges in request.spans.items():
-        for part in _listed(ranges, f"span {name!r}"):
-            whole = isinstance(part, Sequence) and len(part) == 2 and all(isinstance(edge, Integral) for edge in part)
-            if not (whole and 0 <= part[0] < part[1] <= count):
-                raise NeedleworkError(
-                    f"span {name!r}: {short_repr(part)} lies outside the prompt of {count} tokens or is no range; give"
-                    f" (start, end) pairs with 0 <= start < end <= {count}, e.g. {{{name!r}: [(0, {count})]}}"
-                )
+    for name, part in ((n, part) for n, ranges in request.spans.items() for part in _listed(ranges, f"span {n!r}")):
+        whole = isinstance(part, Sequence) and len(part) == 2 and all(isinstance(edge, Integral) for edge in part)
+        if not (whole and 0 <= part[0] < part[1] <= count):
+            raise NeedleworkError(
+                f"span {name!r}: {short_repr(part)} lies outside the prompt of {count} tokens or is no range; give"
+                f" (start, end) pairs with 0 <= start < end <= {count}, e.g. {{{name!r}: [(0, {count})]}}"
+            )
 
 
 def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Phase, tuple[Act, ...]]:
     """Return the acts by phase; a ClearState belongs to the phase that processes the token at its position."""
     first_decoded = len(request.prompt) - request.decodes_last
     last = len(request.prompt) + request.steps - 1
-    acts: dict[Phase, tuple[Act, ...]] = {}
-    for phase, acts_of_phase in lowered.items():
-        kept = []
-        for act in acts_of_phase:
-            if isinstance(act, ClearState):
-                if act.position >= last:
-                    raise NeedleworkError(f"reset_state at {act.position}: no token is read there (at most {last - 1})")
-                if request.options and act.position >= first_decoded:
-                    raise NeedleworkError(
-                        f"reset_state at {act.position}: options begin there; choose a position in the prompt (at most"
-                        f" {first_decoded - 1})"
-                    )
-                if (act.position >= first_decoded) != (phase == "decode"):
-                    continue
-            if not isinstance(act, SwapHalf):
-                kept.append(act)
-        acts[phase] = tuple(kept)
-    done = {act for kept in acts.values() for act in kept}
-    for act in (act for acts_of_phase in lowered.values() for act in acts_of_phase if isinstance(act, ClearState)):
-        if act not in done:
-            phase = "decode" if act.position >= first_decoded else "prefill"
-            raise NeedleworkError(f"reset_state at {act.position}: that token is read in {phase}; use that phase or 'both'")
-    return acts
+    acts: dict[Phase, list[Act]] = {phase: [] for phase in lowered}
+    for phase, act in ((phase, act) for phase, acts in lowered.items() for act in acts if not isinstance(act, SwapHalf)):
+        own: Phase = phase
+        if isinstance(act, ClearState):
+            own = "decode" if act.position >= first_decoded else "prefill"
+            if act.position >= last:
+                why = f"no token is read there (at most {last - 1})"
+            elif request.options and own == "decode":
+                why = f"options begin there; choose a position in the prompt (at most {first_decoded - 1})"
+            else:
+                why = "" if act in lowered[own] else f"that token is read in {own}; use that phase or 'both'"
+            if why:
+                raise NeedleworkError(f"reset_state at {act.position}: {why}")
+        if own == phase:
+            acts[phase].append(act)
+    return {phase: tuple(kept) for phase, kept in acts.items()}
 
 
 def _twin(swap: SwapHalf, request: Request, anatomy: Anatomy) -> tuple[int, ...]:
     """Return the token ids of a swap's twin; raise unless it has the prompt's length and differs in the prefill."""
     twin = swap.twin if isinstance(swap.twin, tuple) else request.twins.get(swap.twin)
-    twin = None if twin is None else _tokens(twin, "swap_memory: the twin")
     if twin is None:
         known = ", ".join(sorted(request.twins)) or "none"
         raise NeedleworkError(f"swap_memory: the request has no twin {swap.twin!r} (it has: {known}); pass twins={{...}}")
+    twin = _tokens(twin, "swap_memory: the twin")
     if len(twin) != len(request.prompt):
         raise NeedleworkError(
             f"swap_memory: the twin has {len(twin)} tokens and the prompt {len(request.prompt)}; they must be of one length"

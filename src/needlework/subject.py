@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -33,22 +34,15 @@ class Subject:
 
     def __init__(self, body: HookedModel, tokenizer: Any = None, memory_bytes: int | None = None) -> None:
         self.body, self.tokenizer = body, tokenizer
+        self.model: Any = body.model
+        self.anatomy: Anatomy = body.anatomy
         self.engine = Engine(body, memory_bytes)
 
     def __repr__(self) -> str:
-        anatomy, model = self.anatomy, self.model
+        anatomy, dtype = self.anatomy, str(self.model.dtype).removeprefix("torch.")
         parts = f"{len(anatomy.layers)} layers, {len(anatomy.heads)} attention heads, {anatomy.parameters:,} parameters"
-        dtype = str(model.dtype).removeprefix("torch.")
         tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
         return f"<Subject {anatomy.architecture}: {parts}, {dtype} on {self.body.device}, {tokenizer}>"
-
-    @property
-    def model(self) -> Any:
-        return self.body.model
-
-    @property
-    def anatomy(self) -> Anatomy:
-        return self.body.anatomy
 
     def generate(
         self,
@@ -73,27 +67,14 @@ class Subject:
             twins: Named prompts of the same length, for `swap_memory`.
             boundary: The phase that processes the last prompt token.
         """
-        each = _interventions(prompts, intervention, interventions)
         eos = getattr(self.model.generation_config, "eos_token_id", None)
         ends = stop_tokens(eos, _several(stop), partial(self.encode, continuation=True))
-        requests = [
-            Request(
-                prompt=self.encode(prompt),
-                intervention=act,
-                max_new_tokens=max_new_tokens,
-                stop=ends,
-                spans=span,
-                twins={name: self.encode(twin) for name, twin in twin_of.items()},
-                boundary=boundary,
-            )
-            for prompt, act, span, twin_of in zip(
-                prompts,
-                each,
-                _one_each(spans, len(prompts), {}, "spans"),
-                _one_each(twins, len(prompts), {}, "twins"),
-                strict=True,
-            )
-        ]
+        requests = []
+        for prompt, act, (span, twin_of) in _each(
+            prompts, intervention, interventions, ("spans", spans, {}), ("twins", twins, {})
+        ):
+            others = {name: self.encode(twin) for name, twin in twin_of.items()}
+            requests.append(Request(self.encode(prompt), act, max_new_tokens, ends, span, others, boundary))
         return self.answer(requests)
 
     def answer(self, requests: Sequence[Request]) -> list[Answer]:
@@ -133,12 +114,11 @@ class Subject:
         spans: Sequence[Mapping[str, Span]] | None = None,
     ) -> list[Answer]:
         """Return answers with the log-likelihoods of each prompt's options; every position counts as prefill."""
-        each = _interventions(prompts, intervention, interventions)
-        spans = _one_each(spans, len(prompts), {}, "spans")
-        lists = _one_each(options, len(prompts), (), "lists of options")
         requests = []
-        for prompt, act, span, texts in zip(prompts, each, spans, map(_several, lists), strict=True):
-            if not texts:
+        for prompt, act, (span, texts) in _each(
+            prompts, intervention, interventions, ("spans", spans, {}), ("lists of options", options, ())
+        ):
+            if not _several(texts):
                 raise NeedleworkError("every prompt needs at least one option")
             continuations = tuple(self.encode(text, continuation=True) for text in texts)
             requests.append(Request(self.encode(prompt), act, spans=span, options=continuations))
@@ -168,7 +148,7 @@ class Subject:
         # Drop the special token that ended the answer: decoded, it would be attached to the last word.
         if answer.finish == "stop" and said[-1] in self.tokenizer.all_special_ids:
             said = said[:-1]
-        return answer.with_text(self.tokenizer.decode(said))
+        return replace(answer, text=self.tokenizer.decode(said))
 
 
 def _several(given: Any) -> Any:
@@ -178,24 +158,22 @@ def _several(given: Any) -> Any:
     return given
 
 
-def _interventions(
-    prompts: Sequence[Prompt], one: Intervention | str, each: Sequence[Intervention | str] | None
-) -> list[Intervention]:
-    """Return the intervention of each prompt."""
+def _each(
+    prompts: Sequence[Prompt], one: Intervention | str, each: Sequence[Intervention | str] | None, *lists: tuple[str, Any, Any]
+) -> Iterator[tuple[Prompt, Intervention, tuple[Any, ...]]]:
+    """Return each prompt with its intervention and its entry of every list, given as (name, list or None, default)."""
     for_all = as_intervention(one)
     if each is not None and for_all != NONE:
         raise NeedleworkError(f"both {one} and a list of interventions are given; give one for all prompts, or one for each")
-    return [as_intervention(act) for act in _one_each(each, len(_several(prompts)), for_all, "interventions")]
-
-
-def _one_each(given: Any, count: int, default: Any, name: str) -> Any:
-    if given is None:
-        return [default] * count
-    if isinstance(given, (str, Mapping)):
-        raise NeedleworkError(f"{name} must be a list with one entry for each prompt, not {given!r}")
-    if len(given) != count:
-        raise NeedleworkError(f"{len(given)} {name} for {count} prompts; give one for each")
-    return given
+    columns, count = [], len(_several(prompts))
+    for name, given, default in (("interventions", each, for_all), *lists):
+        if isinstance(given, (str, Mapping)):
+            raise NeedleworkError(f"{name} must be a list with one entry for each prompt, not {given!r}")
+        if given is not None and len(given) != count:
+            raise NeedleworkError(f"{len(given)} {name} for {count} prompts; give one for each")
+        columns.append([default] * count if given is None else given)
+    acts, *others = columns
+    return zip(prompts, map(as_intervention, acts), zip(*others, strict=True), strict=True)
 
 
 def load(
@@ -220,10 +198,8 @@ def load(
     """
     from needlework.model.load import load_hooked_model, own_dtype
 
-    place = resolve(source)
-    name = str(dtype).removeprefix("torch.")
-    if name == "auto":
-        name = own_dtype(place, revision, trust_remote_code)
+    place, name = resolve(source), str(dtype).removeprefix("torch.")
+    name = own_dtype(place, revision, trust_remote_code) if name == "auto" else name
     body, tokenizer = load_hooked_model(place, device, name, device_map, revision, trust_remote_code, window, kernels)
     return Subject(body, tokenizer, memory_bytes)
 

@@ -251,7 +251,7 @@ def logits(
     asked = [Request(tuple(row[:count]), intervention, steps, spans=spans, boundary=boundary) for row in ids.tolist()]
     items = [prepare(request, body.anatomy) for request in asked]
     body.check_rankings(intervention)
-    if items[0].swaps:
+    if items[0].twins:
         raise NeedleworkError("logits() does not swap memory; use generate(..., twins=[...])")
     with body.session():
         if body.observer is not None:
