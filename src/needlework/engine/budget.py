@@ -74,9 +74,8 @@ def forward_tokens(body: HookedModel) -> float:
 
 def watched(body: HookedModel) -> bool:
     """Return whether an observer or a foreign forward hook must see every row in every layer."""
-    if body.observer is not None:
-        return True
-    return any(module._forward_hooks or module._forward_pre_hooks for module in body.model.modules())
+    hooks = (module._forward_hooks or module._forward_pre_hooks for module in body.model.modules())
+    return body.observer is not None or any(hooks)
 
 
 def by_pieces(members: Sequence[T], tokens: int, body: HookedModel) -> Iterator[list[T]]:
@@ -94,9 +93,8 @@ def by_pieces(members: Sequence[T], tokens: int, body: HookedModel) -> Iterator[
 def out_of_memory(error: Exception) -> bool:
     """Return whether an error means out of memory; CPU allocation failures are plain RuntimeErrors."""
     text = str(error).lower()
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
-    )
+    on_cpu = isinstance(error, RuntimeError) and ("can't allocate memory" in text or "out of memory" in text)
+    return on_cpu or isinstance(error, (torch.OutOfMemoryError, MemoryError))
 
 
 def try_proof(body: HookedModel, prove: Callable[[], bool]) -> bool | None:
@@ -187,19 +185,18 @@ class Costs:
         if limit is None:
             return self
         items, costs = list(items), self
-        while (most := max(((costs.batch([item]), item.tokens_read) for item in items), default=(0, 0)))[0] > limit:
+        while True:
+            needs, tokens = max(((costs.batch([item]), item.tokens_read) for item in items), default=(0, 0))
+            if needs <= limit:
+                return costs
             smaller = costs.in_smaller_chunks()
             if smaller is None:
-                break
+                raise NeedleworkError(
+                    f"memory: {amount(limit)} is too little: one request of {tokens:,} tokens takes about {amount(needs)}, beside"
+                    f" {amount(self.weights)} of weights and what Python and its libraries take (about 500MiB). Give"
+                    f" {amount(needs)} or more, or shorter prompts"
+                )
             costs = smaller
-        needs, tokens = most
-        if needs > limit:
-            raise NeedleworkError(
-                f"memory: {amount(limit)} is too little: one request of {tokens:,} tokens takes about {amount(needs)}, beside"
-                f" {amount(self.weights)} of weights and what Python and its libraries take (about 500MiB). Give"
-                f" {amount(needs)} or more, or shorter prompts"
-            )
-        return costs
 
     def in_smaller_chunks(self) -> Costs | None:
         """Return costs with chunks of half the size; None if prompts are not chunked, or chunks are already minimal."""

@@ -58,7 +58,7 @@ class Reader:
         """Return the shared prefix that a request's prompt starts from and the prefixes it continues, longest first."""
         return _chain(self._stems.get(readings_of(item)["own"].key))
 
-    def expect(self, readings: Sequence[Reading], fits: Callable[[Reading, Sequence[Stem]], bool] | None = None) -> None:
+    def expect(self, readings: Sequence[Reading], fits: Callable[[Reading, Sequence[Stem]], bool]) -> None:
         """Find the shared prefixes of all readings of a run, before any of them is prefilled.
 
         Args:
@@ -77,7 +77,7 @@ class Reader:
         for acts, alike in by_acts.items():
             stems = find_stems([reading.tokens for reading in alike.values()], forward_tokens(self.body))
             starts = [(reading, stem) for reading, stem in zip(alike.values(), stems, strict=True) if stem]
-            if _saved(stems) and (fits is None or all(fits(reading, _chain(stem)) for reading, stem in starts)):
+            if _saved(stems) and all(fits(reading, _chain(stem)) for reading, stem in starts):
                 stems_of[acts] = stems
         while better := self._better_from_stems(whole, stems_of, by_acts):  # removed ones no longer share layers with the rest
             for key, stem in zip(by_acts[better], stems_of.pop(better), strict=True):
@@ -325,14 +325,12 @@ class Padding:
         ends = torch.tensor(_PROOF_LENGTHS, device=body.device)
         padded = tokens.masked_fill(torch.arange(longest, device=body.device) >= ends[:, None], PAD)
 
-        def read(ids: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        def read(ids: Tensor, keep: Tensor) -> Tensor:
             rows = body.compile([()] * len(ids), [0] * len(ids), "prefill", torch.arange(len(ids), device=body.device))
             return body.feed(ids, body.new_memory(len(ids)), "prefill", rows, Tally(len(ids)), keep=keep)
 
         together = read(padded, ends - 1)
-        alone = [
-            read(row[None, :end], torch.tensor([end - 1], device=body.device)) for row, end in zip(tokens, ends, strict=True)
-        ]
+        alone = [read(row[None, :end], end[None] - 1) for row, end in zip(tokens, ends, strict=True)]
         return body.agree(torch.cat(alone), together)
 
     def pieces(self, lengths: Sequence[int]) -> list[list[int]]:
@@ -346,22 +344,15 @@ class Padding:
         """
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         most, each = PIECE_TOKENS.get(self.body.device.type, 1 << 62), forward_tokens(self.body)
-        best, cut = [0.0], [0]  # least cost of the first n in that order, and where their last forward begins
+        best = [(0.0, 0)]  # least cost of the first n in that order, and where their last forward begins, negated
         for n in range(1, len(order) + 1):
-            least, begins = float("inf"), n - 1
-            for first in range(n - 1, -1, -1):
-                longest = lengths[order[first]]
-                if first < n - 1 and (n - first) * longest > most:
-                    break
-                cost = best[first] + (n - first) * longest + each
-                if cost < least:
-                    least, begins = cost, first
-            best.append(least)
-            cut.append(begins)
+            sizes = ((first, (n - first) * lengths[order[first]]) for first in range(n))
+            best.append(min((best[first][0] + size + each, -first) for first, size in sizes if size <= most or first == n - 1))
         parted, n = [], len(order)
         while n:
-            parted.append(order[cut[n] : n])
-            n = cut[n]
+            first = -best[n][1]
+            parted.append(order[first:n])
+            n = first
         return parted[::-1]
 
 
