@@ -77,7 +77,7 @@ def test_shared_stems_read_less_and_change_nothing(name: str, monkeypatch: pytes
     wanted = [alone(subject, request) for request in requests]
     monkeypatch.setattr("needlework.engine.budget._FORWARD_FLOPS", {"cpu": 0.0})
     got = subject.answer(requests)
-    reader = subject.engine.reader
+    reader = subject.engine.prefiller
     assert reader.tokens_read < reader.tokens_asked
     assert not reader._kept, "stems are let go when nobody will start from them any more"
     for fast, slow in zip(got, wanted, strict=True):
@@ -88,9 +88,9 @@ def test_one_prefill_serves_all_decode_interventions() -> None:
     subject = cases.subject("jamba")
     prompt = tuple(cases.tokens(1, 12)[0].tolist())
     subject.answer([Request(prompt, nw.KeepHeads(k=k, phase="decode"), 2) for k in range(4)])
-    assert subject.engine.reader.prompts_read == 1
+    assert subject.engine.prefiller.prompts_read == 1
     subject.answer([Request(prompt, nw.KeepHeads(k=k), 2) for k in range(4)])
-    assert subject.engine.reader.prompts_read == 4  # k = 4 would be the identity and share with none
+    assert subject.engine.prefiller.prompts_read == 4  # k = 4 would be the identity and share with none
 
 
 def test_rows_stop_and_leave(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_receipts_stay_with_their_prompts_when_these_start_from_different_stems(
     acts = [nw.KeepHeads(k=1), nw.KeepHeads(k=3), nw.KeepHeads(k=1)]
     requests = [Request(prompt, act, 2) for prompt, act in zip(prompts, acts, strict=True)]
     together = subject.answer(requests)
-    assert subject.engine.reader.tokens_read < sum(len(prompt) - 1 for prompt in prompts)  # the stem was shared
+    assert subject.engine.prefiller.tokens_read < sum(len(prompt) - 1 for prompt in prompts)  # the stem was shared
     assert [answer.receipt for answer in together] == [subject.answer([request])[0].receipt for request in requests]
 
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cases
 import needlework as nw
 from needlework.engine import budget, prefill
-from needlework.engine.depth import Depth
+from needlework.engine.shared_layers import SharedLayers
 from needlework.model import attention, hooked_model
 from needlework.model.edits import keeps_from_sdpa
 from needlework.requests import Answer, Request, prepare
@@ -141,12 +141,12 @@ def test_a_shared_beginning_goes_on_in_chunks(name: str, monkeypatch: pytest.Mon
     prompts = [LONG, (*LONG[:16], *LONG[:15]), (*LONG[:16], *LONG[5:24])]
     requests = [Request(prompt, act, 2) for prompt in prompts for act in (nw.NONE, nw.KeepHeads(k=2))]
     expected = [answers(subject, [request])[0] for request in requests]
-    monkeypatch.setattr(prefill, "forward_tokens", lambda body: 0.0)  # one more forward costs nothing
-    monkeypatch.setattr(Depth, "worthwhile", lambda self, readings: {})
+    monkeypatch.setattr(prefill, "forward_overhead", lambda body: 0.0)  # one more forward costs nothing
+    monkeypatch.setattr(SharedLayers, "worthwhile", lambda self, readings: {})
     with in_chunks(subject, 7):
         for found, whole in zip(answers(subject, requests), expected, strict=True):
             assert_equal(found, whole, 1e-4, name)
-    assert subject.engine.reader.tokens_read <= subject.engine.reader.tokens_asked - 4 * 16  # twice by two of three readers
+    assert subject.engine.prefiller.tokens_read <= subject.engine.prefiller.tokens_asked - 4 * 16  # twice by two of three readers
 
 
 def test_what_is_watched_is_the_same() -> None:

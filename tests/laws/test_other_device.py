@@ -19,7 +19,7 @@ from accelerate import dispatch_model
 import cases
 import needlework as nw
 from needlework.engine import budget as budget_module
-from needlework.engine import depth as depth_module
+from needlework.engine import shared_layers as layers_module
 from needlework.heads import samples
 from needlework.heads.methods import find_methods
 from needlework.model import keys
@@ -113,7 +113,7 @@ def test_a_tensor_made_without_its_device_is_caught(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["llama", "jamba", "recurrent_gemma", "falcon_h1"])
 def test_shared_beginnings_shared_depth_and_chunks(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget_module, "_FORWARD_FLOPS", {OTHER.type: 0.0, "cpu": 0.0})  # else prompts are too short to share
-    monkeypatch.setattr(depth_module, "_PROOF_COST", 0)
+    monkeypatch.setattr(layers_module, "_PROOF_COST", 0)
     here, there = cases.subject(name, device="cpu"), cases.subject(name)
     last = here.anatomy.attention_layers[-1].index
     acts = [nw.NONE, nw.AblateHeads(heads=[(last, 0)]), nw.KeepHeads(k=1), nw.KeepHeads(k=2, by="norm", layers=[last])]
@@ -122,7 +122,7 @@ def test_shared_beginnings_shared_depth_and_chunks(name: str, monkeypatch: pytes
     requests = [Request(prompt, act, 3) for prompt, act in itertools.product(prompts, acts)]
     requests += [Request(prompt, act, options=((5,), (9, 4))) for prompt, act in itertools.product(prompts, acts)]
     a, b = here.answer(requests), there.answer(requests)
-    assert there.engine.reader.tokens_read < there.engine.reader.tokens_asked, "nothing was shared"
+    assert there.engine.prefiller.tokens_read < there.engine.prefiller.tokens_asked, "nothing was shared"
     for request, x, y in zip(requests, a, b, strict=True):
         assert (x.error, x.receipt) == ("", y.receipt)
         assert (x.totals or x.logprobs[:1]) == pytest.approx(y.totals or y.logprobs[:1], abs=1e-3), request

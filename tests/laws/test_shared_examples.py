@@ -34,9 +34,9 @@ MIXED = ((5,), (9, 4), (11, 7, 6))
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stems this short would not be worth a forward; and few rows at a time, so that batches are cut and put together."""
     monkeypatch.setattr(budget_module, "_FORWARD_FLOPS", {"cpu": 0.0})
-    monkeypatch.setattr(prefill_module, "forward_tokens", lambda body: 8.0)
-    monkeypatch.setattr(budget_module, "PIECE_TOKENS", {"cpu": PIECE})
-    monkeypatch.setattr(prefill_module, "PIECE_TOKENS", {"cpu": PIECE})
+    monkeypatch.setattr(prefill_module, "forward_overhead", lambda body: 8.0)
+    monkeypatch.setattr(budget_module, "FORWARD_TOKENS", {"cpu": PIECE})
+    monkeypatch.setattr(prefill_module, "FORWARD_TOKENS", {"cpu": PIECE})
 
 
 def acts(name: str) -> list[nw.Intervention]:
@@ -110,8 +110,8 @@ def test_examples_are_read_once_for_each_subject_and_intervention(name: str, mon
     assert sorted(begun) == sorted(len(stem) for stem in STEMS for _ in range(3))
     assert sum(at > 0 for at, _ in fed.rows) == 3 * len(PROMPTS)
     assert len(fed.rows) == 3 * (len(STEMS) + len(PROMPTS))
-    assert engine.reader.tokens_read == 3 * (sum(map(len, STEMS)) + len(STEMS) * sum(RESTS))
-    assert not engine.reader.kept_bytes, "a stem outlives its last reader"
+    assert engine.prefiller.tokens_read == 3 * (sum(map(len, STEMS)) + len(STEMS) * sum(RESTS))
+    assert not engine.prefiller.kept_bytes, "a stem outlives its last reader"
 
 
 @pytest.mark.parametrize("options", [LETTERS, MIXED])
@@ -186,26 +186,26 @@ def test_room_for_stems_is_counted() -> None:
     tight = Engine(subject.body, one)
     for answer, other in zip(answers(tight, requests), expected, strict=True):
         same(answer, other)
-    assert not tight.reader._stems
-    assert free.reader._stems
+    assert not tight.prefiller._prefixes
+    assert free.prefiller._prefixes
     limit = 3 * one + costs.prompt(max(map(len, STEMS)))
     items = _prepared(subject, requests)
 
-    def most(stems_of: Any) -> int:
+    def most(prefixes_of: Any) -> int:
         """What the largest batch takes, stems included, if batches are cut for these stems."""
         with subject.body.session():
-            cut = Engine(subject.body, limit).budget.batches(list(enumerate(items)), 256, stems_of, free.padding.allowed)
+            cut = Engine(subject.body, limit).budget.batches(list(enumerate(items)), 256, prefixes_of, free.padding.allowed)
             batches = [[item for _, item in batch] for batch in cut]
         assert max(map(len, batches)) > 1
         return max(map(taken, batches))
 
     def taken(batch: list[Any]) -> int:
-        longest, stems = max(item.prefill_tokens for item in batch), [free.reader.stems_of(item) for item in batch]
+        longest, stems = max(item.prefill_tokens for item in batch), [free.prefiller.prefixes_of(item) for item in batch]
         kept = {id(stem): costs.prompt(len(stem.tokens)) for chain in stems for stem in chain}
         readings = {item.group for item in batch}
         return sum(map(costs.row, batch)) + len(readings) * costs.prompt(longest) + sum(kept.values())
 
-    assert most(free.reader.stems_of) <= limit < most(lambda item: ())
+    assert most(free.prefiller.prefixes_of) <= limit < most(lambda item: ())
 
 
 def _prepared(subject: nw.Subject, requests: list[Request]) -> list[Any]:
@@ -223,10 +223,10 @@ def _partitions(n: int) -> Iterator[list[int]]:
 def test_rows_are_parted_as_costs_least(lengths: list[int], forward: float) -> None:
     """Against every way to cut the rows, in order of length, into forwards."""
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(prefill_module, "forward_tokens", lambda body: forward)
+    monkeypatch.setattr(prefill_module, "forward_overhead", lambda body: forward)
     try:
         padding = Padding(cases.subject("llama").body)
-        pieces = padding.pieces(lengths)
+        pieces = padding.split(lengths)
     finally:
         monkeypatch.undo()
     assert sorted(i for piece in pieces for i in piece) == list(range(len(lengths)))

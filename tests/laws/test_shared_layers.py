@@ -11,10 +11,10 @@ from torch import Tensor, nn
 import cases
 import needlework as nw
 from needlework.engine import budget as budget_module
-from needlework.engine import depth as depth_module
+from needlework.engine import shared_layers as layers_module
 from needlework.engine.budget import Costs, group
-from needlework.engine.depth import Depth, EntryPoint
-from needlework.engine.prefill import Reader
+from needlework.engine.prefill import Prefiller
+from needlework.engine.shared_layers import EntryPoint, SharedLayers
 from needlework.requests import Answer, Request, prepare
 
 PROMPTS = [tuple(row) for row in cases.tokens(2, 13, seed=5).tolist()]
@@ -27,8 +27,8 @@ WHOLE_TOP = {"zamba", "zamba2", "zaya", "inkling", "glm5_next", "qwen4_exp"}  # 
 def _eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts this short would not be worth a forward; and two rows at a time, so that batches are cut and put together."""
     monkeypatch.setattr(budget_module, "_FORWARD_FLOPS", {"cpu": 0.0})
-    monkeypatch.setattr(depth_module, "_PROOF_COST", 0)
-    monkeypatch.setattr(budget_module, "PIECE_TOKENS", {"cpu": 30})
+    monkeypatch.setattr(layers_module, "_PROOF_COST", 0)
+    monkeypatch.setattr(budget_module, "FORWARD_TOKENS", {"cpu": 30})
 
 
 def acts(subject: nw.Subject) -> list[nw.Intervention]:
@@ -65,7 +65,7 @@ def test_answers_are_those_of_each_request_by_itself(name: str) -> None:
     subject = cases.subject(name)
     requests = [Request(prompt, act, 3) for prompt in PROMPTS for act in acts(subject)]
     together = subject.answer(requests)
-    reader = subject.engine.reader
+    reader = subject.engine.prefiller
     assert (reader.tokens_read < reader.tokens_asked) == (name not in NO_STACK)
     for answer, request in zip(together, requests, strict=True):
         assert_same(answer, subject.answer([request])[0])
@@ -85,10 +85,10 @@ def both_ways(subject: nw.Subject, requests: list[Request]) -> tuple[dict[int, T
     readings, places = group([prepare(request, subject.anatomy) for request in requests])
     assert [place["own"] for place in places] == list(range(len(requests)))
     with subject.body.session():
-        depth = Depth(subject.body)
-        reader = Reader(subject.body, depth)
+        depth = SharedLayers(subject.body)
+        reader = Prefiller(subject.body, depth)
         chosen = {i: readings[i] for i in depth.worthwhile(readings)}
-        deep = {i: read.logits[row] for some, read in depth.read(chosen, True) for row, i in enumerate(some)} if chosen else {}
+        deep = {i: read.logits[row] for some, read in depth.run(chosen, True) for row, i in enumerate(some)} if chosen else {}
         return deep, [reader._continue([one], True).logits[0] for one in readings]
 
 
@@ -123,7 +123,7 @@ def test_silenced_heads_are_those_of_a_plain_hook(name: str) -> None:
 def test_which_models_can_be_entered_where(name: str) -> None:
     """Found by running them; pinned here, so that a family that loses its entry points is seen."""
     subject = cases.subject(name)
-    depth = Depth(subject.body)
+    depth = SharedLayers(subject.body)
     attention = {layer.index for layer in subject.anatomy.attention_layers}
     layers = sorted(attention | {layer.index for layer in subject.anatomy.recurrent_layers})
     with subject.body.session():
@@ -213,15 +213,15 @@ def test_a_layer_that_hears_from_another_one_is_not_entered() -> None:
     for fast, request in zip(subject.answer(requests), requests, strict=True):
         assert_same(fast, subject.answer([request])[0])
     with subject.body.session():
-        assert not subject.engine.depth.proven(EntryPoint(2, True))
-        assert not subject.engine.depth.proven(EntryPoint(2, False, False))
-        assert subject.engine.depth.proven(EntryPoint(0, True, False))  # there, nothing is skipped that says something
+        assert not subject.engine.shared_layers.proven(EntryPoint(2, True))
+        assert not subject.engine.shared_layers.proven(EntryPoint(2, False, False))
+        assert subject.engine.shared_layers.proven(EntryPoint(0, True, False))  # there, nothing is skipped that says something
 
 
 def test_an_entry_point_that_leads_elsewhere_is_refused_by_its_numbers() -> None:
     """Beside the last attention of FalconH1 a mixer must see all tokens; given the last one alone, it runs without an error."""
     subject = cases.subject("falcon_h1")
-    depth, top = Depth(subject.body), len(subject.anatomy.layers) - 1
+    depth, top = SharedLayers(subject.body), len(subject.anatomy.layers) - 1
     with subject.body.session():
         assert depth.proven(EntryPoint(top, True, False))
         assert not depth.proven(EntryPoint(top, True, True))
@@ -232,7 +232,7 @@ def test_hooks_of_others_act_once_on_every_row() -> None:
     subject = nw.wrap(cases.build("llama"))
     requests = [Request(p, nw.AblateHeads(heads=[(2, h)]), 2) for p in PROMPTS for h in range(4)]
     subject.answer(requests)
-    assert subject.engine.reader.tokens_read < subject.engine.reader.tokens_asked
+    assert subject.engine.prefiller.tokens_read < subject.engine.prefiller.tokens_asked
     with cases.hook(subject.model.model.layers[1].register_forward_hook, lambda module, args, output: 1.5 * output):
         for fast, request in zip(subject.answer(requests), requests, strict=True):
             assert_same(fast, subject.answer([request])[0])
@@ -290,7 +290,7 @@ def test_a_prompt_that_is_recorded_is_paid_for() -> None:
     assert costs.batch(items) == alone + costs.prompt(items[0].prefill_tokens)
     tokens = items[0].prefill_tokens
     with subject.body.session():
-        recording = subject.engine.depth._record(
+        recording = subject.engine.shared_layers._record(
             torch.tensor([PROMPTS[0][:tokens]]), [EntryPoint(layer, True) for layer in range(4)]
         )
     kept = [*recording.outputs.values(), *(one.heads for one in recording.heads.values())]
@@ -302,7 +302,7 @@ def test_a_prompt_that_is_recorded_is_paid_for() -> None:
 def test_a_topmost_layer_of_attention_and_mixer_is_computed_for_all_tokens(name: str) -> None:
     """There the mixer may read what attention says of every token; in half precision no proof would see the difference."""
     subject = cases.subject(name)
-    depth = Depth(subject.body)
+    depth = SharedLayers(subject.body)
     last = subject.anatomy.attention_layers[-1].index
     item = prepare(Request(cases.PROMPT, nw.AblateHeads(heads=[(last, 0)])), subject.anatomy)
     assert any(entry.last_only for entry in depth._entry_points(item)) == (name == "jamba")

@@ -93,19 +93,19 @@ def test_log_likelihoods_are_those_of_hf(
     name: str, chat: bool, archive: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from needlework.engine import budget
-    from needlework.engine.prefill import Reader
+    from needlework.engine.prefill import Prefiller
     from needlework.lmeval.evaluate import evaluate
 
     model: Path = request.getfixturevalue(name)
     monkeypatch.setattr(budget, "_FORWARD_FLOPS", {"cpu": 1e5})  # these models are so small that no stem would pay
     stems: list[int] = []
-    stock = Reader._read_stems
+    stock = Prefiller._fill_prefixes
 
-    def read_stems(self: Reader, some: Any) -> None:
+    def read_stems(self: Prefiller, some: Any) -> None:
         stems.extend(len(stem.tokens) for stem in some if stem not in self._kept)
         stock(self, some)
 
-    monkeypatch.setattr(Reader, "_read_stems", read_stems)
+    monkeypatch.setattr(Prefiller, "_fill_prefixes", read_stems)
     tasks = [str(archive / f"{subject}.yaml") for subject in SUBJECTS]
     found = evaluate(model, tasks, list(ACTS), tmp_path, data=archive, shots=SHOTS, chat=chat, progress=False)
     its = {k: hf(model, archive, k, chat) for k in set(ACTS.values())}

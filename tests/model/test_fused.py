@@ -8,7 +8,7 @@ import torch
 import cases
 import needlework as nw
 from needlework.engine import budget as budget_module
-from needlework.engine import depth as depth_module
+from needlework.engine import shared_layers as layers_module
 from needlework.interventions.acts import Act, ChangeOutputs, ExposeColumns, KeepBest, LimitKeys, SilenceHeads
 from needlework.model import attention
 from needlework.model.attention import Forward, QueryBlock, fuses
@@ -99,7 +99,7 @@ def test_a_topmost_layer_computes_one_query_and_counts_all(act: nw.Intervention,
     subject = cases.subject("llama")
     top = subject.anatomy.attention_layers[-1].index
     monkeypatch.setattr(budget_module, "_FORWARD_FLOPS", {"cpu": 0.0})
-    monkeypatch.setattr(depth_module, "_PROOF_COST", 0)
+    monkeypatch.setattr(layers_module, "_PROOF_COST", 0)
     seen: list[tuple[int, int]] = []
     stock = attention.fused_block
 

@@ -1,4 +1,4 @@
-"""What requests cost: the prefills that they need (readings), estimates of their bytes and time, and batches that fit."""
+"""What requests cost: the prefills that they need (prefills), estimates of their bytes and time, and batches that fit."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from needlework.receipts import Receipt
 from needlework.requests import Prepared
 
 if TYPE_CHECKING:
-    from needlework.engine.decode import Track
-    from needlework.engine.prefill import Stem
+    from needlework.engine.decode import Generation
+    from needlework.engine.prefill import SharedPrefix
 
 T = TypeVar("T")
 logger = logging.getLogger("needlework")
 _ACTIVATIONS = 24  # values held per token and hidden unit while a layer runs; measured over the model families
 _FORWARD_FLOPS = {"cpu": 6e7, "cuda": 2e11}  # FLOPs a device could do in the fixed overhead of a forward
-PIECE_TOKENS = {"cpu": 4096}  # of one forward: with more, activations leave the CPU caches, and page faults outweigh the gain
+FORWARD_TOKENS = {"cpu": 4096}  # of one forward: with more, activations leave the CPU caches, and page faults outweigh the gain
 
 
 @dataclass(frozen=True)
-class Reading:
+class Prefill:
     """One prefill: a prompt, or a prefix of it, under one request's prefill acts."""
 
     item: Prepared
@@ -41,50 +41,50 @@ class Reading:
         return (self.tokens, *self.item.group[1:])
 
 
-def readings_of(item: Prepared) -> dict[str, Reading]:
+def prefills_of(item: Prepared) -> dict[str, Prefill]:
     """Return the prefills that a request needs: its own prompt ("own") and the twin that a cache half comes from, by half."""
     tokens = item.prefill_tokens
-    own = {"own": Reading(item, item.request.prompt[:tokens])}
-    return own | {half: Reading(item, twin[:tokens]) for half, twin in item.twins.items()}
+    own = {"own": Prefill(item, item.request.prompt[:tokens])}
+    return own | {half: Prefill(item, twin[:tokens]) for half, twin in item.twins.items()}
 
 
 @dataclass
-class Read:
-    """The results of prefills: row i of the cache belongs to reading i."""
+class PrefillResult:
+    """The results of prefills: row i of the cache belongs to prefill i."""
 
     memory: Memory | None  # None if it is not needed afterwards
-    logits: Tensor  # [readings, vocabulary] after the last token
+    logits: Tensor  # [prefills, vocabulary] after the last token
     receipts: list[Receipt]
 
 
-def group(items: Sequence[Prepared]) -> tuple[list[Reading], list[dict[str, int]]]:
-    """Return the distinct readings that requests need, and for each request the indices of its own among them, by name."""
-    distinct: dict[tuple[object, ...], tuple[int, Reading]] = {}
+def group(items: Sequence[Prepared]) -> tuple[list[Prefill], list[dict[str, int]]]:
+    """Return the distinct prefills that requests need, and for each request the indices of its own among them, by name."""
+    distinct: dict[tuple[object, ...], tuple[int, Prefill]] = {}
     places = [
-        {name: distinct.setdefault(reading.key, (len(distinct), reading))[0] for name, reading in readings_of(item).items()}
+        {name: distinct.setdefault(prefill.key, (len(distinct), prefill))[0] for name, prefill in prefills_of(item).items()}
         for item in items
     ]
-    return [reading for _, reading in distinct.values()], places
+    return [prefill for _, prefill in distinct.values()], places
 
 
-def forward_tokens(body: HookedModel) -> float:
+def forward_overhead(body: HookedModel) -> float:
     """Return the fixed cost of one more forward, in tokens."""
     return _FORWARD_FLOPS.get(body.device.type, 1e9) / (2 * body.anatomy.parameters)
 
 
-def watched(body: HookedModel) -> bool:
+def is_observed(body: HookedModel) -> bool:
     """Return whether an observer or a foreign forward hook must see every row in every layer."""
     hooks = (module._forward_hooks or module._forward_pre_hooks for module in body.model.modules())
     return body.observer is not None or any(hooks)
 
 
-def by_pieces(members: Sequence[T], tokens: int, body: HookedModel) -> Iterator[list[T]]:
+def split_rows(members: Sequence[T], tokens: int, body: HookedModel) -> Iterator[list[T]]:
     """Yield slices of members, each as large as one forward takes best; all members at once if an observer is set.
 
     Args:
         tokens: Tokens of each member.
     """
-    most = PIECE_TOKENS.get(body.device.type)
+    most = FORWARD_TOKENS.get(body.device.type)
     step = len(members) if most is None or body.observer is not None else max(1, most // max(1, tokens))
     for first in range(0, len(members), max(1, step)):
         yield list(members[first : first + step])
@@ -154,9 +154,9 @@ class Costs:
 
     def prompt(self, tokens: int, one_piece: bool = False) -> int:
         """Return the peak bytes of a prompt's prefill, its cache included."""
-        return tokens * 2 * self.kv_per_token + self.reading(tokens, one_piece) + self.state
+        return tokens * 2 * self.kv_per_token + self.activations(tokens, one_piece) + self.state
 
-    def reading(self, tokens: int, one_piece: bool = False) -> int:
+    def activations(self, tokens: int, one_piece: bool = False) -> int:
         """Return the bytes of activations during prefill: of the whole prompt (`one_piece`), or of one chunk."""
         return (tokens if one_piece or not self.chunk else min(tokens, self.chunk)) * self.activations_per_token
 
@@ -168,8 +168,8 @@ class Costs:
         own_keys = steps if self.shareable else steps + item.prefill_tokens
         scores = 4 * self.heads * (item.prefill_tokens + steps)
         kept = steps if options else 1
-        read = self.reading(kept - 1) + 12 * kept * self.vocabulary
-        return max(1, options) * (2 * (own_keys * self.kv_per_token + self.state) + read + scores)
+        fed = self.activations(kept - 1) + 12 * kept * self.vocabulary
+        return max(1, options) * (2 * (own_keys * self.kv_per_token + self.state) + fed + scores)
 
     def batch(self, items: Iterable[Prepared]) -> int:
         """Return the bytes of a batch: its rows, its distinct prefills, and one recording per prompt with several prefills."""
@@ -206,7 +206,7 @@ class Costs:
 class _Batch:
     """The bytes of a batch, request by request: its rows, its prefills (each counted as the longest) and their shared prefixes.
 
-    A prompt with several readings counts one more, the recording of shared layers. This overestimates: prefills run slice by
+    A prompt with several prefills counts one more, the recording of shared layers. This overestimates: prefills run slice by
     slice, but each is charged activations of its own, which also covers the recording.
     """
 
@@ -215,20 +215,20 @@ class _Batch:
         self.rows = self.prefills = self.longest = 0
         self.one_piece = False
         self.keys: set[tuple[object, ...]] = set()
-        self.readings_of_prompt: Counter[object] = Counter()
-        self.stems: set[Stem] = set()
+        self.prefills_of_prompt: Counter[object] = Counter()
+        self.prefixes: set[SharedPrefix] = set()
 
-    def add(self, item: Prepared, stems: Sequence[Stem] = ()) -> int:
+    def add(self, item: Prepared, prefixes: Sequence[SharedPrefix] = ()) -> int:
         """Add a request and return the bytes of all so far."""
-        for key in {reading.key for reading in readings_of(item).values()} - self.keys:
+        for key in {prefill.key for prefill in prefills_of(item).values()} - self.keys:
             self.keys.add(key)
-            self.readings_of_prompt[key[0]] += 1
-            self.prefills += 1 + (self.readings_of_prompt[key[0]] == 2)
+            self.prefills_of_prompt[key[0]] += 1
+            self.prefills += 1 + (self.prefills_of_prompt[key[0]] == 2)
         self.rows += self.costs.row(item)
         self.longest = max(self.longest, item.prefill_tokens)
         self.one_piece |= item.one_piece
-        self.stems.update(stems)
-        shared = sum(self.costs.prompt(len(stem.tokens)) for stem in self.stems)
+        self.prefixes.update(prefixes)
+        shared = sum(self.costs.prompt(len(prefix.tokens)) for prefix in self.prefixes)
         return self.rows + self.prefills * self.costs.prompt(self.longest, self.one_piece) + shared
 
 
@@ -250,21 +250,21 @@ class Budget:
         """Return the costs with chunks that fit the given limit, or raise NeedleworkError; see `Costs.within`."""
         return self._usual.within(self.given, items)
 
-    def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Track], kept: int = 0) -> bool:
+    def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Generation], kept: int = 0) -> bool:
         """Return whether a batch can be prefilled while `running` decodes and `kept` bytes are held otherwise."""
         items = [item for _, item in batch]
-        now = sum(self.costs.row(track.prepared) for track in running)
+        now = sum(self.costs.row(generation.prepared) for generation in running)
         return now + kept + self.costs.batch(items) <= self.limit
 
-    def fits_beside(self, reading: Reading, stems: Sequence[Stem]) -> bool:
+    def fits_beside(self, prefill: Prefill, prefixes: Sequence[SharedPrefix]) -> bool:
         """Return whether a request fits beside the shared prefixes that it starts from."""
-        return _Batch(self.costs).add(reading.item, stems) <= self.limit
+        return _Batch(self.costs).add(prefill.item, prefixes) <= self.limit
 
     def batches(
         self,
         requests: Sequence[tuple[int, Prepared]],
         most: int,
-        stems_of: Callable[[Prepared], Sequence[Stem]] = lambda item: (),
+        prefixes_of: Callable[[Prepared], Sequence[SharedPrefix]] = lambda item: (),
         padded: Callable[[Prepared], bool] = lambda item: False,
     ) -> Iterator[list[tuple[int, Prepared]]]:
         """Yield batches that fit into the limit, longest prompts first; requests with the same prompt are neighbours.
@@ -272,14 +272,14 @@ class Budget:
         Args:
             requests: (index, request) pairs.
             most: Maximum number of requests in a batch.
-            stems_of: The shared prefixes that a request starts from.
+            prefixes_of: The shared prefixes that a request starts from.
             padded: Whether a request may be padded. Others only share a batch with requests of the same prefill length. Padded
                 ones are ordered by their shared prefix, so that few prefixes are kept at a time.
         """
         begins: dict[object, int] = {}  # prefixes, and prefixes with acts, numbered in order of appearance
         ordered = []
         for i, item in requests:
-            may, chain, shelf = padded(item), stems_of(item), list[int]()
+            may, chain, shelf = padded(item), prefixes_of(item), list[int]()
             if may and chain:
                 first = chain[-1].tokens
                 shelf = [begins.setdefault(key, len(begins)) for key in (first, (first, *item.group[1:]))]

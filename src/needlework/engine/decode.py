@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from needlework.engine.budget import Read, group
-from needlework.engine.prefill import Reader, compile_items
+from needlework.engine.budget import PrefillResult, group
+from needlework.engine.prefill import Prefiller, compile_items
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import Intervention
@@ -25,7 +25,7 @@ _NOT_FINITE = "the logits are not finite"
 
 
 @dataclass
-class Track:
+class Generation:
     """The state of one request while it decodes."""
 
     index: int  # of the request
@@ -56,11 +56,13 @@ class Track:
 class Decoder:
     """A batch of rows that decode in lockstep; finished rows leave, and others may join where the cache allows it."""
 
-    def __init__(self, body: HookedModel, tracks: Sequence[Track], memory: Memory, tokens: Tensor, positions: Tensor) -> None:
-        self.body, self.tracks, self.memory = body, list(tracks), memory
+    def __init__(
+        self, body: HookedModel, generations: Sequence[Generation], memory: Memory, tokens: Tensor, positions: Tensor
+    ) -> None:
+        self.body, self.generations, self.memory = body, list(generations), memory
         self.tokens, self.positions = tokens, positions  # [rows] next input token and its position
-        self.rows = compile_items(body, [track.prepared for track in tracks], "decode")
-        self.tally = Tally(len(self.tracks))
+        self.rows = compile_items(body, [generation.prepared for generation in generations], "decode")
+        self.tally = Tally(len(self.generations))
         self.begin_observation()
 
     def __len__(self) -> int:
@@ -69,13 +71,13 @@ class Decoder:
     def begin_observation(self) -> None:
         """Tell the observer, if there is one, which request each slot belongs to; again after any other batch was prefilled."""
         if self.body.observer is not None:
-            self.body.observer.begin([track.prepared.request for track in self.tracks], self.body.device)
+            self.body.observer.begin([generation.prepared.request for generation in self.generations], self.body.device)
 
-    def alive(self) -> list[Track]:
-        return [self.tracks[i] for i in self.rows.slots.tolist()]
+    def alive(self) -> list[Generation]:
+        return [self.generations[i] for i in self.rows.slots.tolist()]
 
-    def step(self) -> list[Track]:
-        """Feed one token to every row and return the tracks that finished."""
+    def step(self) -> list[Generation]:
+        """Feed one token to every row and return the generations that finished."""
         fed, positions = self.tokens[:, None], self.positions[:, None]
         logits = self.body.feed(fed, self.memory, "decode", self.rows, self.tally, positions)[:, 0]  # [rows, vocabulary]
         self.positions = self.positions + 1
@@ -85,17 +87,17 @@ class Decoder:
             self.body.observer.chose(self.rows.slots, self.tokens)
         if bool(going.all()):
             return []
-        for slot, track in zip(self.rows.slots.tolist(), alive, strict=True):
-            if track.finish:
-                track.receipt = track.receipt + self.tally.receipt(slot)
+        for slot, generation in zip(self.rows.slots.tolist(), alive, strict=True):
+            if generation.finish:
+                generation.receipt = generation.receipt + self.tally.receipt(slot)
         rows = going.nonzero()[:, 0]
         self.tokens, self.positions, self.rows = self.tokens[rows], self.positions[rows], self.rows.select(rows)
         if len(rows):
             self.memory = self.memory.select(rows)
-        return [track for track in alive if track.finish]
+        return [generation for generation in alive if generation.finish]
 
     def join(self, other: Decoder) -> Decoder:
-        """Return both batches as one; counts so far are moved to the tracks' receipts, unless memory runs out before."""
+        """Return both batches as one; counts so far are moved to the generations' receipts, unless memory runs out before."""
         joined = Decoder(
             self.body,
             self.alive() + other.alive(),
@@ -104,13 +106,13 @@ class Decoder:
             torch.cat([self.positions, other.positions]),
         )
         for decoder in (self, other):
-            for slot, track in zip(decoder.rows.slots.tolist(), decoder.alive(), strict=True):
-                track.receipt = track.receipt + decoder.tally.receipt(slot)
+            for slot, generation in zip(decoder.rows.slots.tolist(), decoder.alive(), strict=True):
+                generation.receipt = generation.receipt + decoder.tally.receipt(slot)
         return joined
 
 
-def choose(logits: Tensor, tracks: Sequence[Track]) -> tuple[Tensor, Tensor]:
-    """Choose the next token of every row (forced, or argmax) and record it in its track.
+def choose(logits: Tensor, generations: Sequence[Generation]) -> tuple[Tensor, Tensor]:
+    """Choose the next token of every row (forced, or argmax) and record it in its generation.
 
     Args:
         logits: [rows, vocabulary]
@@ -121,25 +123,25 @@ def choose(logits: Tensor, tracks: Sequence[Track]) -> tuple[Tensor, Tensor]:
     finite = logits.isfinite().all(-1)
     top = logits.topk(2, -1).values if logits.shape[-1] > 1 else logits.expand(-1, 2)
     best = logits.argmax(-1)
-    forced = [t.prepared.request.forced for t in tracks]
+    forced = [t.prepared.request.forced for t in generations]
     if any(forced):
-        known = [f[len(t.tokens)] if f else -1 for f, t in zip(forced, tracks, strict=True)]
+        known = [f[len(t.tokens)] if f else -1 for f, t in zip(forced, generations, strict=True)]
         wanted = torch.tensor(known, device=logits.device)
         best = torch.where(wanted >= 0, wanted, best)
     logprob = logits.gather(-1, best[:, None])[:, 0] - logits.logsumexp(-1)
     columns = (best.tolist(), logprob.tolist(), (top[:, 0] - top[:, 1]).tolist(), finite.tolist())
-    for track, token, log, margin, good in zip(tracks, *columns, strict=True):
+    for generation, token, log, margin, good in zip(generations, *columns, strict=True):
         if not good:
-            track.finish = "failed"
+            generation.finish = "failed"
             continue
-        track.tokens.append(token)
-        track.logprobs.append(log)
-        track.margins.append(margin)
-        if token in track.stop:
-            track.finish = "stop"
-        elif len(track.tokens) >= track.steps:
-            track.finish = "length"
-    return best, torch.tensor([not track.finish for track in tracks], device=logits.device)
+        generation.tokens.append(token)
+        generation.logprobs.append(log)
+        generation.margins.append(margin)
+        if token in generation.stop:
+            generation.finish = "stop"
+        elif len(generation.tokens) >= generation.steps:
+            generation.finish = "length"
+    return best, torch.tensor([not generation.finish for generation in generations], device=logits.device)
 
 
 def _first_bad_layer(body: HookedModel, item: Prepared, answer: Sequence[int]) -> str:
@@ -163,10 +165,10 @@ def _first_bad_layer(body: HookedModel, item: Prepared, answer: Sequence[int]) -
     return bad[0] if bad else "none of them (the output head)"
 
 
-def score(body: HookedModel, reader: Reader, batch: Sequence[tuple[int, Prepared]]) -> list[tuple[int, Answer]]:
+def score(body: HookedModel, prefiller: Prefiller, batch: Sequence[tuple[int, Prepared]]) -> list[tuple[int, Answer]]:
     """Return (index, answer) of each request, with the log-likelihoods of its options; options share their prompt's prefill."""
-    readings, places = group([item for _, item in batch])
-    read = reader.read(readings, remember=any(item.request.steps > 1 for _, item in batch))
+    prefills, places = group([item for _, item in batch])
+    result = prefiller.run(prefills, remember=any(item.request.steps > 1 for _, item in batch))
     rows = [(place["own"], item, o) for place, (_, item) in zip(places, batch, strict=True) for o in item.request.options]
     if body.observer is not None:
         body.observer.begin([item.request for _, item, _ in rows], body.device)
@@ -175,12 +177,12 @@ def score(body: HookedModel, reader: Reader, batch: Sequence[tuple[int, Prepared
     for length in sorted({len(option) for *_, option in rows}):
         # Options of one length share a forward: without padding, receipts count only the options' own tokens.
         alike = [r for r, (*_, option) in enumerate(rows) if len(option) == length]
-        scores |= _score_one_length(body, read, {r: rows[r] for r in alike}, tally)
+        scores |= _score_one_length(body, result, {r: rows[r] for r in alike}, tally)
     numbers = iter(range(len(rows)))
     answers = []
     for place, (i, item) in zip(places, batch, strict=True):
         own = [next(numbers) for _ in item.request.options]
-        receipt = sum((tally.receipt(r) for r in own), start=read.receipts[place["own"]])
+        receipt = sum((tally.receipt(r) for r in own), start=result.receipts[place["own"]])
         receipt = replace(receipt, notes=item.notes(receipt))
         logprobs, greedy = zip(*(scores[r] for r in own), strict=True)
         finite = all(math.isfinite(value) for option in logprobs for value in option)
@@ -191,23 +193,23 @@ def score(body: HookedModel, reader: Reader, batch: Sequence[tuple[int, Prepared
 
 
 def _score_one_length(
-    body: HookedModel, read: Read, rows: Mapping[int, tuple[int, Prepared, tuple[int, ...]]], tally: Tally
+    body: HookedModel, result: PrefillResult, rows: Mapping[int, tuple[int, Prepared, tuple[int, ...]]], tally: Tally
 ) -> dict[int, tuple[tuple[float, ...], bool]]:
     """Score options of one length.
 
     Args:
-        rows: Number of each option in the batch -> (index of the reading that it continues, its request, its tokens).
+        rows: Number of each option in the batch -> (index of the prefill that it continues, its request, its tokens).
 
     Returns:
         By the option's number, the log-likelihood of each token, and whether all tokens are the argmax.
     """
     places, items, options = zip(*rows.values(), strict=True)
     place, tokens = torch.tensor(places, device=body.device), torch.tensor(options, device=body.device)
-    first = read.logits.log_softmax(-1)  # [readings, vocabulary]: scores each option's first token
+    first = result.logits.log_softmax(-1)  # [prefills, vocabulary]: scores each option's first token
     logprobs, greedy = first[place, tokens[:, 0]][:, None], first.argmax(-1)[place] == tokens[:, 0]
     if tokens.shape[1] > 1:
-        assert read.memory is not None
-        forked = read.memory.share(place) if body.shareable else read.memory.select(place)
+        assert result.memory is not None
+        forked = result.memory.share(place) if body.shareable else result.memory.select(place)
         compiled = compile_items(body, items, "prefill", torch.tensor(list(rows), device=body.device))
         later = body.feed(tokens[:, :-1], forked, "prefill", compiled, tally, keep="all").log_softmax(-1)
         logprobs = torch.cat([logprobs, later.gather(2, tokens[:, 1:, None])[..., 0]], 1)

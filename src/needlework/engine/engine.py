@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import torch
 
-from needlework.engine.budget import Budget, group, out_of_memory, readings_of
-from needlework.engine.decode import Decoder, Track, choose, score
-from needlework.engine.depth import Depth
-from needlework.engine.prefill import Padding, Reader
+from needlework.engine.budget import Budget, group, out_of_memory, prefills_of
+from needlework.engine.decode import Decoder, Generation, choose, score
+from needlework.engine.prefill import Padding, Prefiller
+from needlework.engine.shared_layers import SharedLayers
 from needlework.model.hooked_model import HookedModel
 from needlework.model.memory import Memory
 from needlework.requests import Answer, Prepared, Request, prepare
@@ -34,8 +34,8 @@ class Engine:
 
     def __init__(self, body: HookedModel, memory_bytes: int | None = None) -> None:
         self.body, self.budget = body, Budget(body, memory_bytes)
-        self.depth, self.padding = Depth(body), Padding(body)
-        self.reader = Reader(body, self.depth, self.padding)  # of the latest run; its counters show how much was shared
+        self.shared_layers, self.padding = SharedLayers(body), Padding(body)
+        self.prefiller = Prefiller(body, self.shared_layers, self.padding)  # of the latest run
         self._active: _Run | None = None
 
     @property
@@ -67,8 +67,8 @@ class Engine:
         costs = self.budget.check(prepared)
         with self.body.session(), self.body.chunks_of(costs.chunk):  # opened before this engine's state is set, because
             self.budget.costs = costs  # another thread's run may still be active
-            self.reader = Reader(self.body, self.depth, self.padding)
-            self._active = _Run(self.body, self.budget, self.reader, prepared)
+            self.prefiller = Prefiller(self.body, self.shared_layers, self.padding)
+            self._active = _Run(self.body, self.budget, self.prefiller, prepared)
             try:
                 yield from self._active.answers()
             finally:
@@ -78,18 +78,18 @@ class Engine:
 class _Run:
     """One run of an engine: its batches, and how far it is."""
 
-    def __init__(self, body: HookedModel, budget: Budget, reader: Reader, prepared: Sequence[Prepared]) -> None:
-        self.body, self.budget, self.reader, self.prepared = body, budget, reader, prepared
+    def __init__(self, body: HookedModel, budget: Budget, prefiller: Prefiller, prepared: Sequence[Prepared]) -> None:
+        self.body, self.budget, self.prefiller, self.prepared = body, budget, prefiller, prepared
         self.most = ROWS_AT_ONCE  # fewer once memory has run out
-        readings = [reading for item in prepared for reading in readings_of(item).values() if reading.tokens]
-        self.to_read = sum({reading.key: len(reading.tokens) for reading in readings}.values())  # tokens
+        prefills = [prefill for item in prepared for prefill in prefills_of(item).values() if prefill.tokens]
+        self.to_read = sum({prefill.key: len(prefill.tokens) for prefill in prefills}.values())  # tokens
         self.to_answer, self.answered = sum(map(_answer_tokens, prepared)), 0
-        reader.expect(readings, budget.fits_beside)
+        prefiller.expect(prefills, budget.fits_beside)
 
     def share(self) -> float:
         """Return the share of the work that is done."""
         work = self.to_read + _STEP_COST * self.to_answer
-        return (min(self.reader.tokens_asked, self.to_read) + _STEP_COST * min(self.answered, self.to_answer)) / max(1.0, work)
+        return (min(self.prefiller.tokens_asked, self.to_read) + _STEP_COST * min(self.answered, self.to_answer)) / max(1.0, work)
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
         """Yield (index of the request, answer): first of the requests with options, then of those that generate."""
@@ -98,15 +98,15 @@ class _Run:
             yield from answer(deque(self._batches(requests, ROWS_AT_ONCE)))
 
     def _batches(self, requests: Batch, most: int) -> Iterator[Batch]:
-        return self.budget.batches(requests, most, self.reader.stems_of, self.reader.padding.allowed)
+        return self.budget.batches(requests, most, self.prefiller.prefixes_of, self.prefiller.padding.allowed)
 
     def _score(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
         while pending:
             batch = pending.popleft()
             try:
-                answers = score(self.body, self.reader, batch)
+                answers = score(self.body, self.prefiller, batch)
             except Exception as error:
-                self._halve(batch, pending, error, reading=True)
+                self._halve(batch, pending, error, prefilling=True)
             else:
                 self.answered += sum(_answer_tokens(item) for _, item in batch)
                 yield from answers
@@ -129,9 +129,9 @@ class _Run:
                     raise
                 self._halve([(t.index, t.prepared) for t in decoder.alive()], pending, error)
                 decoder, finished = None, []
-            self.answered += sum(track.steps - len(track.tokens) for track in finished)
-            for track in finished:
-                yield track.index, track.answer(self.body)
+            self.answered += sum(one.steps - len(one.tokens) for one in finished)
+            for generation in finished:
+                yield generation.index, generation.answer(self.body)
             if decoder is not None and not len(decoder):
                 decoder = None
 
@@ -140,11 +140,11 @@ class _Run:
         if not decoder.memory.ragged or 2 * len(decoder) > self.most:
             return False
         keys = 2 * decoder.memory.nbytes("kv")  # twice: copied when transposed for the kernel or when batches are joined
-        return self.budget.fits(batch, decoder.alive(), self.reader.kept_bytes + keys)
+        return self.budget.fits(batch, decoder.alive(), self.prefiller.kept_bytes + keys)
 
     def _admit(
         self, batch: Batch, decoder: Decoder | None, pending: deque[Batch], alone: bool
-    ) -> tuple[Decoder | None, list[Track]]:
+    ) -> tuple[Decoder | None, list[Generation]]:
         """Prefill a batch and add it to the decoder; if memory runs out, put smaller batches back into `pending`."""
         try:
             new, finished = self._start(batch, alone)
@@ -156,12 +156,12 @@ class _Run:
                 self.most = 1  # it may fit alone: nothing joins until the decoder is empty
                 pending.appendleft(batch)
             else:
-                self._halve(batch, pending, error, reading=True)
+                self._halve(batch, pending, error, prefilling=True)
         if decoder is not None:
             decoder.begin_observation()
         return decoder, finished
 
-    def _halve(self, batch: Batch, pending: deque[Batch], error: Exception, reading: bool = False) -> None:
+    def _halve(self, batch: Batch, pending: deque[Batch], error: Exception, prefilling: bool = False) -> None:
         """Put a batch that ran out of memory back into `pending`, in halves, or in shorter chunks if it is one prefill.
 
         Raises:
@@ -176,40 +176,42 @@ class _Run:
             pending.extendleft(reversed(list(self._batches(batch, fewer))))
             return
         item, costs = batch[0][1], self.budget.costs.in_smaller_chunks()
-        helps = reading and costs and not item.one_piece and max(item.prefill_tokens, item.request.steps - 1) > costs.chunk
+        helps = prefilling and costs and not item.one_piece and max(item.prefill_tokens, item.request.steps - 1) > costs.chunk
         if not helps or costs is None:
             raise MemoryError(f"one trial of {len(item.request.prompt)} prompt tokens does not fit into memory") from error
         self.budget.costs, self.body.chunk = costs, costs.chunk  # for the rest of the run
         logger.warning("out of memory with one prompt: going on in chunks of %d tokens", costs.chunk)
         pending.appendleft(batch)
 
-    def _start(self, batch: Batch, alone: bool) -> tuple[Decoder | None, list[Track]]:
+    def _start(self, batch: Batch, alone: bool) -> tuple[Decoder | None, list[Generation]]:
         """Prefill the batch, fork its cache, and choose the first token where prefill produces its logits."""
-        tracks = [Track(i, item) for i, item in batch]
+        generations = [Generation(i, item) for i, item in batch]
         memory: Memory | None
         tokens, decodes_last = batch[0][1].prefill_tokens, batch[0][1].request.decodes_last
         if tokens == 0:
             memory, logits = self.body.new_memory(len(batch)), None
         else:
-            readings, places = group([item for _, item in batch])
-            read = self.reader.read(readings, remember=decodes_last or any(track.steps > 1 for track in tracks))
-            memory = self._fork(read.memory, places, alone) if read.memory is not None else None
-            for track, place in zip(tracks, places, strict=True):
-                swapped = tuple(half for half in track.prepared.twins if place[half] != place["own"])
-                track.receipt = replace(read.receipts[place["own"]], swapped=swapped)
-            logits = read.logits[torch.tensor([place["own"] for place in places], device=self.body.device)]
+            prefills, places = group([item for _, item in batch])
+            result = self.prefiller.run(
+                prefills, remember=decodes_last or any(generation.steps > 1 for generation in generations)
+            )
+            memory = self._fork(result.memory, places, alone) if result.memory is not None else None
+            for generation, place in zip(generations, places, strict=True):
+                swapped = tuple(half for half in generation.prepared.twins if place[half] != place["own"])
+                generation.receipt = replace(result.receipts[place["own"]], swapped=swapped)
+            logits = result.logits[torch.tensor([place["own"] for place in places], device=self.body.device)]
         if decodes_last:
             assert memory is not None
             fed = torch.tensor([item.request.prompt[-1] for _, item in batch], device=self.body.device)
-            return Decoder(self.body, tracks, memory, fed, torch.full_like(fed, tokens)), []
+            return Decoder(self.body, generations, memory, fed, torch.full_like(fed, tokens)), []
         assert logits is not None
-        fed, going = choose(logits, tracks)
-        done, rows = [t for t in tracks if t.finish], going.nonzero()[:, 0]
+        fed, going = choose(logits, generations)
+        done, rows = [t for t in generations if t.finish], going.nonzero()[:, 0]
         if not len(rows):
             return None, done
         assert memory is not None
         memory = memory.select(rows) if done else memory
-        alive = [t for t in tracks if not t.finish]
+        alive = [t for t in generations if not t.finish]
         return Decoder(self.body, alive, memory, fed[rows], torch.full_like(rows, tokens)), done
 
     def _fork(self, memory: Memory, places: Sequence[Mapping[str, int]], alone: bool) -> Memory:

@@ -175,7 +175,7 @@ def _total(work: Work) -> Total:
     rows = min(_ROWS, len(asked))
     memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
     memory += rows * 12 * model.anatomy.vocabulary  # logits of a step in fp32, and their sorting
-    memory += model.costs.reading(longest) if model.costs else 0
+    memory += model.costs.activations(longest) if model.costs else 0
     if model.model.loading.device == "cpu":
         memory = min(memory, default_limit(torch.device("cpu")))  # the engine admits no more rows than fit
     memory += model.anatomy.parameters * torch_dtype(model.model.loading.dtype).itemsize

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from needlework.engine.budget import Read, Reading, by_pieces, forward_tokens, try_proof, watched
+from needlework.engine.budget import Prefill, PrefillResult, forward_overhead, is_observed, split_rows, try_proof
 from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
 from needlework.interventions.scores import RANDOM
 from needlework.model.depth import EnteredBatch, PrefillRecording, Stack
@@ -42,7 +42,7 @@ class EntryPoint(NamedTuple):
         return (self.layer + _HEADS * self.after_heads) / layers
 
 
-class Depth:
+class SharedLayers:
     """Prefills prompts that several requests act on, each from the layer where its own acts begin."""
 
     def __init__(self, body: HookedModel) -> None:
@@ -74,37 +74,37 @@ class Depth:
             self._proven[entry] = passed
         return self._proven.get(entry, False)
 
-    def worthwhile(self, readings: Sequence[Reading]) -> dict[int, float]:
-        """Choose the readings for which sharing layers saves compute.
+    def worthwhile(self, prefills: Sequence[Prefill]) -> dict[int, float]:
+        """Choose the prefills for which sharing layers saves compute.
 
         Returns:
-            Index of each chosen reading -> share of the model's compute that it saves. Readings without acts save all of it,
+            Index of each chosen prefill -> share of the model's compute that it saves. Prefills without acts save all of it,
             since the recording that the others need is their own prefill.
         """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for i, reading in enumerate(readings):
-            if len(reading.tokens) <= self.body.chunk or not self.body.continues:  # longer recordings take much memory
-                prompts[reading.tokens].append(i)
+        for i, prefill in enumerate(prefills):
+            if len(prefill.tokens) <= self.body.chunk or not self.body.continues:  # longer recordings take much memory
+                prompts[prefill.tokens].append(i)
         shared = [i for members in prompts.values() if len(members) > 1 for i in members]
-        if not shared or self._stack is None or watched(self.body):  # an observer must see each layer once per row
+        if not shared or self._stack is None or is_observed(self.body):  # an observer must see each layer once per row
             return {}
-        hoped = {i: next(iter(self._entry_points(readings[i].item)), None) for i in shared}
-        if not self._gain(readings, prompts, hoped):  # no gain even if all entry points pass: skip the checks
+        hoped = {i: next(iter(self._entry_points(prefills[i].item)), None) for i in shared}
+        if not self._gain(prefills, prompts, hoped):  # no gain even if all entry points pass: skip the checks
             return {}
-        return self._gain(readings, prompts, {i: self.entry_point(readings[i].item) for i in shared})
+        return self._gain(prefills, prompts, {i: self.entry_point(prefills[i].item) for i in shared})
 
     def _gain(
         self,
-        readings: Sequence[Reading],
+        prefills: Sequence[Prefill],
         prompts: Mapping[tuple[int, ...], Sequence[int]],
         entries: Mapping[int, EntryPoint | None],
     ) -> dict[int, float]:
-        """Return the share of compute saved per reading; empty if the extra forwards and checks would cost more."""
+        """Return the share of compute saved per prefill; empty if the extra forwards and checks would cost more."""
         chosen: dict[int, float] = {}
         saved, used, layers = 0.0, set(), len(self.body.anatomy.layers)
         for tokens, members in prompts.items():
             entering = {i: entry for i in members if (entry := entries.get(i))}
-            untouched = [i for i in members if not readings[i].item.acts["prefill"]]
+            untouched = [i for i in members if not prefills[i].item.acts["prefill"]]
             recordings = max(1, len({entry.scored for entry in entering.values() if not entry.layer}))
             gain = sum(entry.share(layers) for entry in entering.values()) - (recordings - bool(untouched))
             if gain > 0:
@@ -112,20 +112,20 @@ class Depth:
                 used |= set(entering.values())
                 saved += gain * len(tokens)
         untried = sum(entry not in self._proven for entry in used)
-        costs = forward_tokens(self.body) * (len(used) + _PROOF_FORWARDS * untried) + _PROOF_COST * untried
+        costs = forward_overhead(self.body) * (len(used) + _PROOF_FORWARDS * untried) + _PROOF_COST * untried
         return chosen if saved > costs else {}
 
-    def read(self, readings: Mapping[int, Reading], remember: bool) -> Iterator[tuple[list[int], Read]]:
-        """Prefill readings of one length and yield (their indices, results), some at a time.
+    def run(self, prefills: Mapping[int, Prefill], remember: bool) -> Iterator[tuple[list[int], PrefillResult]]:
+        """Run prefills of one length and yield (their indices, results), some at a time.
 
-        The readings of a few prompts start from one recording for each kind of head score.
+        The prefills of a few prompts start from one recording for each kind of head score.
         """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for i, reading in readings.items():
-            prompts[reading.tokens].append(i)
-        for some in by_pieces(list(prompts), len(next(iter(prompts))), self.body):
+        for i, prefill in prefills.items():
+            prompts[prefill.tokens].append(i)
+        for some in split_rows(list(prompts), len(next(iter(prompts))), self.body):
             place = {i: p for p, tokens in enumerate(some) for i in prompts[tokens]}
-            groups = self._by_entry_point({i: readings[i].item for i in place})
+            groups = self._by_entry_point({i: prefills[i].item for i in place})
             kinds: list[tuple[str, int] | None] = list({entry.scored for entry in groups if entry and entry.scored}) or [None]
             for kind in kinds:
                 served = [
@@ -134,26 +134,26 @@ class Depth:
                 recording = self._record(torch.tensor(some, device=self.body.device), [entry for entry in served if entry])
                 self.whole_passes += recording.ids.numel()
                 for entry in served:
-                    members = sorted(groups[entry], key=lambda i: keeps_from_sdpa(readings[i].item.acts["prefill"]))
-                    for part in by_pieces(members, recording.ids.shape[1], self.body):
+                    members = sorted(groups[entry], key=lambda i: keeps_from_sdpa(prefills[i].item.acts["prefill"]))
+                    for part in split_rows(members, recording.ids.shape[1], self.body):
                         rows = torch.tensor([place[i] for i in part], device=self.body.device)
-                        yield part, self._read_part(entry, recording, rows, [readings[i].item for i in part], remember)
+                        yield part, self._read_part(entry, recording, rows, [prefills[i].item for i in part], remember)
 
     def _read_part(
         self, entry: EntryPoint | None, recording: PrefillRecording, rows: Tensor, items: Sequence[Prepared], remember: bool
-    ) -> Read:
-        """Prefill a few readings that enter the model at one point; the recording is the prefill of those without acts."""
+    ) -> PrefillResult:
+        """Run a few prefills that enter the model at one point; the recording is the prefill of those without acts."""
         if entry is None:
             memory = recording.memory.select(rows) if remember else None
-            return Read(memory, recording.logits[rows], [recording.receipts[row] for row in rows.tolist()])
+            return PrefillResult(memory, recording.logits[rows], [recording.receipts[row] for row in rows.tolist()])
         self.whole_passes += len(items) * recording.ids.shape[1] * (1 - entry.share(len(self.body.anatomy.layers)))
         acts, samples = [item.acts["prefill"] for item in items], [item.sample for item in items]
         return self._enter(entry, recording, rows, acts, samples, remember)
 
     def _by_entry_point(self, items: Mapping[int, Prepared]) -> dict[EntryPoint | None, list[int]]:
-        """Group readings by entry point; None for readings without acts.
+        """Group prefills by entry point; None for prefills without acts.
 
-        A recording holds one kind of head score, so readings by rarer scores enter before the heads where they can.
+        A recording holds one kind of head score, so prefills by rarer scores enter before the heads where they can.
         """
         entries = {i: self.entry_point(item) for i, item in items.items()}
         common = Counter(entry.scored for entry in entries.values() if entry and entry.scored).most_common(1)
@@ -198,7 +198,7 @@ class Depth:
         acts: Sequence[Sequence[Act]],
         samples: Sequence[int],
         remember: bool = True,
-    ) -> Read:
+    ) -> PrefillResult:
         """Prefill from an entry point on.
 
         Args:
@@ -222,7 +222,7 @@ class Depth:
             counts = recording.receipts[row].counts.items()  # of which those of the layers below remain
             below = Receipt({at: dict(count) for at, count in counts if at[0] < point.layer})
             receipts.append(below + tally.receipt(i))
-        return Read(memory.above(recording.memory, rows, entry.remembered) if remember else None, logits, receipts)
+        return PrefillResult(memory.above(recording.memory, rows, entry.remembered) if remember else None, logits, receipts)
 
     def _prove(self, entry: EntryPoint) -> bool:
         """Compare a full prefill with one from this entry point: logits, receipts, and one decoded token from either cache."""
@@ -239,11 +239,11 @@ class Depth:
         memory, tally = body.new_memory(count), Tally(count)
         compiled = body.compile([acts] * count, [0] * count, "prefill", slots)
         whole = [body.feed(prompts[rows], memory, "prefill", compiled, tally)]
-        read = self._enter(entry, self._record(prompts, [entry]), rows, [acts] * count, [0] * count)
-        assert read.memory is not None
-        entered = [read.logits[:, None]]
-        for answers, remembered in ((whole, memory), (entered, read.memory)):
+        result = self._enter(entry, self._record(prompts, [entry]), rows, [acts] * count, [0] * count)
+        assert result.memory is not None
+        entered = [result.logits[:, None]]
+        for answers, remembered in ((whole, memory), (entered, result.memory)):
             nothing = body.compile([()] * count, [0] * count, "decode", slots)
             answers.append(body.feed(prompts[rows, :1], remembered, "decode", nothing, Tally(count)))
-        same = [tally.receipt(i) for i in range(count)] == read.receipts
+        same = [tally.receipt(i) for i in range(count)] == result.receipts
         return same and body.agree(torch.cat(whole, 1), torch.cat(entered, 1))
