@@ -1,4 +1,4 @@
-"""What requests cost: the prefills that they need (prefills), estimates of their bytes and time, and batches that fit."""
+"""What requests cost: the prefills that they need, estimates of their bytes and time, and batches that fit."""
 
 from __future__ import annotations
 
