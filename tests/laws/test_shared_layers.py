@@ -89,7 +89,7 @@ def both_ways(subject: nw.Subject, requests: list[Request]) -> tuple[dict[int, T
         reader = Prefiller(subject.body, depth)
         chosen = {i: readings[i] for i in depth.worthwhile(readings)}
         deep = {i: read.logits[row] for some, read in depth.run(chosen, True) for row, i in enumerate(some)} if chosen else {}
-        return deep, [reader._continue([one], True).logits[0] for one in readings]
+        return deep, [reader.run([one]).logits[0] for one in readings]
 
 
 def by_hooks(model: Any, projection: nn.Linear, dim: int, head: int) -> Tensor:

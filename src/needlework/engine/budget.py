@@ -19,7 +19,6 @@ from needlework.receipts import Receipt
 from needlework.requests import Prepared
 
 if TYPE_CHECKING:
-    from needlework.engine.decode import Generation
     from needlework.engine.prefill import SharedPrefix
 
 T = TypeVar("T")
@@ -249,12 +248,6 @@ class Budget:
     def check(self, items: Iterable[Prepared]) -> Costs:
         """Return the costs with chunks that fit the given limit, or raise NeedleworkError; see `Costs.within`."""
         return self._usual.within(self.given, items)
-
-    def fits(self, batch: Sequence[tuple[int, Prepared]], running: Sequence[Generation], kept: int = 0) -> bool:
-        """Return whether a batch can be prefilled while `running` decodes and `kept` bytes are held otherwise."""
-        items = [item for _, item in batch]
-        now = sum(self.costs.row(generation.prepared) for generation in running)
-        return now + kept + self.costs.batch(items) <= self.limit
 
     def fits_beside(self, prefill: Prefill, prefixes: Sequence[SharedPrefix]) -> bool:
         """Return whether a request fits beside the shared prefixes that it starts from."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from needlework.engine.budget import PrefillResult, group
+from needlework.engine.budget import group
 from needlework.engine.prefill import Prefiller, compile_items
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase, Span
@@ -172,49 +172,34 @@ def score(body: HookedModel, prefiller: Prefiller, batch: Sequence[tuple[int, Pr
     rows = [(place["own"], item, o) for place, (_, item) in zip(places, batch, strict=True) for o in item.request.options]
     if body.observer is not None:
         body.observer.begin([item.request for _, item, _ in rows], body.device)
-    tally = Tally(len(rows))
-    scores: dict[int, tuple[tuple[float, ...], bool]] = {}
+    tally, first = Tally(len(rows)), result.logits.log_softmax(-1)  # [prefills, vocabulary]: scores each option's first token
+    scores: list[tuple[tuple[float, ...], bool]] = [((), True)] * len(rows)  # of each token, and whether all are the argmax
     for length in sorted({len(option) for *_, option in rows}):
         # Options of one length share a forward: without padding, receipts count only the options' own tokens.
         alike = [r for r, (*_, option) in enumerate(rows) if len(option) == length]
-        scores |= _score_one_length(body, result, {r: rows[r] for r in alike}, tally)
+        place, tokens = (torch.tensor([rows[r][part] for r in alike], device=body.device) for part in (0, 2))
+        logprobs, greedy = first[place, tokens[:, 0]][:, None], first.argmax(-1)[place] == tokens[:, 0]
+        if length > 1:
+            assert result.memory is not None
+            forked = result.memory.share(place) if body.shareable else result.memory.select(place)
+            compiled = compile_items(body, [rows[r][1] for r in alike], "prefill", torch.tensor(alike, device=body.device))
+            later = body.feed(tokens[:, :-1], forked, "prefill", compiled, tally, keep="all").log_softmax(-1)
+            logprobs = torch.cat([logprobs, later.gather(2, tokens[:, 1:, None])[..., 0]], 1)
+            greedy &= (later.argmax(-1) == tokens[:, 1:]).all(1)
+        for r, logs, best in zip(alike, logprobs.tolist(), greedy.tolist(), strict=True):
+            scores[r] = tuple(logs), best
     numbers = iter(range(len(rows)))
     answers = []
-    for place, (i, item) in zip(places, batch, strict=True):
-        own = [next(numbers) for _ in item.request.options]
-        receipt = sum((tally.receipt(r) for r in own), start=result.receipts[place["own"]])
+    for own, (i, item) in zip(places, batch, strict=True):
+        mine = [next(numbers) for _ in item.request.options]
+        receipt = sum((tally.receipt(r) for r in mine), start=result.receipts[own["own"]])
         receipt = replace(receipt, notes=item.notes(receipt))
-        logprobs, greedy = zip(*(scores[r] for r in own), strict=True)
-        finite = all(math.isfinite(value) for option in logprobs for value in option)
+        of_options, greedy_ones = zip(*(scores[r] for r in mine), strict=True)
+        finite = all(math.isfinite(value) for logs in of_options for value in logs)
         error = item.failure(receipt) if finite else _NOT_FINITE
         finish: Finish = "failed" if error else "scored"
-        answers.append((i, Answer(receipt=receipt, finish=finish, error=error, option_logprobs=logprobs, greedy=greedy)))
+        answers.append((i, Answer(receipt=receipt, finish=finish, error=error, option_logprobs=of_options, greedy=greedy_ones)))
     return answers
-
-
-def _score_one_length(
-    body: HookedModel, result: PrefillResult, rows: Mapping[int, tuple[int, Prepared, tuple[int, ...]]], tally: Tally
-) -> dict[int, tuple[tuple[float, ...], bool]]:
-    """Score options of one length.
-
-    Args:
-        rows: Number of each option in the batch -> (index of the prefill that it continues, its request, its tokens).
-
-    Returns:
-        By the option's number, the log-likelihood of each token, and whether all tokens are the argmax.
-    """
-    places, items, options = zip(*rows.values(), strict=True)
-    place, tokens = torch.tensor(places, device=body.device), torch.tensor(options, device=body.device)
-    first = result.logits.log_softmax(-1)  # [prefills, vocabulary]: scores each option's first token
-    logprobs, greedy = first[place, tokens[:, 0]][:, None], first.argmax(-1)[place] == tokens[:, 0]
-    if tokens.shape[1] > 1:
-        assert result.memory is not None
-        forked = result.memory.share(place) if body.shareable else result.memory.select(place)
-        compiled = compile_items(body, items, "prefill", torch.tensor(list(rows), device=body.device))
-        later = body.feed(tokens[:, :-1], forked, "prefill", compiled, tally, keep="all").log_softmax(-1)
-        logprobs = torch.cat([logprobs, later.gather(2, tokens[:, 1:, None])[..., 0]], 1)
-        greedy &= (later.argmax(-1) == tokens[:, 1:]).all(1)
-    return {r: (tuple(logs), best) for r, logs, best in zip(rows, logprobs.tolist(), greedy.tolist(), strict=True)}
 
 
 def logits(

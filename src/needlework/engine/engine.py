@@ -140,7 +140,9 @@ class _Run:
         if not decoder.memory.ragged or 2 * len(decoder) > self.most:
             return False
         keys = 2 * decoder.memory.nbytes("kv")  # twice: copied when transposed for the kernel or when batches are joined
-        return self.budget.fits(batch, decoder.alive(), self.prefiller.kept_bytes + keys)
+        costs, items = self.budget.costs, [item for _, item in batch]
+        held = self.prefiller.kept_bytes + keys + sum(costs.row(generation.prepared) for generation in decoder.alive())
+        return held + costs.batch(items) <= self.budget.limit
 
     def _admit(
         self, batch: Batch, decoder: Decoder | None, pending: deque[Batch], alone: bool

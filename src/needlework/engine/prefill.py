@@ -134,7 +134,11 @@ class Prefiller:
                 parts[len(prefix.tokens) if prefix else 0].append(i)
         for known, members in parts.items():
             for some in self._split(prefills, members, known):
-                done.append((some, self._continue([prefills[i] for i in some], remember)))
+                rest = [prefills[i] for i in some]
+                memory, before = self._start([(self._prefixes.get(one.key), one.item) for one in rest])
+                logits, receipts = self._feed(rest, memory)
+                both = [a + b for a, b in zip(before, receipts, strict=True)]
+                done.append((some, PrefillResult(memory if remember else None, logits, both)))
         self.prompts_read += len(prefills)
         self.tokens_asked += sum(len(prefill.tokens) for prefill in prefills)
         return _joined(done)
@@ -151,12 +155,6 @@ class Prefiller:
             some = list(alike)
             for piece in self.padding.split([len(prefills[i].tokens) - known for i in some]):
                 yield [some[place] for place in piece]
-
-    def _continue(self, prefills: Sequence[Prefill], remember: bool) -> PrefillResult:
-        """Prefill, in one batch, the rest of prefills whose shared prefixes have one length."""
-        memory, before = self._start([(self._prefixes.get(prefill.key), prefill.item) for prefill in prefills])
-        logits, receipts = self._feed(prefills, memory)
-        return PrefillResult(memory if remember else None, logits, [a + b for a, b in zip(before, receipts, strict=True)])
 
     def _feed(self, prefills: Sequence[Prefill], memory: Memory) -> tuple[Tensor, list[Receipt]]:
         """Feed the tokens that `memory` does not hold yet; return last logits [prefills, vocabulary] and receipts."""
@@ -317,10 +315,16 @@ class Padding:
     def allowed(self, item: Prepared) -> bool:
         """Return whether a request may be padded: it scores single-token options only, and its acts treat all tokens alike.
 
-        Needs an open session.
+        Otherwise padding could not be subtracted from receipts. Where one layer has both fixed ablations and top-k selection,
+        the number of zeroed heads depends on the token. Needs an open session.
         """
-        ends = bool(item.request.options) and item.request.steps == 1
-        return ends and not item.one_piece and counts_evenly(item) and not is_observed(self.body) and self.proven()
+        if not item.request.options or item.request.steps > 1 or item.one_piece:
+            return False
+        acts = item.acts["prefill"]
+        kept = {act.layer for act in acts if isinstance(act, KeepBest)}
+        both = any(isinstance(act, SilenceHeads) and act.layer in kept for act in acts)
+        uneven = both or any(isinstance(act, _UNEVEN) for act in acts)
+        return not uneven and not is_observed(self.body) and self.proven()
 
     def proven(self) -> bool:
         """Return whether padded rows give the same logits as unpadded ones. Checked once; needs an open session."""
@@ -363,17 +367,6 @@ class Padding:
             parted.append(order[first:n])
             n = first
         return parted[::-1]
-
-
-def counts_evenly(item: Prepared) -> bool:
-    """Return whether a request's prefill acts count the same for every token, so that padding can be subtracted from receipts.
-
-    Where one layer has both fixed ablations and top-k selection, the number of zeroed heads depends on the token.
-    """
-    acts = item.acts["prefill"]
-    kept = {act.layer for act in acts if isinstance(act, KeepBest)}
-    both = any(isinstance(act, SilenceHeads) and act.layer in kept for act in acts)
-    return not both and not any(isinstance(act, _UNEVEN) for act in acts)
 
 
 def without_padding(receipt: Receipt, tokens: int, fed: int) -> Receipt:

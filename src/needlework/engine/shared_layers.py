@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -47,9 +48,12 @@ class SharedLayers:
 
     def __init__(self, body: HookedModel) -> None:
         self.body = body
-        self._stack = Stack.of(body.model, body.attention, {mixer.module: mixer.layer for mixer in body.mixers})
         self._proven: dict[EntryPoint, bool] = {}
         self.whole_passes = 0.0  # prefilled tokens, each weighted by the share of the model that was computed for it
+
+    @cached_property
+    def _stack(self) -> Stack | None:
+        return Stack.of(self.body.model, self.body.attention, {mixer.module: mixer.layer for mixer in self.body.mixers})
 
     def entry_point(self, item: Prepared) -> EntryPoint | None:
         """Return the best entry point that passes its check, or None for a full prefill. Needs an open session."""
