@@ -135,9 +135,9 @@ class Prefiller:
         for known, members in parts.items():
             for some in self._split(prefills, members, known):
                 rest = [prefills[i] for i in some]
-                memory, before = self._start([(self._prefixes.get(one.key), one.item) for one in rest])
+                memory, earlier = self._start([(self._prefixes.get(one.key), one.item) for one in rest])
                 logits, receipts = self._feed(rest, memory)
-                both = [a + b for a, b in zip(before, receipts, strict=True)]
+                both = [a + b for a, b in zip(earlier, receipts, strict=True)]
                 done.append((some, PrefillResult(memory if remember else None, logits, both)))
         self.prompts_read += len(prefills)
         self.tokens_asked += sum(len(prefill.tokens) for prefill in prefills)
