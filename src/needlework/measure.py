@@ -90,13 +90,17 @@ def make_requests(
     return requests
 
 
-def make_samples(subject: Subject, task: Task, seed: int) -> list[Sample]:
-    """Return all samples of a task for this model and seed, each with its ending: the task's stop and the model's end tokens."""
-    tokenizer, anatomy = require_tokenizer(subject), subject.anatomy
-    most, stop = task.ending(tokenizer)
+def task_ending(subject: Subject, task: Task) -> Ending:
+    """Return the token limit of a task, and the token ids that end an answer: the task's stop and the model's end tokens."""
+    most, stop = task.ending(require_tokenizer(subject))
     eos = getattr(subject.model.generation_config, "eos_token_id", None)
-    ending = (most, stop_tokens(eos, () if stop is None else (stop,), partial(subject.encode, continuation=True)))
-    items = task.items(tokenizer, seed, anatomy.window, anatomy.max_tokens)
+    return most, stop_tokens(eos, () if stop is None else (stop,), partial(subject.encode, continuation=True))
+
+
+def make_samples(subject: Subject, task: Task, seed: int) -> list[Sample]:
+    """Return all samples of a task for this model and seed, each with its ending."""
+    ending, anatomy = task_ending(subject, task), subject.anatomy
+    items = task.items(require_tokenizer(subject), seed, anatomy.window, anatomy.max_tokens)
     return [Sample(task, item if item.ending else replace(item, ending=ending)) for item in items]
 
 
