@@ -14,7 +14,7 @@ from needlework.errors import NeedleworkError
 from needlework.experiments import run
 from needlework.experiments.plan import load
 from needlework.experiments.trials import expand
-from needlework.interventions.attention import with_rankings
+from needlework.interventions.builtin import with_rankings
 from needlework.interventions.ranking import Ranking, Recorded
 from needlework.requests import Request
 from needlework.results import Store

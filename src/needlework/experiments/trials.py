@@ -16,7 +16,7 @@ from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Experiment, InterventionText, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
 from needlework.interventions.acts import Phase
-from needlework.interventions.attention import recorded, with_rankings
+from needlework.interventions.builtin import recorded, with_rankings
 from needlework.interventions.ranking import Recorded
 from needlework.interventions.text import expand as expand_text
 from needlework.measure import make_requests

@@ -18,8 +18,8 @@ from needlework.errors import NeedleworkError
 from needlework.heads.methods import Scores, method
 from needlework.heads.samples import AnsweredItem, answer_tokens, evidence, require_correct, select_correct
 from needlework.interventions.acts import Act, ChangeOutputs, LoweringContext, Place
-from needlework.interventions.attention import AblateAttention, AblateHeads, OnlyHeads
 from needlework.interventions.base import NONE, Intervention, Part
+from needlework.interventions.builtin import AblateAttention, AblateHeads, OnlyHeads
 from needlework.measure import Progress, map_samples, no_progress, run_requests
 from needlework.requests import Request
 from needlework.tasks.base import Item

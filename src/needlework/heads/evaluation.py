@@ -18,8 +18,8 @@ from needlework.heads.causal import keep_only
 from needlework.heads.observers import SampleObserver, join_observers
 from needlework.heads.samples import sample_clusters
 from needlework.interventions.acts import draw
-from needlework.interventions.attention import KeepHeads
 from needlework.interventions.base import NONE, Intervention
+from needlework.interventions.builtin import KeepHeads
 from needlework.interventions.ranking import Ranking
 from needlework.measure import Progress, Sample, map_samples, measure, run_requests
 from needlework.model.attention import Forward, QueryBlock

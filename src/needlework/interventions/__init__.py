@@ -1,16 +1,19 @@
 """Public names of the interventions: ablations, masks, state resets and cache swaps. Does not import torch."""
 
 from needlework.interventions.acts import ChangeOutputs
-from needlework.interventions.attention import (
+from needlework.interventions.base import NONE, Intervention, Part, register, registered
+from needlework.interventions.builtin import (
     AblateAttention,
     AblateHeads,
+    AblateRecurrent,
+    AblateRecurrentGroups,
     ExposeTokens,
     KeepHeads,
     LimitContext,
     OnlyHeads,
+    ResetState,
+    SwapMemory,
 )
-from needlework.interventions.base import NONE, Intervention, Part, register, registered
-from needlework.interventions.memory import AblateRecurrent, AblateRecurrentGroups, ResetState, SwapMemory
 from needlework.interventions.ranking import Ranking
 from needlework.interventions.scores import head_score, known_scores
 from needlework.interventions.text import as_intervention, parse

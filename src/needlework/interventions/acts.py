@@ -109,7 +109,6 @@ class ChangeOutputs(Act):
         return True
 
 
-@dataclass(frozen=True)
 class DropAttention(Act):
     """Zero the output of the whole attention module, its output bias included."""
 
@@ -137,21 +136,18 @@ class ExposeColumns(Act):
     paper: bool
 
 
-@dataclass(frozen=True)
 class CutMemory(Act):
     """Cut the mixer's recurrent state and convolution between tokens: it processes each token alone."""
 
     count = "states_cut"
 
 
-@dataclass(frozen=True)
 class CutConvolution(Act):
     """Cut the mixer's short convolution between tokens; its recurrent state is kept."""
 
     count = "convolutions_cut"
 
 
-@dataclass(frozen=True)
 class CutState(Act):
     """Clear the mixer's recurrent state before every token; its short convolution is kept."""
 
@@ -166,7 +162,6 @@ class SilenceGroups(Act):
     groups: frozenset[int]
 
 
-@dataclass(frozen=True)
 class DropRecurrent(Act):
     """Zero the mixer's output."""
 

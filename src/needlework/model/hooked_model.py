@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
-from needlework.interventions.attention import rankings
 from needlework.interventions.base import Intervention
+from needlework.interventions.builtin import rankings
 from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
 from needlework.model.attention import NAME, Forward, Observer, current
 from needlework.model.edits import LayerEdits, compile_layer

@@ -19,8 +19,8 @@ from needlework.files import new_directory
 from needlework.heads.methods import find_methods
 from needlework.heads.samples import draw_samples, named_tasks
 from needlework.heads.survey import ProgressSteps, origin, rank_by
-from needlework.interventions.attention import LimitContext, OnlyHeads
 from needlework.interventions.base import NONE, Intervention
+from needlework.interventions.builtin import LimitContext, OnlyHeads
 from needlework.interventions.ranking import Ranking, as_heads
 from needlework.model.files import read_config
 from needlework.model.load import hook_model, without_weights

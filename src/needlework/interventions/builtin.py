@@ -1,32 +1,55 @@
-"""Interventions on attention: ablate or select heads, limit the context, and change attention to a span."""
+"""The built-in interventions on attention, on recurrent mixers, and on the two halves of a model's cache."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from needlework.anatomy import Anatomy, Head, heads_of_share
+from needlework.anatomy import Anatomy, Group, Head, heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions import acts
-from needlework.interventions.acts import Act, LoweringContext
-from needlework.interventions.base import Intervention, Part, combine, register
+from needlework.interventions.acts import Act, Half, LoweringContext
+from needlework.interventions.base import Intervention, Part, When, combine, register
 from needlework.interventions.ranking import Ranking, Recorded, as_heads
 from needlework.interventions.scores import RANDOM, known_scores, scores_attention
 
 
-def _sorted_heads(value: Any) -> Any:
-    return tuple(sorted(set(as_heads(value))))
-
-
-def _known_score(by: str | Ranking | Recorded) -> str | Ranking | Recorded:
+def _check_score(by: str | Ranking | Recorded) -> str | Ranking | Recorded:
     if isinstance(by, str) and by not in known_scores():
         raise ValueError(f"there is no head score {by!r}; {did_you_mean(by, known_scores())}")
     return by
 
 
-Heads = Annotated[tuple[Head, ...], BeforeValidator(_sorted_heads)]
+Heads = Annotated[tuple[Head, ...], BeforeValidator(lambda value: tuple(sorted(set(as_heads(value)))))]
+Groups = Annotated[
+    tuple[Group, ...], BeforeValidator(lambda value: tuple(sorted({Group(*pair) for pair in as_heads(value, "group")})))
+]
+
+
+def _layers_of(listed: Sequence[Head | Group]) -> tuple[int, ...]:
+    return tuple(sorted({one.layer for one in listed}))
+
+
+def _in_layer(listed: Sequence[Head | Group], layer: int) -> frozenset[int]:
+    return frozenset(one.index for one in listed if one.layer == layer)
+
+
+def _check_listed(part: Part, what: str, listed: Sequence[Any], known: Sequence[Any], anatomy: Anatomy, hint: str) -> None:
+    """Raise if there are no heads (or groups), or some that the model or `layers` does not have."""
+    wrong = sorted(set(listed) - set(known))
+    if wrong or not listed:
+        raise NeedleworkError(f"{part.name}: no such {what} {[tuple(one) for one in wrong]} in {anatomy.architecture}; {hint}")
+    left_out = sorted(set(part.where(anatomy)) - set(part.layers or part.where(anatomy)))
+    if left_out:
+        raise NeedleworkError(f"{part}: names {what} of layers {left_out}, which `layers` leaves out: drop layers")
+
+
+def _check_heads(part: Part, heads: Sequence[Head], anatomy: Anatomy) -> None:
+    layers = [layer.index for layer in anatomy.attention_layers]
+    hint = f"attention layers are {layers}, `needlework inspect` shows their heads"
+    _check_listed(part, "heads", heads, anatomy.heads, anatomy, hint)
 
 
 @register
@@ -36,7 +59,7 @@ class KeepHeads(Part):
     side = "attention"
     k: int | None = Field(None, ge=0)
     fraction: float | None = Field(None, ge=0, le=1)
-    by: Annotated[str | Ranking | Recorded, AfterValidator(_known_score)] = "entropy"
+    by: Annotated[str | Ranking | Recorded, AfterValidator(_check_score)] = "entropy"
     scope: Literal["layer", "model"] = "layer"
     seed: int = 0
     draw: Literal["token", "trial"] = "token"  # for by="random": draw heads per token, or once per trial
@@ -65,9 +88,13 @@ class KeepHeads(Part):
         """Return how many of `heads` are kept."""
         return self.k if self.k is not None else heads_of_share(self.fraction or 0.0, heads)
 
+    def _sizes(self, anatomy: Anatomy) -> dict[int, int]:
+        """Return the number of heads of each layer that this acts on."""
+        return {index: anatomy.attention(index).query_heads for index in self.where(anatomy)}
+
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
-        sizes = {index: anatomy.attention(index).query_heads for index in self.where(anatomy)}
+        sizes = self._sizes(anatomy)
         most = sum(sizes.values()) if self.scope == "model" else min(sizes.values())
         if self.k is not None and self.k > most:
             raise NeedleworkError(f"{self}: k={self.k} is more than the {most} heads there are; choose k from 0 to {most}")
@@ -82,34 +109,29 @@ class KeepHeads(Part):
                 )
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
-        sizes = {index: context.anatomy.attention(index).query_heads for index in self.where(context.anatomy)}
+        sizes = self._sizes(context.anatomy)
         if isinstance(self.by, str) and not self._static:
             for index, heads in sizes.items():
                 if self.count(heads) < heads:
                     yield acts.KeepBest(index, self.count(heads), self.by, self.seed, self.sinks)
             return
-        order = self._static_order(context, sizes)
-        groups = [list(sizes)] if self.scope == "model" else [[index] for index in sizes]
-        for group in groups:
-            members = [head for head in order if head.layer in group]
-            kept = set(members[: self.count(len(members))])
-            for index in group:
-                silenced = frozenset(h.index for h in context.anatomy.layers[index].heads if h not in kept)
-                if silenced:
-                    yield acts.SilenceHeads(index, silenced)
-
-    def _static_order(self, context: LoweringContext, sizes: dict[int, int]) -> list[Head]:
-        """Return the heads of these layers, best first: by the ranking, or by a hash of seed and sample."""
         if isinstance(self.by, Recorded):
             raise NeedleworkError(
                 f"{self}: the ranking {self.by.name!r} is not recorded yet; `needlework run` records those that a plan lists"
                 " under rankings, elsewhere give the heads: by=ranking('2.0 5.11')"
             )
-        heads = [Head(index, i) for index, count in sizes.items() for i in range(count)]
+        order = [Head(index, i) for index, count in sizes.items() for i in range(count)]  # best first
         if isinstance(self.by, Ranking):
             rank = {head: i for i, head in enumerate(self.by.order)}
-            return sorted(heads, key=rank.__getitem__)
-        return sorted(heads, key=lambda h: acts.draw(self.seed, context.sample, h.layer, h.index))
+            order.sort(key=rank.__getitem__)
+        else:
+            order.sort(key=lambda head: acts.draw(self.seed, context.sample, *head))
+        for group in [list(sizes)] if self.scope == "model" else [[index] for index in sizes]:
+            members = [head for head in order if head.layer in group]
+            zeroed = members[self.count(len(members)) :]
+            for index in group:
+                if heads_of_layer := _in_layer(zeroed, index):
+                    yield acts.SilenceHeads(index, heads_of_layer)
 
 
 def rankings(intervention: Intervention) -> list[Ranking]:
@@ -126,28 +148,13 @@ def with_rankings(intervention: Intervention, known: Mapping[Recorded, Ranking |
     """Return the intervention with the names of recorded rankings replaced by the known rankings."""
     if not any(by in known for by in recorded(intervention)):
         return intervention
-    parts = intervention.parts
-    return combine(
-        [
-            part.model_copy(update={"by": known.get(part.by, part.by)})
-            if isinstance(part, KeepHeads) and isinstance(part.by, Recorded)
-            else part
-            for part in parts
-        ]
-    )
-
-
-def _check_heads(part: Part, heads: tuple[Head, ...], anatomy: Anatomy) -> None:
-    """Raise if there are no heads, or heads that the model or `layers` does not have."""
-    wrong = sorted(set(heads) - set(anatomy.heads))
-    if wrong or not heads:
-        raise NeedleworkError(
-            f"{part.name}: no such heads {[tuple(h) for h in wrong]} in {anatomy.architecture}; attention layers are "
-            f"{[x.index for x in anatomy.attention_layers]}, `needlework inspect` shows their heads"
-        )
-    left_out = sorted(set(part.where(anatomy)) - set(part.layers or part.where(anatomy)))
-    if left_out:
-        raise NeedleworkError(f"{part}: names heads of layers {left_out}, which `layers` leaves out: drop layers")
+    parts = [
+        part.model_copy(update={"by": known.get(part.by, part.by)})
+        if isinstance(part, KeepHeads) and isinstance(part.by, Recorded)
+        else part
+        for part in intervention.parts
+    ]
+    return combine(parts)
 
 
 @register
@@ -164,19 +171,18 @@ class AblateHeads(Part):
             raise NeedleworkError(f"{self.name}: value='mean' goes with means=HASH; nw.calibrate(subject, texts).hash gives it")
 
     def where(self, anatomy: Anatomy) -> tuple[int, ...]:
-        return tuple(sorted({head.layer for head in self.heads}))
+        return _layers_of(self.heads)
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
         _check_heads(self, self.heads, anatomy)
 
-    def _silenced(self, anatomy: Anatomy) -> Iterator[tuple[int, frozenset[int]]]:
-        for index in self.where(anatomy):
-            yield index, frozenset(h.index for h in self.heads if h.layer == index)
+    def _ablated(self, anatomy: Anatomy) -> Sequence[Head]:
+        return self.heads
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
-        for index, heads in self._silenced(context.anatomy):
-            if heads:
+        for index in self.where(context.anatomy):
+            if heads := _in_layer(self._ablated(context.anatomy), index):
                 yield acts.SilenceHeads(index, heads, self.means)
 
 
@@ -187,9 +193,8 @@ class OnlyHeads(AblateHeads):
     def where(self, anatomy: Anatomy) -> tuple[int, ...]:
         return Part.where(self, anatomy)
 
-    def _silenced(self, anatomy: Anatomy) -> Iterator[tuple[int, frozenset[int]]]:
-        for index in self.where(anatomy):
-            yield index, frozenset(h.index for h in anatomy.layers[index].heads if h not in self.heads)
+    def _ablated(self, anatomy: Anatomy) -> Sequence[Head]:
+        return [head for head in anatomy.heads if head not in self.heads]
 
 
 @register
@@ -242,7 +247,7 @@ class LimitContext(Part):
     heads: Heads | None = None
 
     def where(self, anatomy: Anatomy) -> tuple[int, ...]:
-        return super().where(anatomy) if self.heads is None else tuple(sorted({head.layer for head in self.heads}))
+        return super().where(anatomy) if self.heads is None else _layers_of(self.heads)
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
@@ -251,5 +256,110 @@ class LimitContext(Part):
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         for index in self.where(context.anatomy):
-            heads = None if self.heads is None else frozenset(h.index for h in self.heads if h.layer == index)
+            heads = None if self.heads is None else _in_layer(self.heads, index)
             yield acts.LimitKeys(index, self.tokens, self.sinks, heads)
+
+
+# --- Recurrent mixers ---
+
+_RECURRENT_ACTS: dict[str, type[Act]] = {
+    "memory": acts.CutMemory,
+    "block": acts.DropRecurrent,
+    "conv": acts.CutConvolution,
+    "state": acts.CutState,
+}
+
+
+@register
+class AblateRecurrent(Part):
+    """Ablate recurrent mixers: their memory across tokens ("memory", or only "conv" or "state"), or their output ("block")."""
+
+    side = "recurrent"
+    site: Literal["memory", "block", "conv", "state"] = "memory"
+
+    def clashes(self, other: Part) -> bool:
+        """Return whether two parts clash; "conv" and "state" do not: together they cut the whole memory."""
+        apart = isinstance(other, AblateRecurrent) and {self.site, other.site} == {"conv", "state"}
+        return not apart and super().clashes(other)
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        parts = [(index, part) for index, part in anatomy.recurrent_parts() if index in self.where(anatomy)]
+        lacking = {"conv": [i for i, part in parts if not part.taps], "state": [i for i, part in parts if not part.carries_state]}
+        if without := lacking.get(self.site, []):
+            mixers = sorted({part.mixer for index, part in parts if index in without})
+            what = "short convolution" if self.site == "conv" else "recurrent state"
+            raise NeedleworkError(
+                f"{self}: the mixers of layers {without} ({', '.join(mixers)}) have no {what} of their own to cut; cut their"
+                " memory, or choose other layers"
+            )
+
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        return (_RECURRENT_ACTS[self.site](index) for index in self.where(context.anatomy))
+
+
+@register
+class AblateRecurrentGroups(Part):
+    """Ablate groups of a recurrent mixer (its heads, if it has heads): zero their channels before the output projection."""
+
+    side = "recurrent"
+    groups: Groups
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        return _layers_of(self.groups)
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        for index, part in anatomy.recurrent_parts():
+            if index in self.where(anatomy) and not part.groups:
+                raise NeedleworkError(f"{self}: the groups of layer {index} are not known: {part.no_groups_reason}")
+        hint = "`needlework inspect` shows how many each layer has"
+        _check_listed(self, "groups", self.groups, anatomy.groups, anatomy, hint)
+
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        return (acts.SilenceGroups(index, _in_layer(self.groups, index)) for index in self.where(context.anatomy))
+
+
+@register
+class ResetState(Part):
+    """Clear the recurrent state once: before the token at a position, or right after the last token of a span."""
+
+    side = "recurrent"
+    at: int | str = Field(union_mode="left_to_right")
+
+    def clashes(self, other: Part) -> bool:
+        return self == other  # resets at different positions may be combined
+
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        cuts = {self.at} if isinstance(self.at, int) else set()
+        if isinstance(self.at, str):
+            context.positions(self.at)  # raises if there is no such span
+            cuts = {end for _, end in context.spans[self.at]}
+        if min(cuts) < 1:
+            raise NeedleworkError(f"{self}: there is no memory before position 1; choose at >= 1")
+        return (acts.ClearState(index, position) for position in sorted(cuts) for index in self.where(context.anatomy))
+
+
+# --- The cache ---
+
+
+@register
+class SwapMemory(Part):
+    """After prefill, take one half of the cache (kv or recurrent) from a twin prompt of the same length."""
+
+    side = "memory"
+    half: Half
+    from_: str | tuple[int, ...] = Field("twin", alias="from")
+    phase: When = "prefill"
+
+    def clashes(self, other: Part) -> bool:
+        return isinstance(other, SwapMemory) and self.half == other.half
+
+    def check(self, anatomy: Anatomy) -> None:
+        if self.layers is not None or self.phase != "prefill":
+            raise NeedleworkError(f"{self}: it acts once, between prefill and decode, on a whole half: drop layers and phase")
+        if not (anatomy.attention_layers if self.half == "kv" else anatomy.recurrent_layers):
+            raise NeedleworkError(f"{self}: {anatomy.architecture} has no {self.half} memory to swap")
+
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        yield acts.SwapHalf(-1, self.half, self.from_)
