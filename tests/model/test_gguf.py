@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -189,7 +190,8 @@ def test_its_name_works_wherever_a_model_is_named(source: Path, monkeypatch: pyt
     from needlework.experiments.models import locate
     from needlework.experiments.plan import Model
 
-    monkeypatch.setattr(zoo, "_smollm2_file", lambda: source)
+    package = SimpleNamespace(submodule_search_locations=[str(source.parent)])
+    monkeypatch.setattr(zoo, "find_spec", lambda _: package)
     monkeypatch.setattr(load, "_convert_gguf", copied)
     where = zoo.path(zoo.SMOLLM2)
     assert zoo.SMOLLM2 in zoo.names()
