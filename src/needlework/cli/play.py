@@ -31,17 +31,20 @@ def play(
 
     The page is served on loopback, for this machine only, until it is stopped with Ctrl+C. docs/play.md describes it.
     """
-    try:
-        import starlette
-        import uvicorn
+    from needlework.play.playground import Playground
 
-        del starlette, uvicorn
+    loading = loading_options(device, dtype, window, kernels)
+    if export is not None:
+        from needlework.play.export import export as write
+
+        size = write(Playground(nw.load(model, **loading), Path(model).name), export)
+        say(f"wrote {export} ({size / 2**20:.1f} MiB)", stderr=False)
+        return
+    try:
+        from needlework.play.server import open_socket, serve
     except ImportError as error:
         raise nw.NeedleworkError(f"the playground needs {error.name}; pip install 'needlework[play]'") from None
-    from needlework.play.playground import Playground
-    from needlework.play.server import open_socket, serve
-
     listening = open_socket(port)  # before the model is loaded, which may take long
     with listening:
-        playground = Playground(nw.load(model, **loading_options(device, dtype, window, kernels)), model)
+        playground = Playground(nw.load(model, **loading), model)
         serve(playground, listening, lambda address: say(f"{model}: {address}  (Ctrl+C stops)", stderr=False), open_)

@@ -19,7 +19,7 @@ import numpy as np
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
 from needlework.interventions.base import Intervention
-from needlework.measure import make_samples, require_tokenizer, run_requests, task_ending
+from needlework.measure import Progress, make_samples, no_progress, require_tokenizer, run_requests, task_ending
 from needlework.observation import PatternBlock, observe
 from needlework.play import stories
 from needlework.play.state import MOST_CHARACTERS, MOST_NEW_TOKENS, PromptState, RequestState
@@ -149,22 +149,25 @@ class Playground:
         """Answer one request; answers are kept, so that undo and compare cost nothing."""
         return self.generate_all([request])[0]
 
-    def generate_all(self, requests: Sequence[RequestState]) -> list[dict[str, Any]]:
+    def generate_all(self, requests: Sequence[RequestState], progress: Progress = no_progress) -> list[dict[str, Any]]:
         """Answer requests in one run of the engine, which reads what they share once."""
         asked = [(one, one.intervention) for one in requests]
         new = {_key(one, act): (one, act) for one, act in asked if _key(one, act) not in self._answers}
-        for key, answer in zip(new, self._run(list(new.values())), strict=True):
+        for key, answer in zip(new, self._run(list(new.values()), progress), strict=True):
             self._answers[key] = answer
-        found = []
+        found = [self._answers[_key(one, act)] for one, act in asked]
         for one, act in asked:
             self._answers.move_to_end(_key(one, act))
-            found.append(self._answers[_key(one, act)])
         while len(self._answers) > KEPT_ANSWERS:
             self._answers.popitem(last=False)
         return found
 
     def attention(self, request: RequestState, token: int) -> dict[str, Any]:
         """Return where every head looked from one answer token."""
+        return self.looks(request).to_dict(token)
+
+    def looks(self, request: RequestState) -> Looks:
+        """Return where every head looked during the whole answer."""
         intervention = request.intervention
         key = _key(request, intervention)
         if key not in self._looks:
@@ -172,7 +175,7 @@ class Playground:
             while len(self._looks) > KEPT_ATTENTION:
                 self._looks.popitem(last=False)
         self._looks.move_to_end(key)
-        return self._looks[key].to_dict(token)
+        return self._looks[key]
 
     def encode(self, prompt: PromptState) -> Encoded:
         """Tokenize a prompt, its twin and its options.
@@ -204,7 +207,7 @@ class Playground:
                 " prompt to see its words"
             )
 
-    def _run(self, asked: Sequence[tuple[RequestState, Intervention]]) -> list[dict[str, Any]]:
+    def _run(self, asked: Sequence[tuple[RequestState, Intervention]], progress: Progress) -> list[dict[str, Any]]:
         start = time.perf_counter()
         encoded = {request.prompt: self.encode(request.prompt) for request, _ in asked}
         requests: list[Request] = []
@@ -214,7 +217,7 @@ class Playground:
             places.append(len(requests))
             requests += self._requests(prompt, request, intervention)
         places.append(len(requests))
-        answers = run_requests(self.subject, requests)
+        answers = run_requests(self.subject, requests, progress=progress)
         milliseconds = (time.perf_counter() - start) * 1000
         return [
             self._answer(encoded[request.prompt], request, intervention, answers[first:last], milliseconds / len(asked))

@@ -73,7 +73,9 @@ class Page {
     const onCut = (site) => this.columns.setLayerCut(site);
     this.panel = controlPanel(byId("controls-view"), description, change, try_, ranking, onCut);
     const looks = el("div", { id: "map" });
-    this.prompts = promptView(byId("prompt-view"), description.draws, unit, (draw) => this.draw(draw), (typed) => this.type(typed));
+    const fixed = description.provider === "recorded" ? "This page holds recorded answers to the prompts above." : "";
+    const draw = (wanted) => this.draw(wanted);
+    this.prompts = promptView(byId("prompt-view"), description.draws, unit, draw, (typed) => this.type(typed), fixed);
     this.said = answerView(byId("answer-view"), (token) => this.look(token, this.head));
     if (this.layers.some((layer) => layer.attention)) {
       byId("answer").append(looks);
@@ -348,7 +350,8 @@ class Page {
     if (location.hash === this.address) return;
     const fields = new URLSearchParams(location.hash.slice(1));
     const { lengths } = this.description.draws;
-    const standard = { length: lengths[Math.min(this.description.language === "toy" ? 1 : 0, lengths.length - 1)], depth: 50, seed: 0 };
+    const usual = this.description.language === "toy" ? 1 : 0;
+    const standard = { length: lengths[Math.min(usual, lengths.length - 1)], depth: 50, seed: 0 };
     const troubles = [];
     let draw = standard;
     let prompt = null;

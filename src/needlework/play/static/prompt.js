@@ -18,9 +18,10 @@ const TYPING_PAUSE = 350; // milliseconds
  * @param unit     What lengths count.
  * @param onDraw   Called with {length, depth, seed}.
  * @param onType   Called with the changed fields of a prompt.
+ * @param fixed    Why prompts cannot be typed; "" if they can.
  * @returns An object with `showPrompt(prompt, draw)`, `showTokens(answer.prompt)` and `showAttention(weights)`.
  */
-export function promptView(container, draws, unit, onDraw, onType) {
+export function promptView(container, draws, unit, onDraw, onType, fixed) {
   const text = el("p", { class: "tokens", tabindex: 0, role: "group", "aria-label": "The prompt, as the model's tokens" });
   const legend = el("p", { class: "hint", id: "looks" });
   const select = (name, options, say) =>
@@ -49,13 +50,14 @@ export function promptView(container, draws, unit, onDraw, onType) {
     return { ...fields, options, target: inputs.target.value };
   };
   const field = (name, title, rows) => {
-    inputs[name] = el("textarea", { id: `prompt-${name}`, rows, spellcheck: "false", autocomplete: "off", oninput: type });
+    inputs[name] = el("textarea", { id: `prompt-${name}`, rows, disabled: Boolean(fixed), spellcheck: "false", autocomplete: "off", oninput: type });
     return el("div", { class: "field" }, el("label", { for: `prompt-${name}` }, title), inputs[name]);
   };
   const form = el(
     "details",
     { id: "type" },
     el("summary", {}, "Type your own"),
+    fixed ? el("p", { class: "hint" }, fixed) : null,
     FIELDS.map(([name, title, rows]) => field(name, title, rows)),
     field("options", "Values to choose from, one in each line", 3),
     field("target", "Right answer", 1),
