@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,11 @@ def serve(playground: Playground) -> Served:
     while not server.started:
         time.sleep(0.01)
     return Served(playground, app, port, server, thread)
+
+
+@pytest.fixture
+def start_server() -> Callable[[Playground], Served]:
+    return serve
 
 
 @pytest.fixture(scope="session")

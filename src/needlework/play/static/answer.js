@@ -17,6 +17,8 @@ export function isRight(target, text) {
 export function answerView(container, onToken) {
   const now = el("div", { class: "said" });
   const before = el("div", { class: "said before" });
+  const nowBadge = el("span", {});
+  const beforeBadge = el("span", {});
   const choices = el("div", { class: "choices" });
   const trouble = el("p", { class: "trouble", role: "alert", hidden: true });
   const done = el("p", { class: "hint", id: "done" });
@@ -26,20 +28,21 @@ export function answerView(container, onToken) {
     el(
       "div",
       { class: "two" },
-      el("div", { class: "one" }, el("h3", {}, "Now"), now),
-      el("div", { class: "one" }, el("h3", {}, "Untouched"), before),
+      el("div", { class: "one" }, el("h3", {}, "Now ", nowBadge), now),
+      el("div", { class: "one" }, el("h3", {}, "Untouched ", beforeBadge), before),
     ),
     choices,
     done,
   );
 
-  function said(element, answer, target, token, interactive) {
+  function said(element, badge, answer, target, token, interactive) {
     if (!answer) {
       fill(element, el("span", { class: "hint" }, "…"));
       return;
     }
     const right = isRight(target, answer.text);
-    const badge = right === null ? null : el("span", { class: right ? "badge yes" : "badge no" }, right ? "right" : "wrong");
+    badge.className = right === null ? "" : right ? "badge yes" : "badge no";
+    badge.textContent = right === null ? "" : right ? "right" : "wrong";
     const chips = answer.tokens.map((each, i) => {
       const text = each.text.trim() || JSON.stringify(each.text);
       const inside = [el("span", { class: "word" }, text), el("span", { class: "share" }, percent(each.probability))];
@@ -49,7 +52,7 @@ export function answerView(container, onToken) {
       const attributes = { type: "button", class: "chip", "aria-pressed": i === token, "aria-label": name };
       return el("button", { ...attributes, onmouseenter: look, onfocus: look, onclick: look }, inside);
     });
-    fill(element, el("span", { class: "chips" }, chips), badge);
+    fill(element, el("span", { class: "chips" }, chips));
   }
 
   function bars(answer, untouched, target) {
@@ -80,8 +83,8 @@ export function answerView(container, onToken) {
   return {
     show(answer, untouched, prompt, token) {
       trouble.hidden = true;
-      said(now, answer, prompt.target, token, true);
-      said(before, untouched, prompt.target, token, false);
+      said(now, nowBadge, answer, prompt.target, token, true);
+      said(before, beforeBadge, untouched, prompt.target, token, false);
       bars(answer, untouched, prompt.target);
       const notes = answer.notes.length ? ` ${answer.notes.map((note) => `Note: ${note}.`).join(" ")}` : "";
       done.textContent = `${done_(answer.receipt)}${notes} Answered in ${Math.round(answer.milliseconds)} ms.`;

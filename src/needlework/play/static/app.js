@@ -78,7 +78,7 @@ class Page {
     this.prompts = promptView(byId("prompt-view"), description.draws, unit, draw, (typed) => this.type(typed), fixed);
     this.said = answerView(byId("answer-view"), (token) => this.look(token, this.head));
     if (this.layers.some((layer) => layer.attention)) {
-      byId("answer").append(looks);
+      byId("prompt").append(looks);
       this.map = headMap(looks, this.layers, (head) => this.look(this.token, head));
     }
     this.listen();
@@ -164,6 +164,7 @@ class Page {
     try {
       this.set({ prompt: await this.drawn(draw), draw });
     } catch (error) {
+      if (error.name === "AbortError") return; // another draw came after it
       this.fail(error);
       this.prompts.showPrompt(this.state.prompt, this.state.draw);
     }

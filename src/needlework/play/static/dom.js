@@ -9,6 +9,7 @@ export function el(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
     if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name.startsWith("aria-")) setAttribute(element, name, value);
     else if (value === true) element.setAttribute(name, "");
     else if (value !== false && value !== null && value !== undefined) element.setAttribute(name, String(value));
   }
@@ -33,9 +34,10 @@ export function percent(share) {
   return `${value.toFixed(digits)} %`;
 }
 
-/** Set an attribute or remove it. */
+/** Set an attribute or remove it. ARIA's are "true" and "false"; of others, false removes them. */
 export function setAttribute(element, name, value) {
-  if (value === null || value === undefined || value === false) element.removeAttribute(name);
+  const absent = value === null || value === undefined || (value === false && !name.startsWith("aria-"));
+  if (absent) element.removeAttribute(name);
   else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, String(value));
 }
 

@@ -19,7 +19,7 @@ export async function open(data) {
     if (!draw) throw new ProviderError(`This page holds recorded answers; to ask about another prompt: ${install}`);
     const text = textOf(request.parts);
     const answer = answers[draw]?.[text];
-    if (!answer) throw new ProviderError(`Not recorded in this page; to try it: ${install}`);
+    if (!answer) throw new ProviderError(`Not recorded in this page, or not together with what is changed already: reset first, or ${install}`);
     return { draw, text, answer };
   }
 
