@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ORDER = ("kernels", "foundation", "engine", "peers", "heads", "pruning", "zoo", "ability", "shots", "long", "scale")
+ORDER = ("kernels", "foundation", "engine", "peers", "heads", "pruning", "zoo", "ability", "shots", "long", "scale", "play")
 
 
 def main() -> int:

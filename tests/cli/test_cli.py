@@ -196,9 +196,12 @@ def test_the_demo_runs_the_shipped_plan_and_prints_what_it_found(
     result = SimpleNamespace(sound=sound, report=lambda: tmp_path / "report.html")
     monkeypatch.setattr(needlework, "run", lambda *args, **loading: asked.append((*args, loading)) or result)
     monkeypatch.setattr("needlework.reports.summary", lambda directories: f"numbers of {len(directories)} run")
+    exported: list[tuple[Any, ...]] = []
+    monkeypatch.setattr("needlework.play.export.export", lambda playground, *rest: exported.append((playground.name, *rest)))
     shown = runner.invoke(app, ["demo", "--out", str(tmp_path), "--device", "cpu"])
     assert shown.exit_code == code, shown.output
     assert asked == [("demo", tmp_path, {"device": "cpu"})]
+    assert exported == [("tiny-griffin", tmp_path / "play.html", "report.html")]  # each links to the other
     assert "demo" in plans.plan_names()
     assert "numbers of 1 run" in shown.output
     assert "report.html" in shown.output

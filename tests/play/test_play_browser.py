@@ -27,7 +27,7 @@ class View:
 
     def wait(self, expression: str) -> None:
         """Wait until an expression is true. Playwright's own waiting needs eval, which the page's policy forbids."""
-        for _ in range(600):
+        for _ in range(2400):
             if self.page.evaluate(expression):
                 return
             self.page.wait_for_timeout(50)
@@ -247,7 +247,7 @@ def test_a_state_can_be_typed_sent_as_an_address_and_taken_away(visit: Any, tmp_
     assert list(scope["answer"].tokens) == view.said
     (tmp_path / "plan.yaml").write_text(code["Plan"])
     rows = nw.run(tmp_path / "plan.yaml", tmp_path / "run").rows()
-    texts = dict(zip(rows["intervention"], rows["text"], strict=True))
+    texts = dict(zip(rows["intervention"], rows["output"], strict=True))
     on_page = {name: view.page.evaluate(f"playground.{name}.text") for name in ("untouchedAnswer", "answer")}
     assert texts == {"none": on_page["untouchedAnswer"], text: on_page["answer"]}
     wrongs = {"keep_heads(k=": "is no value", "drop_heads()": "no part drop_heads", "keep_heads(k=1) 2": "too much"}

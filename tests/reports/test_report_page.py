@@ -205,3 +205,10 @@ def test_a_report_needs_no_torch(run: Path, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from needlework.reports import build;"
     code += f"build([Path({str(run)!r})], Path({str(tmp_path)!r}), pictures=False); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_playground_beside_the_report_is_linked(run: Path, tmp_path: Path) -> None:
+    link = '<a href="play.html">Playground</a>'
+    assert link not in build([run], tmp_path, pictures=False).read_text(encoding="utf-8")
+    (tmp_path / "play.html").write_text("")
+    assert link in build([run], tmp_path, pictures=False).read_text(encoding="utf-8")

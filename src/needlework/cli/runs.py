@@ -184,10 +184,15 @@ def demo(
     threads: options.Threads = None,
 ) -> None:
     """Run all experiments on the zoo in a reduced grid, print the main numbers and build the report."""
+    from needlework.play.export import export
+    from needlework.play.playground import Playground
     from needlework.reports import summary
+    from needlework.reports.page import FILE_NAME, PLAYGROUND
 
     start = time.perf_counter()
-    result = nw.run("demo", out, **loading_options(device, dtype, window, kernels))
+    loading = loading_options(device, dtype, window, kernels)
+    result = nw.run("demo", out, **loading)
+    export(Playground(nw.load("tiny-griffin", **loading), "tiny-griffin"), out / PLAYGROUND, FILE_NAME)
     report = result.report()
     Console().print(summary([out]))
     say(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", stderr=False)

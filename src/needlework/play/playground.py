@@ -162,6 +162,11 @@ class Playground:
             self._answers.popitem(last=False)
         return found
 
+    def forget(self) -> None:
+        """Drop all answers that are kept."""
+        self._answers.clear()
+        self._looks.clear()
+
     def attention(self, request: RequestState, token: int) -> dict[str, Any]:
         """Return where every head looked from one answer token."""
         return self.looks(request).to_dict(token)

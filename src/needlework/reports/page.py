@@ -25,6 +25,7 @@ from needlework.reports.svg import PLAN_OF_CLAIM, UNJUDGED, Overview, overview, 
 from needlework.tables import Table
 
 FILE_NAME = "report.html"
+PLAYGROUND = "play.html"  # an exported playground beside the report, which links to it
 OTHER_TASKS = "Tasks that declare no ability (retrieval, knowledge or perplexity): shown as they are, and judged by no rule."
 SCORES = (
     "Needles of all tasks of one kind, plain layout. The graded mean (0 to 5) is no success rate. Out of window: the needle is"
@@ -51,7 +52,7 @@ def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True) 
         Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
     folder = Path(out) if out is not None else Path(dirs[0])
     path = folder / FILE_NAME
-    text = page(frame, figures, judged, browser)
+    text = page(frame, figures, judged, browser, PLAYGROUND if (folder / PLAYGROUND).is_file() else "")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
@@ -67,8 +68,12 @@ def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True) 
     return path
 
 
-def page(frame: Frame, figures: Sequence[Figure], judged: Sequence[Verdict], browser: Browser) -> str:
-    """Return the HTML: overview and sentences of the verdicts, figures, tables of all scores, the rules."""
+def page(frame: Frame, figures: Sequence[Figure], judged: Sequence[Verdict], browser: Browser, playground: str = "") -> str:
+    """Return the HTML: overview and sentences of the verdicts, figures, tables of all scores, the rules.
+
+    Args:
+        playground: Relative address of an exported playground to link to.
+    """
     shown = [figure for figure in figures if figure.panels]
     names = {figure.id: FIGURES[figure.id].link for figure in shown}
     abouts = [(f"{name}: " if len(frame.plans) > 1 and name else "") + about for name, about in frame.plans if about]
@@ -86,6 +91,7 @@ def page(frame: Frame, figures: Sequence[Figure], judged: Sequence[Verdict], bro
         plan_names=[name for name, _ in frame.plans if name],
         lede=[*abouts, f"{frame.trials:,} trials of {models}, with parts silenced while it answers."],
         links={"findings": "Findings", **names, "models": "Scores", "method": "Method"},
+        playground=playground,
         overview=overview(frame, judged),
         figures=shown,
         contrasts=tables.contrasts(frame),
