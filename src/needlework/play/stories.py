@@ -51,19 +51,19 @@ def stories(anatomy: Anatomy) -> list[Story]:
         ),
         Story(
             "hidden-answering",
-            "Needle hidden while answering",
+            "Hidden while answering",
             "Attention cannot see the needle while the model answers: what it read before does not help if it must look again.",
             [{"name": "expose_tokens", "phase": "decode", "mode": "omit"}],
         ),
         Story(
             "hidden-reading",
-            "Needle hidden while reading",
+            "Hidden while reading",
             "Attention cannot see the needle while the model reads, but sees it when it answers: looking back is often enough.",
             [{"name": "expose_tokens", "phase": "prefill", "mode": "omit"}],
         ),
         Story(
             "no-recurrence",
-            "Recurrent side off",
+            "No recurrence",
             "The recurrent layers see each token alone: attention is untouched, but without their memory the text falls apart.",
             [{"name": "ablate_recurrent"}],
         ),

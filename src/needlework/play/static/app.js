@@ -306,6 +306,9 @@ class Page {
     const focused = document.activeElement?.closest("#stories") ? document.activeElement.id : "";
     fill(byId("stories"), el("ol", {}, buttons), el("p", { id: "sentence", "aria-live": "polite" }, sentence));
     if (focused) byId(focused)?.focus();
+    const row = byId("stories").querySelector("ol"); // on a phone it is one row that scrolls
+    const step = row.querySelector("[aria-current]");
+    if (step) row.scrollLeft = step.parentElement.offsetLeft - row.offsetLeft - (row.clientWidth - step.offsetWidth) / 2;
   }
 
   tell(story) {

@@ -121,7 +121,7 @@ export function controlPanel(container, description, change, try_, ranking, onLa
     return group(
       "Attention heads",
       "attention",
-      labelled("Heads kept in each layer", slider, output),
+      labelled(["Heads kept in each layer: ", output], slider),
       el("div", { class: "pair" }, labelled("Chosen by", way), again),
       phases("Off while", (c) => c.heads.phase, (c, phase) => (c.heads.phase = phase)),
     );
