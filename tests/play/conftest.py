@@ -70,7 +70,7 @@ def served(griffin: Playground) -> Iterator[Served]:
     served.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # its event loop would be in the way of other modules
 def chromium() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("no Chromium on this machine: `make test` installs it where it can")

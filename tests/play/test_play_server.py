@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -177,7 +178,8 @@ def test_a_port_in_use_an_unknown_model_and_a_missing_extra_are_told(monkeypatch
     shown = runner.invoke(app, ["play", "tiny-grifin", "--port", "0", "--no-open"])
     assert shown.exit_code == 2
     assert "tiny-griffin" in shown.output
-    monkeypatch.setitem(__import__("sys").modules, "uvicorn", None)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "needlework.play.server")
     shown = runner.invoke(app, ["play"])
     assert shown.exit_code == 2
     assert "needlework[play]" in shown.output
