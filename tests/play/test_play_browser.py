@@ -530,3 +530,27 @@ def test_an_address_with_a_typed_prompt_is_read_back(visit: Any) -> None:
     assert view.page.evaluate("playground.state.prompt") == prompt
     assert view.text == "keep_heads(k=1)"
     view.check()
+
+
+@pytest.mark.parametrize("name", ["tiny-mamba", "tiny-transformer"])
+def test_a_model_with_one_side_has_a_page_that_says_what_is_missing(visit: Any, start_server: Any, name: str) -> None:
+    playground = Playground(nw.load(name), name)
+    served = start_server(playground)
+    view = visit(served.address, playground)
+    view.check()
+    for story in stories(playground.anatomy):
+        button = view.page.locator(f"#story-{story.id}")
+        assert (button.get_attribute("aria-disabled") == "true") == bool(story.missing)
+        if story.missing:
+            button.dispatch_event("click")
+            assert view.page.locator("#text-trouble").inner_text() == story.missing
+    assert view.page.locator(".row.attention").count() == len(playground.anatomy.attention_layers)
+    view.page.locator(".side").first.click()
+    view.check()
+    if name == "tiny-mamba":
+        assert "no attention" in view.page.locator("#controls-view").inner_text()
+        view.page.locator("#text").fill("keep_heads(k=1)")
+        view.page.locator("#text").press("Enter")
+        view.page.wait_for_selector("#answer-view .trouble:not([hidden])")
+        assert "has no separate attention layers" in view.page.locator("#answer-view .trouble").inner_text()
+    served.stop()
