@@ -17,6 +17,8 @@ MODULES = (
     "controls.js",
     "dom.js",
     "griffin.js",
+    "griffin_acts.js",
+    "griffin_model.js",
     "intervention.js",
     "layers.js",
     "prompt.js",
