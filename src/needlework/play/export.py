@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.files import atomic_write
 from needlework.measure import Progress, no_progress
+from needlework.play.browser_model import browser_model
 from needlework.play.page import exported_page
 from needlework.play.playground import DEPTHS, DRAWS, Looks, Playground
 from needlework.play.state import PromptState, RequestState, intervention_of, text_of
@@ -178,9 +177,7 @@ def _packed(looks: Looks, token: int) -> list[dict[str, Any]]:
 
 def _browser_data(playground: Playground) -> tuple[dict[str, Any], bytes | None] | None:
     """Return the data of a page whose model runs in the browser; None if this model cannot."""
-    if find_spec("needlework.play.browser_model") is None:
-        return None
-    made = import_module("needlework.play.browser_model").browser_model(playground.subject)
+    made = browser_model(playground.subject)
     if made is None:
         return None
     description = playground.describe()

@@ -25,7 +25,7 @@ export async function open(data, bytes) {
     stories: async () => data.stories,
     async sample({ length, depth, seed }) {
       const prompt = data.samples[`${length}/${depth}/${seed}`];
-      if (!prompt) throw new ProviderError("this page does not hold that prompt; choose a length, a depth and a draw that it lists");
+      if (!prompt) throw new ProviderError("this page does not hold that prompt; choose one that it lists");
       return prompt;
     },
     async ranking(name) {
@@ -34,20 +34,19 @@ export async function open(data, bytes) {
     },
     generate: async (request, { signal } = {}) => (await runner.ask(request, signal)).answer,
     attention: async (request, token, { signal } = {}) => runner.attention(await runner.ask(request, signal), token),
-    logits: (request) => runner.logits(request),
     unavailable: () => "",
   };
 }
 
 /** Answers requests, and keeps what later ones can use. */
-class Runner {
+export class Runner {
   constructor({ description, browser }, bytes) {
     this.layers = description.layers;
     this.name = description.name;
     this.model = new Griffin(browser, bytes);
     this.words = browser.vocabulary;
     this.ids = new Map(this.words.map((word, id) => [word, id]));
-    Object.assign(this, { start: browser.start, stop: new Set(browser.stop), hidden: new Set(browser.special) });
+    Object.assign(this, { start: browser.start, stop: new Set(browser.stop), special: new Set(browser.special) });
     this.readings = new Map(); // tokens -> reading of the untouched prompt
     this.prefills = new Map(); // what was read, and how -> reading
     this.answers = new Map(); // request -> {answer, looks}
@@ -79,12 +78,7 @@ class Runner {
     const text = promptText(prompt);
     if (!text.trim()) throw new ProviderError("the prompt is empty; type one, or draw one");
     if (prompt.needle && !prompt.needle.trim()) throw new ProviderError("the needle is empty; give it some words");
-    const unknown = [...new Set([text, prompt.twin, ...prompt.options].join(" ").split(/\s+/).filter((word) => word && !this.ids.has(word)))];
-    if (unknown.length) {
-      const shown = unknown.sort().slice(0, 5).map((word) => `'${word.slice(0, 40)}'`).join(", ");
-      const more = unknown.length > 5 ? ` and ${unknown.length - 5} more` : "";
-      throw new ProviderError(`${this.name} speaks a toy language without the words ${shown}${more}; draw a prompt to see its words`);
-    }
+    this.checkWords([text, prompt.twin, ...prompt.options]);
     const first = prompt.special ? this.start : [];
     const ids = [...first, ...this.tokens(text)];
     if (ids.length > MOST_TOKENS) {
@@ -95,18 +89,29 @@ class Runner {
     return { ids, needle };
   }
 
+  checkWords(texts) {
+    const unknown = new Set(texts.flatMap(wordsOf).filter((word) => !this.ids.has(word)));
+    if (!unknown.size) return;
+    const shown = [...unknown].sort().slice(0, 5).map((word) => `'${word.slice(0, 40)}'`).join(", ");
+    const more = unknown.size > 5 ? ` and ${unknown.size - 5} more` : "";
+    const hint = "draw a prompt to see its words";
+    throw new ProviderError(`${this.name} speaks a toy language without the words ${shown}${more}; ${hint}`);
+  }
+
   tokens(text) {
-    return text.split(/\s+/).filter(Boolean).map((word) => this.ids.get(word));
+    return wordsOf(text).map((word) => this.ids.get(word));
   }
 
   twinOf(prompt, ids) {
     if (!prompt.twin) throw new ProviderError("swap_memory: the prompt has no twin; type the needle of a twin prompt");
     const twin = this.encode(twinPrompt(prompt)).ids;
     if (twin.length !== ids.length) {
-      throw new ProviderError(`swap_memory: the twin has ${twin.length} tokens and the prompt ${ids.length}; they must be of one length`);
+      const lengths = `the twin has ${twin.length} tokens and the prompt ${ids.length}`;
+      throw new ProviderError(`swap_memory: ${lengths}; they must be of one length`);
     }
     if (twin.slice(0, -1).every((token, i) => token === ids[i])) {
-      throw new ProviderError(`swap_memory: in the ${ids.length - 1} tokens that prefill reads, the twin is the prompt: give another`);
+      const read = `the ${ids.length - 1} tokens that prefill reads`;
+      throw new ProviderError(`swap_memory: in ${read}, the twin is the prompt: give another`);
     }
     return twin;
   }
@@ -115,10 +120,10 @@ class Runner {
     const begun = performance.now();
     const asked = this.prepare(request);
     const { memory, counts } = await this.memoryOf(asked, signal);
-    const receipt = new Map([...counts].map(([key, number]) => [key, number]));
+    const receipt = new Map(counts);
     const looks = new Map(this.layers.filter((layer) => layer.attention).map((layer) => [layer.index, []]));
-    const said = { memory: memory.fork(), tokens: [], logprobs: [], most: request.max_new_tokens, count: counter(receipt, "decode"), looks };
-    const options = asked.options.map((forced) => ({ memory: memory.fork(), tokens: [], logprobs: [], forced, most: forced.length, count: null, looks: null }));
+    const said = { ...continuation(memory, request.max_new_tokens), count: counter(receipt, "decode"), looks };
+    const options = asked.options.map((forced) => continuation(memory, forced.length, forced));
     await this.decode(asked, [said, ...options], signal);
     return {
       answer: this.answerOf(request, asked, said, options, receipt, performance.now() - begun),
@@ -126,6 +131,15 @@ class Runner {
       needle: asked.needle,
       length: asked.ids.length,
     };
+  }
+
+  /** Return the logits [tokens][vocabulary] of each step at which these tokens are decoded; for tests. */
+  async logits(request, tokens) {
+    const asked = this.prepare(request);
+    const { memory } = await this.memoryOf(asked);
+    const forced = { ...continuation(memory, tokens.length, tokens), logits: [] };
+    await this.decode(asked, [forced]);
+    return forced.logits;
   }
 
   /** Return {memory, counts} after prefill, with the halves that a twin gives. The memory is shared: fork it. */
@@ -189,6 +203,7 @@ class Runner {
   /** Decode continuations of one prompt together, from its last token on, until each has ended. */
   async decode({ ids, acts }, continuations, signal) {
     const { model } = this;
+    const size = model.config.vocabulary;
     let going = continuations;
     for (let step = 0; going.length; step++) {
       const tokens = going.map((each) => each.tokens.at(-1) ?? ids.at(-1));
@@ -197,7 +212,7 @@ class Runner {
       const x = model.embed(tokens);
       model.run(x, rows, acts.decode);
       const logits = model.logits(x, rows.length);
-      going.forEach((each, i) => choose(each, logits.subarray(i * model.config.vocabulary, (i + 1) * model.config.vocabulary), this.stop));
+      going.forEach((each, i) => choose(each, logits.subarray(i * size, (i + 1) * size), this.stop));
       going = going.filter((each) => !each.finish);
       if (step % 8 === 7) await pause(signal);
     }
@@ -208,12 +223,12 @@ class Runner {
     const totals = options.map((option) => option.logprobs.reduce((total, logprob) => total + logprob, 0));
     const shares = totals.map((total) => Math.exp(total - Math.max(...totals)));
     const all = shares.reduce((total, share) => total + share, 0);
-    const visible = said.tokens.filter((token) => !this.hidden.has(token));
+    const ended = said.finish === "stop" && this.special.has(said.tokens.at(-1)) ? said.tokens.length - 1 : said.tokens.length;
     return {
       intervention: textOf(request.parts),
       prompt: { tokens: asked.ids.map((token, i) => (i ? " " : "") + this.words[token]), needle: asked.needle },
-      tokens: said.tokens.map((token, i) => ({ text: ` ${this.words[token]}`, id: token, probability: Math.exp(said.logprobs[i]) })),
-      text: visible.map((token) => this.words[token]).join(" "),
+      tokens: said.tokens.map((id, i) => ({ text: ` ${this.words[id]}`, id, probability: Math.exp(said.logprobs[i]) })),
+      text: said.tokens.slice(0, ended).map((token) => this.words[token]).join(" "),
       finish: said.finish,
       options: request.prompt.options.map((text, i) => ({ text, logprob: totals[i], probability: shares[i] / all })),
       receipt: receiptOf(receipt, asked.acts.swaps),
@@ -230,8 +245,8 @@ class Runner {
     }
     const { heads } = this.model.config;
     const inNeedle = needle.flatMap(([start, end]) => Array.from({ length: end - start }, (_, i) => start + i));
-    const weight = (row, keys, h, k) => row[h * keys + k];
-    const massOf = (rows, h) => rows.reduce((sum, row, t) => sum + inNeedle.reduce((all, k) => all + weight(row, length + t, h, k), 0), 0) / count;
+    const onNeedle = (row, t, h) => inNeedle.reduce((mass, k) => mass + row[h * (length + t) + k], 0);
+    const massOf = (rows, h) => rows.reduce((mass, row, t) => mass + onNeedle(row, t, h), 0) / count;
     const each = (make) => Array.from({ length: heads }, (_, h) => make(h));
     return {
       token,
@@ -242,6 +257,14 @@ class Runner {
       needle: [...looks].map(([layer, rows]) => ({ layer, mass: each((h) => massOf(rows, h)) })),
     };
   }
+}
+
+/**
+ * Return what decodes from a fork of a memory: up to `most` tokens, or the given ones. `count` and `looks` are those of a Row;
+ * `logits`, if it is an array, receives those of each step.
+ */
+function continuation(memory, most, forced = null) {
+  return { memory: memory.fork(), most, forced, tokens: [], logprobs: [], finish: null, count: null, looks: null, logits: null };
 }
 
 /** Append the next token of a continuation: the forced one, or the most likely. */
@@ -256,10 +279,15 @@ function choose(each, logits, stop) {
   if (!Number.isFinite(most)) throw new ProviderError("the logits are not finite");
   let total = 0;
   for (const value of logits) total += Math.exp(value - most);
+  each.logits?.push(logits.slice());
   each.tokens.push(best);
   each.logprobs.push(logits[best] - most - Math.log(total));
   if (!each.forced && stop.has(best)) each.finish = "stop";
   else if (each.tokens.length >= each.most) each.finish = "length";
+}
+
+function wordsOf(text) {
+  return text.split(/\s+/).filter(Boolean);
 }
 
 function counter(counts, phase) {

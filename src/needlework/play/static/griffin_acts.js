@@ -3,8 +3,8 @@
  * `Intervention.check` and `lower` do; and the random choice of heads with the engine's own hash.
  *
  * Acts of an attention layer: {keep: {k, by, seed}, off: [heads] of 0 or 1, dropped, limit: {tokens, sinks}, expose: {mode,
- * columns: [positions] of 0 or 1, renormalize}}; of a recurrent one: {cut, convolution, state, dropped, groups: [groups] of 0 or 1}.
- * Fields that are missing do nothing.
+ * columns: [positions] of 0 or 1, renormalize}}; of a recurrent one: {cut, convolution, state, dropped, groups: [groups] of 0
+ * or 1}. Fields that are missing do nothing.
  */
 
 import { textOf } from "play/intervention.js";
@@ -62,7 +62,8 @@ function editsOf(part, layers, prompt) {
     case "ablate_heads":
       return at.map((layer) => [layer, { off: marks(heads(layer), own(part.heads, layer)) }]);
     case "ablate_attention":
-      return at.map((layer) => [layer, part.site === "block" ? { dropped: true } : { off: new Uint8Array(heads(layer)).fill(1) }]);
+      if (part.site === "block") return at.map((layer) => [layer, { dropped: true }]);
+      return at.map((layer) => [layer, { off: new Uint8Array(heads(layer)).fill(1) }]);
     case "limit_context":
       return at.map((layer) => [layer, { limit: { tokens: part.tokens, sinks: part.sinks ?? 0 } }]);
     case "expose_tokens":
@@ -141,7 +142,8 @@ function checkKeep(part, layers, fail) {
   const without = missing.filter((name) => !ranked.has(name));
   if (without.length) fail(`the ranking does not cover heads ${without.slice(0, 5).join(", ")} of this model`);
   const unknown = by.ranking.filter(([layer, h]) => !(h >= 0 && h < (layers[layer]?.attention?.heads ?? 0)));
-  if (unknown.length) fail(`the ranking has heads ${unknown.slice(0, 5).map((pair) => pair.join(".")).join(", ")}, which this model has not`);
+  const named = unknown.slice(0, 5).map((pair) => pair.join("."));
+  if (unknown.length) fail(`the ranking has heads ${named.join(", ")}, which this model has not`);
 }
 
 /** Throw if a part acts only in a phase that reads no token: a prompt of one token has no prefill. */
@@ -155,9 +157,9 @@ function checkClashes(parts) {
   parts.forEach((a, i) => {
     for (const b of parts.slice(i + 1)) {
       if (a.name !== b.name || !clash(a, b)) continue;
-      throw new ProviderError(
-        `two ${a.name} meet in one phase and layer (${textOf([a])}; ${textOf([b])}): merge them, or give them different phases or layers`,
-      );
+      const both = `(${textOf([a])}; ${textOf([b])})`;
+      const hint = "merge them, or give them different phases or layers";
+      throw new ProviderError(`two ${a.name} meet in one phase and layer ${both}: ${hint}`);
     }
   });
 }

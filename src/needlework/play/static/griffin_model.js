@@ -189,11 +189,12 @@ class AttentionLayer extends Layer {
     const { heads, headDim } = this.config;
     this.store(normed, rows);
     const queries = linear(normed, rows.length, this.q, this.qBias);
-    const out = new Float64Array(rows.length * heads * headDim);
+    const width = heads * headDim;
+    const out = new Float64Array(rows.length * width);
     rows.forEach((row, i) => {
-      const at = i * heads * headDim;
-      this.rotate(queries, at, heads, row.position);
-      this.attend(row, queries.subarray(at, at + heads * headDim), out.subarray(at, at + heads * headDim), act ?? {}, acts.sample);
+      const [start, end] = [i * width, (i + 1) * width];
+      this.rotate(queries, start, heads, row.position);
+      this.attend(row, queries.subarray(start, end), out.subarray(start, end), act ?? {}, acts.sample);
     });
     return linear(out, rows.length, this.o, this.oBias);
   }
@@ -231,18 +232,18 @@ class AttentionLayer extends Layer {
     const { heads } = this.config;
     const ranges = this.visible(row, act);
     const length = row.position + 1;
-    const dynamic = act.keep && act.keep.by !== "random";
-    let off = act.keep?.by === "random" ? this.chosen(act, randomScores(act.keep.seed, sample, this.index, row.position, heads)) : null;
-    off ??= !act.keep && act.off ? act.off : null;
+    const random = act.keep?.by === "random";
+    const dynamic = act.keep && !random;
+    let off = act.keep ? null : (act.off ?? null);
+    if (random) off = this.chosen(act, randomScores(act.keep.seed, sample, this.index, row.position, heads));
     const needAll = row.looks || dynamic || act.expose?.mode === "balanced";
     const weights = new Float64Array(heads * length);
-    for (let h = 0; h < heads; h++) {
-      if (needAll || !off?.[h]) this.softmax(row, query, h, ranges, weights.subarray(h * length, (h + 1) * length));
-    }
+    const ofHead = (h) => weights.subarray(h * length, (h + 1) * length);
+    for (let h = 0; h < heads; h++) if (needAll || !off?.[h]) this.softmax(row, query, h, ranges, ofHead(h));
     if (row.looks) row.looks.get(this.index).push(weights.slice());
     if (dynamic) off = this.chosen(act, this.scores(row, act.keep.by, weights, ranges));
     if (act.expose) expose(row, this.index, act.expose, ranges, weights, heads);
-    for (let h = 0; h < heads; h++) if (!off?.[h]) this.output(row, h, ranges, weights.subarray(h * length, (h + 1) * length), out);
+    for (let h = 0; h < heads; h++) if (!off?.[h]) this.output(row, h, ranges, ofHead(h), out);
     if (off) row.count?.(this.index, "heads_zeroed", sum(off));
   }
 
