@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ ASK = """async ([prompt, all, most]) => {
     for (const parts of all) found.push(await playground.provider.generate({ prompt, parts, max_new_tokens: most }));
     return found;
 }"""
-TRY = """async (request) => playground.provider.generate(request).then(() => "", (error) => error.constructor.name + ": " + error.message)"""
+TRY = """async (request) => playground.provider.generate(request)
+    .then(() => "", (error) => error.constructor.name + ": " + error.message)"""
 LOGITS = """async ([prompt, asked]) => {
     const { Runner } = await import("play/griffin.js");
     const bytes = Uint8Array.from(atob(document.getElementById("play-weights").textContent), (c) => c.charCodeAt(0)).buffer;

@@ -1,7 +1,7 @@
 """Weights and vocabulary of a model that the exported page runs in the browser: what static/griffin.js reads.
 
-Weights are stored as float32. Rounded to fp16, they would change logits of tiny-griffin by up to 5e-3, more than the 2e-3 that the
-page's forward pass has to keep; a second fp16 number for the remainder would take as many bytes as float32.
+Weights are stored as float32. Rounded to fp16, they would change logits of tiny-griffin by up to 5e-3, more than the 2e-3 that
+the page's forward pass has to keep; a second fp16 number for the remainder would take as many bytes as float32.
 """
 
 from __future__ import annotations
