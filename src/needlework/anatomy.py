@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    import pandas
 
 LayerKind = Literal["attention", "recurrent", "hybrid", "other"]
 # What a group of a recurrent mixer is: a head, a block of RG-LRU's block-diagonal gates, or adjacent channels.
@@ -12,14 +15,24 @@ GroupKind = Literal["heads", "blocks", "channels", ""]
 
 
 class Head(NamedTuple):
-    """A query head, at the model's own layer index."""
+    """A query head.
+
+    Attributes:
+        layer: The model's own layer index.
+        index: Index of the head in its layer, from 0.
+    """
 
     layer: int
     index: int  # type: ignore[assignment]  # shadows tuple.index, which is not used
 
 
 class Group(NamedTuple):
-    """A group of a recurrent mixer's channels, at the model's own layer index; a head, if the mixer has heads."""
+    """A group of a recurrent mixer's channels; a head, if the mixer has heads.
+
+    Attributes:
+        layer: The model's own layer index.
+        index: Index of the group in its layer, from 0.
+    """
 
     layer: int
     index: int  # type: ignore[assignment]
@@ -32,34 +45,60 @@ def heads_of_share(share: float, heads: int) -> int:
 
 @dataclass(frozen=True)
 class AttentionPart:
-    """The attention side of one layer."""
+    """The attention side of one layer.
+
+    Attributes:
+        path: Name of the module in the model.
+        query_heads: Number of query heads.
+        kv_heads: Number of heads of keys and values.
+        key_dim: Width of a query or key.
+        value_dim: Width of a value and of a head's output.
+        window: Keys visible to a query, its own included; None: all earlier ones.
+        output_gate: Whether the model multiplies head outputs by a gate before its output projection.
+        output_bias: Whether the output projection has a bias, which remains when heads are ablated.
+        parameters: Number of parameters.
+        kv_bytes_per_token: Size of keys and values in the cache.
+    """
 
     path: str
     query_heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
-    window: int | None  # keys visible to a query, its own included; None: all earlier ones
-    output_gate: bool  # the model multiplies head outputs by a gate before its output projection
-    output_bias: bool  # a bias of the output projection remains when heads are ablated
+    window: int | None
+    output_gate: bool
+    output_bias: bool
     parameters: int
     kv_bytes_per_token: int
 
 
 @dataclass(frozen=True)
 class RecurrentPart:
-    """The recurrent side of one layer."""
+    """The recurrent side of one layer.
+
+    Attributes:
+        path: Name of the module in the model.
+        mixer: Its class name.
+        parameters: Number of parameters.
+        state_bytes: Size of its memory for one sequence of any length.
+        groups: Number of groups, equal slices of the input of its output projection; 0 if unknown.
+        group_kind: What a group is: heads, blocks of gates, or adjacent channels.
+        group_width: Channels per group.
+        no_groups_reason: Why the groups are unknown.
+        taps: Width of its short convolution in tokens, the current one included; 0: it has none.
+        carries_state: Whether it has a recurrent state besides the convolution's window.
+    """
 
     path: str
-    mixer: str  # class name
+    mixer: str
     parameters: int
-    state_bytes: int  # per sequence, independent of its length
-    groups: int = 0  # equal slices of the input of its output projection; 0 if unknown
+    state_bytes: int
+    groups: int = 0
     group_kind: GroupKind = ""
-    group_width: int = 0  # channels per group
+    group_width: int = 0
     no_groups_reason: str = ""
-    taps: int = 0  # width of its short convolution in tokens, the current one included; 0: none
-    carries_state: bool = False  # has a recurrent state besides the convolution's window
+    taps: int = 0
+    carries_state: bool = False
 
     @property
     def grouped(self) -> str:
@@ -78,7 +117,13 @@ class RecurrentPart:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer of a model, with its attention and its recurrent mixer, if any."""
+    """One layer of a model.
+
+    Attributes:
+        index: The model's own layer index.
+        attention: The attention side, if it has one.
+        recurrent: The recurrent mixer, if it has one.
+    """
 
     index: int
     attention: AttentionPart | None
@@ -101,17 +146,29 @@ class Layer:
 
 @dataclass(frozen=True)
 class Anatomy:
-    """The layers and sizes of a model."""
+    """The layers and sizes of a model.
+
+    Attributes:
+        model_type: transformers' name of the family.
+        architecture: transformers' class of the model.
+        layers: All layers, each with its attention and its recurrent side.
+        parameters: Number of parameters of the whole model.
+        vocabulary: Number of token ids.
+        max_tokens: The longest sequence that the model's positions allow, if its configuration says so.
+        window_rule: How windows are counted: "transformers", or "deepmind" (one key more).
+        no_mixer_reason: Why recurrent mixers cannot be addressed although the model may have some.
+        left_out: Parts of the checkpoint that are not loaded, such as a vision tower.
+    """
 
     model_type: str
     architecture: str
     layers: tuple[Layer, ...]
     parameters: int
     vocabulary: int
-    max_tokens: int | None  # longest sequence the model's positions allow, if its configuration says so
-    window_rule: str  # "transformers", or "deepmind" (one key more)
-    no_mixer_reason: str = ""  # why recurrent mixers cannot be addressed although the model may have some
-    left_out: str = ""  # parts of the checkpoint that are not loaded, such as a vision tower
+    max_tokens: int | None
+    window_rule: str
+    no_mixer_reason: str = ""
+    left_out: str = ""
 
     @property
     def attention_layers(self) -> tuple[Layer, ...]:
@@ -171,6 +228,43 @@ class Anatomy:
             keys = min(context_tokens, part.window or context_tokens)
             scores += 2 * part.query_heads * keys * (part.key_dim + part.value_dim)
         return 2 * self.attention_parameters + scores
+
+    def frame(self) -> pandas.DataFrame:
+        """Return one row per layer: its kind, heads, window, groups, memory and parameters."""
+        import pandas
+
+        rows = []
+        for layer in self.layers:
+            a, r = layer.attention, layer.recurrent
+            row: dict[str, Any] = {"layer": layer.index, "kind": layer.kind, "query_heads": a.query_heads if a else 0}
+            row |= {"kv_heads": a.kv_heads if a else 0, "head_dim": a.key_dim if a else 0, "window": a.window if a else None}
+            row |= {"recurrent_groups": r.groups if r else 0, "kv_bytes_per_token": a.kv_bytes_per_token if a else 0}
+            row |= {"state_bytes": r.state_bytes if r else 0, "attention_parameters": a.parameters if a else 0}
+            rows.append({**row, "recurrent_parameters": r.parameters if r else 0})
+        return pandas.DataFrame(rows)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the parameters of the attention and recurrent side of each layer as bars, and return the matplotlib axes."""
+        from needlework.plots import light_colors, new_axes
+
+        ax, frame = new_axes(ax), self.frame()
+        below = 0 * frame["layer"]
+        for side, color in (("attention", "c1"), ("recurrent", "c2")):
+            sizes = frame[f"{side}_parameters"]
+            if sizes.any():
+                ax.bar(frame["layer"], sizes, bottom=below, color=light_colors()[color], label=side)
+            below = below + sizes
+        ax.xaxis.get_major_locator().set_params(integer=True)
+        ax.set(xlabel="layer", ylabel="parameters", title=f"{self.architecture}: {self.parameters:,} parameters")
+        if below.any():
+            ax.legend(frameon=False)
+        return ax
+
+    def _repr_html_(self) -> str:
+        from needlework.tables import Table
+
+        caption = f"{self.architecture}: {len(self.layers)} layers, {self.parameters:,} parameters"
+        return Table.from_frame(self.frame(), caption).to_html()
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and totals as JSON values."""

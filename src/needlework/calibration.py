@@ -25,7 +25,11 @@ _DECODED = 32  # last tokens of each text, decoded one by one to measure the mea
 
 @dataclass(frozen=True)
 class Means:
-    """Mean head outputs [heads, dim] by (layer, phase)."""
+    """Mean head outputs, measured by `nw.calibrate`.
+
+    Attributes:
+        tensors: [heads, dim] by (layer, phase).
+    """
 
     tensors: dict[tuple[int, str], Tensor]
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from needlework.model.attention import Forward, QueryBlock
 from needlework.requests import Request
 
 if TYPE_CHECKING:
+    import pandas
+
     from needlework.subject import Subject
 
 NEEDLE = "needle"
@@ -106,18 +108,31 @@ def entropy(p: Tensor, counted: Tensor | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadRow:
-    """Statistics of one head in one phase, averaged over all queries."""
+    """Statistics of one head in one phase, averaged over all queries.
+
+    Attributes:
+        layer: The model's own layer index.
+        head: Index of the head in its layer.
+        phase: "prefill" or "decode".
+        queries: Number of queries.
+        needle_mass: Attention on the span.
+        entropy: Entropy of the attention, in nats.
+        copy_score: Share of the copied tokens for which the head's argmax was that same token in the span.
+        copied: Number of generated tokens that occur in the span.
+        sink_mass: Attention on the first token.
+        sink_mass_of_best: Its mean over the (head + 1) lowest-entropy heads of the layer, chosen per query.
+    """
 
     layer: int
     head: int
     phase: Phase
     queries: int
-    needle_mass: float  # attention on the span
-    entropy: float  # nats
-    copy_score: float  # share of the copied tokens for which the head's argmax was that same token in the span
-    copied: int  # number of generated tokens that occur in the span
-    sink_mass: float  # attention on the first token
-    sink_mass_of_best: float  # mean over the (head + 1) lowest-entropy heads of the layer, chosen per query
+    needle_mass: float
+    entropy: float
+    copy_score: float
+    copied: int
+    sink_mass: float
+    sink_mass_of_best: float
 
 
 @dataclass(frozen=True)
@@ -135,15 +150,25 @@ class PatternBlock:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Attention of one head at one position."""
+    """Attention of one head at one position.
+
+    Attributes:
+        layer: The model's own layer index.
+        head: Index of the head in its layer.
+        phase: "prefill" or "decode".
+        sample: `nw.sample_key(prompt)`, or the request's own `sample`.
+        position: Position of the query, from 0.
+        keys: [keys] positions of the visible keys.
+        weights: [keys] attention on them, which sums to 1.
+    """
 
     layer: int
     head: int
     phase: Phase
     sample: int
     position: int
-    keys: Tensor  # [keys] positions of the visible keys
-    weights: Tensor  # [keys], sums to 1
+    keys: Tensor
+    weights: Tensor
 
 
 class HeadObserver(AttentionObserver):
@@ -152,6 +177,9 @@ class HeadObserver(AttentionObserver):
     Args:
         span: The span that attention is summed on.
         required: Which requests must have a span of this name: none, those that have spans at all, or all.
+
+    Attributes:
+        patterns: The attention patterns that were kept.
     """
 
     def __init__(self, span: str, required: Required = "none") -> None:
@@ -213,6 +241,32 @@ class HeadObserver(AttentionObserver):
                 means = (mass / count, total / count, share, self._copied, sink / count, best / count)
                 rows.append(HeadRow(layer, head, when, count, *means))
         return rows
+
+    def frame(self) -> pandas.DataFrame:
+        """Return one row per phase and head, with the fields of `HeadRow`."""
+        import pandas
+
+        rows = [asdict(row) for phase in get_args(Phase) for row in self.table(phase)]
+        return pandas.DataFrame(rows, columns=list(HeadRow.__dataclass_fields__))
+
+    def plot(self, ax: Any = None, *, of: str = "needle_mass", phase: Phase = "decode") -> Any:
+        """Draw a column of `frame` as a heat map of layers by heads, and return the matplotlib axes."""
+        from needlework.plots import draw_head_map, head_axes
+
+        if of not in HeadRow.__dataclass_fields__:
+            raise NeedleworkError(f"observations have no {of!r}; {did_you_mean(of, HeadRow.__dataclass_fields__)}")
+        values = {Head(row.layer, row.head): float(getattr(row, of)) for row in self.table(phase)}
+        if not values:
+            raise NeedleworkError(f"nothing was observed in {phase}: run prompts inside the `with` block")
+        ax = head_axes(ax, values)
+        draw_head_map(ax, values)
+        ax.set_title(f"{of.replace('_', ' ')}, {phase}")
+        return ax
+
+    def _repr_html_(self) -> str:
+        from needlework.tables import Table
+
+        return Table.from_frame(self.frame(), f"observed attention (span {self.span!r})").to_html()
 
     def keep(self, block: PatternBlock, heads: Collection[Head], positions: Collection[int] | None) -> None:
         """Add the patterns of these heads at these positions (None: at all) to `patterns`."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pandas
 
 Count = dict[str, int]
 NOTHING_TO_HIDE = "nothing to hide"  # start of the note for a limit_context that masked no key, so that it had no effect
@@ -13,10 +16,16 @@ NOTHING_TO_HIDE = "nothing to hide"  # start of the note for a limit_context tha
 
 @dataclass(frozen=True)
 class Receipt:
-    """Counts per (layer, phase): positions, head outputs zeroed, columns changed, states cut or cleared."""
+    """Counts of what an intervention did to one request.
+
+    Attributes:
+        counts: By (layer, phase): positions, head outputs zeroed, columns changed, states cut or cleared.
+        swapped: Halves of the cache that were taken from a twin.
+        notes: Warnings: where an intervention had nothing to act on.
+    """
 
     counts: dict[tuple[int, str], Count] = field(default_factory=dict)
-    swapped: tuple[str, ...] = ()  # halves of the cache that were taken from a twin
+    swapped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     def total(self, what: str, phase: str | None = None, layer: int | None = None) -> int:
@@ -24,6 +33,20 @@ class Receipt:
         return sum(
             count.get(what, 0) for (at, when), count in self.counts.items() if phase in (None, when) and layer in (None, at)
         )
+
+    def frame(self) -> pandas.DataFrame:
+        """Return one row per layer and phase, with a column for each count."""
+        import pandas
+
+        names = list(dict.fromkeys(name for count in self.counts.values() for name in count))
+        rows = [(*key, *(count.get(name, 0) for name in names)) for key, count in sorted(self.counts.items())]
+        return pandas.DataFrame(rows, columns=["layer", "phase", *names])
+
+    def _repr_html_(self) -> str:
+        from needlework.tables import Table
+
+        swapped = f"; swapped: {', '.join(self.swapped)}" if self.swapped else ""
+        return Table.from_frame(self.frame(), "; ".join((f"receipt{swapped}", *self.notes))).to_html()
 
     def __add__(self, other: Receipt) -> Receipt:
         """Return the sum of two receipts, such as of prefill and decode."""

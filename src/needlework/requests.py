@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import index
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
@@ -17,24 +17,40 @@ from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
+if TYPE_CHECKING:
+    import pandas
+
 MOST_TOKENS = 2**22  # of one prompt or answer; larger numbers are taken for typing errors
 Finish = Literal["stop", "length", "scored", "failed"]
 
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt under one intervention, to generate from or, with `options`, to score continuations of."""
+    """One prompt under one intervention, to generate from or, with `options`, to score continuations of.
+
+    Attributes:
+        prompt: Token ids.
+        intervention: The intervention, or its text.
+        max_new_tokens: Maximum length of the answer.
+        stop: Token ids that end the answer.
+        spans: Named token ranges of the prompt, for interventions that refer to them.
+        twins: Named prompts of the same length, for `swap_memory`.
+        boundary: The phase that processes the last prompt token.
+        sample: Seed of random choices; by default a hash of the prompt.
+        forced: Token ids to decode instead of the model's own choice.
+        options: Continuations to score; nothing is decoded, every position is prefill.
+    """
 
     prompt: tuple[int, ...]
-    intervention: Intervention = NONE  # or its text
+    intervention: Intervention = NONE
     max_new_tokens: int = 40
-    stop: frozenset[int] = frozenset()  # token ids that end generation
+    stop: frozenset[int] = frozenset()
     spans: Mapping[str, Span] = field(default_factory=dict)
     twins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    boundary: Phase = "decode"  # the phase that processes the last prompt token
-    sample: int | None = None  # seed of random choices; by default a hash of the prompt
-    forced: tuple[int, ...] = ()  # decode these token ids instead of the model's own choice
-    options: tuple[tuple[int, ...], ...] = ()  # continuations to score; nothing is decoded, every position is prefill
+    boundary: Phase = "decode"
+    sample: int | None = None
+    forced: tuple[int, ...] = ()
+    options: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):
@@ -65,17 +81,29 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a request: generated tokens, or log-likelihoods of its options."""
+    """The result of a request: generated tokens, or log-likelihoods of its options.
+
+    Attributes:
+        tokens: Generated token ids.
+        logprobs: Log-probability of each generated token.
+        margins: Best logit minus second best, at each step.
+        receipt: Counts of what the intervention did.
+        finish: Why the answer ended: "stop" (a stop token), "length", "scored" (options) or "failed".
+        error: Why the request failed; empty if it did not.
+        text: The decoded tokens, if the subject has a tokenizer.
+        option_logprobs: Log-probabilities [options][tokens] of the options' tokens.
+        greedy: For each option, whether all its tokens are the model's argmax.
+    """
 
     tokens: tuple[int, ...] = ()
-    logprobs: tuple[float, ...] = ()  # of each token
-    margins: tuple[float, ...] = ()  # best logit minus second best, at each step
+    logprobs: tuple[float, ...] = ()
+    margins: tuple[float, ...] = ()
     receipt: Receipt = field(default_factory=Receipt)
     finish: Finish = "scored"
     error: str = ""
     text: str = ""
-    option_logprobs: tuple[tuple[float, ...], ...] = ()  # [options][tokens]
-    greedy: tuple[bool, ...] = ()  # of each option: whether all its tokens are the model's argmax
+    option_logprobs: tuple[tuple[float, ...], ...] = ()
+    greedy: tuple[bool, ...] = ()
 
     @property
     def totals(self) -> tuple[float, ...]:
@@ -86,6 +114,23 @@ class Answer:
     def best(self) -> int:
         """The index of the most likely option; ties go to the first."""
         return max(range(len(self.totals)), key=self.totals.__getitem__)
+
+    def frame(self) -> pandas.DataFrame:
+        """Return one row per option if options were scored, otherwise one row per generated token."""
+        import pandas
+
+        if self.option_logprobs:
+            counts = [len(option) for option in self.option_logprobs]
+            return pandas.DataFrame({"tokens": counts, "logprob": self.totals, "greedy": self.greedy}).rename_axis("option")
+        tokens = {"token": self.tokens, "logprob": self.logprobs, "margin": self.margins}
+        return pandas.DataFrame(tokens).rename_axis("step")
+
+    def _repr_html_(self) -> str:
+        from needlework.tables import Table
+
+        said = f"best option: {self.best}" if self.option_logprobs else self.error or self.text
+        table = Table.from_frame(self.frame().reset_index(), f"{said!r} ({self.finish})", most=20)
+        return table.to_html() + self.receipt._repr_html_()
 
     def __add__(self, other: Answer) -> Answer:
         """Concatenate the options of two answers, for a sample that needs several requests."""

@@ -120,6 +120,12 @@ def resample(sums: Floats, draws: int = DRAWS, seed: int = SEED) -> Floats:
     return np.asarray(chosen @ kinds, dtype=np.float64)
 
 
+def bootstrap_mean(values: Floats, clusters: ArrayLike) -> Estimate:
+    """Estimate the mean of values [samples] with a cluster bootstrap; the width is 0 where all resamples are equal."""
+    totals = resample(cluster_sums(clusters, [values]))
+    return Estimate(float(values.mean()), *interval(totals[:, 0] / totals[:, 1]), len(values))
+
+
 def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: float = 0.0, seed: int = SEED) -> Estimate:
     """Return the retained share of the baseline, (after - chance) / (before - chance), with a paired cluster bootstrap.
 

@@ -30,7 +30,15 @@ Prompt = str | Sequence[int]
 
 
 class Subject:
-    """A model with its tokenizer and anatomy. `model` and `tokenizer` are the originals, unmodified between calls."""
+    """A model with its tokenizer and anatomy, made by `nw.load` or `nw.wrap`.
+
+    Attributes:
+        model: The model of transformers, unmodified between calls.
+        tokenizer: Its tokenizer; None without one.
+        anatomy: Layers, heads, windows and sizes.
+        body: The model with needlework's hooks.
+        engine: Runs requests in batches.
+    """
 
     def __init__(self, body: HookedModel, tokenizer: Any = None, memory_bytes: int | None = None) -> None:
         self.body, self.tokenizer = body, tokenizer
@@ -43,6 +51,11 @@ class Subject:
         parts = f"{len(anatomy.layers)} layers, {len(anatomy.heads)} attention heads, {anatomy.parameters:,} parameters"
         tokenizer = "no tokenizer" if self.tokenizer is None else type(self.tokenizer).__name__
         return f"<Subject {anatomy.architecture}: {parts}, {dtype} on {self.body.device}, {tokenizer}>"
+
+    def _repr_html_(self) -> str:
+        from needlework.tables import Table
+
+        return Table.from_frame(self.anatomy.frame(), repr(self)[1:-1]).to_html()
 
     def generate(
         self,

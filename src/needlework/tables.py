@@ -5,9 +5,12 @@ Cells come from models and files, so they are untrusted; every format shows them
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, ConsoleOptions, RenderResult
@@ -16,6 +19,9 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from needlework.terminal import plain
+
+if TYPE_CHECKING:
+    import pandas
 
 Cell = str | Text  # the style of a Text is shown in the terminal only
 
@@ -55,6 +61,32 @@ class Table:
             lines.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))
         marks = "|".join("---" if self._is_left(name) else "---:" for name in self.columns)
         return "\n".join([lines[0], f"|{marks}|", *lines[1:]])
+
+    @classmethod
+    def from_frame(cls, frame: pandas.DataFrame, caption: str = "", most: int = 100) -> Table:
+        """Return the first `most` rows of a data frame; missing values are empty cells."""
+        words = [str(name) for name, kind in frame.dtypes.items() if kind.kind not in "iuf"]
+        rows = [[_cell(value) for value in row] for row in frame.head(most).itertuples(index=False, name=None)]
+        if len(frame) > most:
+            caption += f"; rows 1 to {most} of {len(frame):,}"
+        return cls([str(name) for name in frame.columns], rows, caption.removeprefix("; "), words)
+
+    def to_html(self) -> str:
+        """Return the table as HTML, with escaped text."""
+
+        def cell(tag: str, name: str, text: str) -> str:
+            side = "left" if self._is_left(name) else "right"
+            return f'<{tag} style="text-align: {side}">{escape(plain(text))}</{tag}>'
+
+        caption = f'<caption style="text-align: left">{escape(plain(self.caption))}</caption>' if self.caption else ""
+        head = "".join(cell("th", name, name) for name in self.columns)
+        body = ("".join(cell("td", *pair) for pair in zip(self.columns, row, strict=True)) for row in self.texts())
+        return (
+            f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>" + "".join(f"<tr>{r}</tr>" for r in body) + "</tbody></table>"
+        )
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
 
     def to_text(self, width: int = 10_000) -> str:
         """Return the table as a terminal of this width shows it, without colours; wider if a word does not fit."""
@@ -105,3 +137,12 @@ class Table:
             least.append(max(len(word) for text in texts for word in re.split("[ \\n]+", text)))  # no-break spaces do not split
             most.append(max(len(line) for text in texts for line in text.splitlines() or [""]))
         return least, most
+
+
+def _cell(value: Any) -> str:
+    """Format a value of a data frame: four significant digits, nothing for a missing value."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return "" if value is None else str(value)

@@ -12,6 +12,7 @@ import needlework as nw
 from needlework.analysis.verdicts import RULES, Verdict
 from needlework.experiments.plan import load
 from needlework.results.export import export
+from needlework.stats import wilson
 
 PLAN = """
 name: small
@@ -52,6 +53,31 @@ def test_rows_that_the_plan_no_longer_asks_for_are_left_out(plan_file: Path, tmp
     assert set(every.seed) == {0, 1}
     assert set(fewer.seed) == {0}
     assert len(fewer) < len(every)
+
+
+def test_a_frame_has_the_mean_of_a_score_and_its_interval(result: nw.Result) -> None:
+    frame = result.frame()
+    needles = frame[frame["task"].str.startswith("niah")].set_index("intervention")
+    assert needles["correct"].to_dict() == {"none": 1.0, "ablate_attention()": 0.0}
+    assert needles["n"].tolist() == [4, 4]
+    assert needles.loc["none", ["low", "high"]].tolist() == [wilson(4, 4).low, 1.0]
+    rows = result.rows()
+    facts = frame[frame["mode"] == "choices"]
+    assert facts["correct"].item() == rows[rows.experiment == "facts"].score_correct.mean()
+    assert facts["n"].item() == (rows.experiment == "facts").sum()
+    graded = rows[rows.intervention == "none"].score_graded.dropna()
+    assert result.frame("graded").set_index("intervention")["graded"]["none"] == graded.mean()
+
+
+def test_a_plot_and_a_table_show_it(result: nw.Result) -> None:
+    ax = result.plot()
+    labels = [label.get_text() for label in ax.get_yticklabels()]
+    assert [label.rpartition(": ")[2] for label in labels] == ["none", "ablate_attention()", "none"]
+    assert labels[0].startswith("niah")
+    assert ax._repr_png_().startswith(b"\x89PNG")
+    assert "<td style" in result._repr_html_()
+    with pytest.raises(nw.NeedleworkError, match="no trial has the score 'nothing'"):
+        result.plot(score="nothing")
 
 
 def test_verdicts_and_report_come_with_it(result: nw.Result, tmp_path: Path) -> None:

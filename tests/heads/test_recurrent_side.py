@@ -71,6 +71,15 @@ def test_each_condition_is_the_model_asked_directly(asked: Any) -> None:
             assert outcome.said[i] == said
 
 
+def test_a_frame_and_a_plot_show_the_losses(asked: Any) -> None:
+    _, _, side, _ = asked
+    frame = side.frame()
+    assert list(frame[["layer", "group"]].itertuples(index=False, name=None)) == [tuple(group) for group in side.ranking]
+    assert frame["loss"][0] == side.retrieval.drops([side.ranking[0]]).mean()
+    assert side.plot()._repr_png_().startswith(b"\x89PNG")
+    assert f"segregated: {side.segregated[0]}" in side._repr_html_()
+
+
 def test_every_group_and_every_cut_is_tried(asked: Any) -> None:
     _, _, side, _ = asked
     layers = (0, 1, 3, 4)

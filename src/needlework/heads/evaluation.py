@@ -24,7 +24,7 @@ from needlework.interventions.ranking import Ranking
 from needlework.measure import Progress, Sample, map_samples, measure, run_requests
 from needlework.model.attention import Forward, QueryBlock
 from needlework.observation import entropy, observing
-from needlework.stats import Estimate, accuracy, cluster_sums, difference, interval, resample, retained, wilson
+from needlework.stats import Estimate, accuracy, bootstrap_mean, difference, retained, wilson
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
@@ -107,12 +107,6 @@ class RetrievalCurve:
     def to_dict(self) -> dict[str, Any]:
         points = [{"k": k, **asdict(self.at(k))} for k in self.ks]
         return {"name": self.name, "heads": self.heads, "area": asdict(self.area), "points": points}
-
-
-def bootstrap_mean(values: np.ndarray, clusters: Sequence[str]) -> Estimate:
-    """Estimate the mean of values [samples] with a cluster bootstrap; the width is 0 where all resamples are equal."""
-    totals = resample(cluster_sums(clusters, [values]))
-    return Estimate(float(values.mean()), *interval(totals[:, 0] / totals[:, 1]), len(values))
 
 
 def cluster_mean(values: np.ndarray, clusters: Sequence[str], at_edge: Estimate | None = None) -> Estimate:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from rich.console import Group
 from rich.text import Text
 
-from needlework.anatomy import Head, heads_of_share
+from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.files import atomic_write, file_name, new_directory
 from needlework.heads import foreign
@@ -20,8 +20,9 @@ from needlework.heads.evaluation import RANDOM, SHARE, Agreement
 from needlework.heads.methods import all_methods
 from needlework.heads.recurrent import RecurrentSide
 from needlework.heads.survey import Survey
+from needlework.plots import light_colors
 from needlework.reports.page import render_template
-from needlework.reports.picture_files import STYLE, light_colors, save_plot
+from needlework.reports.picture_files import STYLE, save_plot
 from needlework.stats import Estimate, number, percent
 from needlework.tables import Table
 
@@ -147,7 +148,6 @@ def _bounds(x: Estimate) -> str:
 
 
 COLORS = [light_colors()[f"c{i}"] for i in range(7)]
-HEAT = [light_colors()[f"heat-{name}"] for name in ("lo", "mid", "hi")]
 EDGE = light_colors()["focus"]
 _BESIDE = 1.8  # horizontal offset between curves, in points
 
@@ -165,32 +165,16 @@ def _error_bars(estimates: Sequence[Estimate]) -> np.ndarray:
 
 def draw_score_maps(survey: Survey) -> Any:
     """Draw a heat map of layers by heads for each ranking, with its best heads marked; every map has its own scale."""
-    from matplotlib.colors import LinearSegmentedColormap
-
     layers, names = survey.anatomy.attention_layers, list(survey.rankings)
     across = max(len(layer.heads) for layer in layers)
     columns = min(len(names), 3 if across <= 16 else 2)
     rows = -(-len(names) // columns)
     plot = _figure(max(3.0, 0.16 * across + 0.9) * columns, (max(1.1, 0.13 * len(layers) + 0.75)) * rows)
     axes = plot.subplots(rows, columns, squeeze=False)
-    heat = LinearSegmentedColormap.from_list("heat", HEAT)
-    row_of = {layer.index: row for row, layer in enumerate(layers)}
     for ax, name in zip(axes.flat, names, strict=False):
         ranking = survey.rankings[name]
-        values = ranking.scores or {head: float(-i) for i, head in enumerate(ranking.order)}
-        grid = np.array([[values.get(Head(layer.index, i), np.nan) for i in range(across)] for layer in layers])
-        image = ax.imshow(grid, cmap=heat, aspect="auto", interpolation="nearest")
-        ends = sorted({float(np.nanmin(grid)), float(np.nanmax(grid))})
-        bar = plot.colorbar(image, ax=ax, ticks=ends, fraction=0.08, pad=0.03, aspect=12)
-        bar.ax.set_yticklabels([f"{end:.2g}" if ranking.scores else f"{1 - end:.0f}" for end in ends])
-        bar.ax.tick_params(labelsize=5.5, length=1.5)
-        bar.set_label("" if ranking.scores else "place", fontsize=5.5)
-        for head in ranking.top(heads_of_share(SHARE, len(ranking.order))):
-            ax.plot(head.index, row_of[head.layer], "o", markersize=2.6, color=EDGE, markeredgecolor="white", markeredgewidth=0.3)
-        step = max(1, len(layers) // 10)
-        ax.set_yticks(range(0, len(layers), step), [str(layer.index) for layer in layers][::step])
-        ax.xaxis.get_major_locator().set_params(integer=True)  # heads have integer indices
-        ax.set(title=name, xlabel="head", ylabel="layer")
+        ranking.plot(ax, best=heads_of_share(SHARE, len(ranking.order)))
+        ax.set_title(name)
     for ax in axes.flat[len(names) :]:
         ax.set_axis_off()
     plot.suptitle(f"{survey.model.name}: scores of heads (dots: the best {SHARE:.0%})", fontsize=9)
@@ -315,7 +299,7 @@ def save_recurrent_plot(side: RecurrentSide, path: Path, title: str = "") -> Non
         raise NeedleworkError(f"{path}: a picture is a .png, .svg or .pdf file")
     plot = _figure(11, 3.4)
     left, middle, right = plot.subplots(1, 3, width_ratios=(1.5, 1, 1.1))
-    _draw_group_map(side, left, plot)
+    draw_group_map(side, left)
     untouched = ("untouched", ["none"])
     _draw_bars(middle, side, [untouched, *((CUTS[site], [site]) for site in side.sites)], "memory cut in all layers")
     sets = [untouched]
@@ -329,7 +313,8 @@ def save_recurrent_plot(side: RecurrentSide, path: Path, title: str = "") -> Non
     plot.savefig(path, dpi=150)
 
 
-def _draw_group_map(side: RecurrentSide, ax: Any, plot: Any) -> None:
+def draw_group_map(side: RecurrentSide, ax: Any) -> None:
+    """Draw the log P that retrieval loses without each group."""
     from matplotlib.colors import SymLogNorm
 
     cells = np.full((len(side.layers), 1 + max(group.index for group in side.groups)), np.nan)
@@ -342,7 +327,7 @@ def _draw_group_map(side: RecurrentSide, ax: Any, plot: Any) -> None:
     ax.set_xlabel(f"group ({'/'.join(side.kinds)})", fontsize=8)
     ax.tick_params(axis="x", labelsize=8)
     ax.set_title("nats that retrieval loses without a group", fontsize=8)
-    plot.colorbar(image, ax=ax, shrink=0.85).ax.tick_params(labelsize=7)
+    ax.figure.colorbar(image, ax=ax, shrink=0.85).ax.tick_params(labelsize=7)
 
 
 def _draw_bars(ax: Any, side: RecurrentSide, conditions: Sequence[tuple[str, Sequence[str]]], title: str) -> None:

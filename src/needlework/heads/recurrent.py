@@ -12,15 +12,16 @@ from rich.console import Console
 
 from needlework.anatomy import Anatomy, Group, GroupKind, heads_of_share
 from needlework.errors import NeedleworkError
-from needlework.heads.evaluation import bootstrap_mean
 from needlework.heads.samples import answer_tokens
 from needlework.interventions import NONE, AblateRecurrent, AblateRecurrentGroups, Intervention
 from needlework.measure import Progress, no_progress, run_requests
 from needlework.requests import Request
-from needlework.stats import Estimate, Floats, gain, retained, wilson
+from needlework.stats import Estimate, Floats, bootstrap_mean, gain, retained, wilson
 from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
+    import pandas
+
     from needlework.subject import Subject
 
 Site = Literal["conv", "state", "memory"]
@@ -75,16 +76,28 @@ class Ability:
 
 @dataclass(frozen=True)
 class RecurrentSide:
-    """Retrieval and other abilities of a model under ablations of its recurrent side."""
+    """Retrieval and other abilities of a model under ablations of its recurrent side.
+
+    Attributes:
+        groups: All groups of the recurrent layers.
+        kinds: What a group is: heads, blocks or channels.
+        layers: Recurrent layers, by the model's own index.
+        abilities: Results of each ability, retrieval first.
+        interventions: Condition -> text of the intervention; "top" ones by the samples that rank them.
+        sizes: Share of the groups -> number of groups.
+        draws: Number of random sets of each size.
+        refused: Site -> reason why this model does not support the cut.
+        attention_heads: Number of attention heads.
+    """
 
     groups: tuple[Group, ...]
     kinds: tuple[GroupKind, ...]
     layers: tuple[int, ...]
-    abilities: tuple[Ability, ...]  # retrieval first
-    interventions: Mapping[str, str]  # condition -> text of the intervention; "top" ones by the samples that rank them
-    sizes: Mapping[float, int]  # share of the groups -> number of groups
-    draws: int  # random sets of each size
-    refused: Mapping[str, str]  # site -> reason why this model does not support the cut
+    abilities: tuple[Ability, ...]
+    interventions: Mapping[str, str]
+    sizes: Mapping[float, int]
+    draws: int
+    refused: Mapping[str, str]
     attention_heads: int
 
     @property
@@ -103,6 +116,28 @@ class RecurrentSide:
     def group_losses(self) -> list[tuple[Group, Estimate]]:
         """Return groups in the order of the ranking, each with the log P that retrieval loses without it."""
         return [(group, self.retrieval.drop(name_of(group))) for group in self.ranking]
+
+    def frame(self) -> pandas.DataFrame:
+        """Return one row per group, in the order of the ranking: the log P that retrieval loses without it, in nats."""
+        import pandas
+
+        rows = [(*group, drop.value, drop.low, drop.high) for group, drop in self.group_losses()]
+        return pandas.DataFrame(rows, columns=["layer", "group", "loss", "low", "high"])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw the log P that retrieval loses without each group as a heat map, and return the matplotlib axes."""
+        from needlework.heads.output import draw_group_map
+        from needlework.plots import new_axes
+
+        ax = new_axes(ax, 6.0, 0.35 * len(self.layers) + 1.2)
+        draw_group_map(self, ax)
+        return ax
+
+    def _repr_html_(self) -> str:
+        from needlework.tables import Table
+
+        word, why = self.segregated
+        return Table.from_frame(self.frame(), f"segregated: {word} ({why})", most=10).to_html()
 
     def random(self, share: float) -> list[str]:
         return [f"random {share} {draw}" for draw in range(self.draws)]

@@ -99,6 +99,10 @@ class ChangeOutputs(Act):
 
     `outputs` [queries, heads, dim] may be modified in place; the return value, of the same shape, replaces it. The function is
     called once per block of queries: one or several for a prompt, one for each decoded token.
+
+    Attributes:
+        layer: The model's own layer index.
+        function: Called with `outputs` and `place` (layer, phase, positions, sample).
     """
 
     count = "heads_changed"

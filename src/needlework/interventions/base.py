@@ -34,7 +34,12 @@ Layers = Annotated[tuple[int, ...] | None, BeforeValidator(_sorted_layers)]
 
 
 class Intervention(BaseModel):
-    """Base class of interventions. The empty one, `NONE`, does nothing; its text is "none"."""
+    """Base class of interventions. The empty one, `NONE`, does nothing; its text is "none".
+
+    Attributes:
+        name: Its name in text forms.
+        side: What it acts on.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", populate_by_name=True)
     name: ClassVar[str] = "none"
@@ -88,7 +93,14 @@ NONE = Intervention()
 
 
 class Part(Intervention):
-    """A single intervention. To add one, subclass this, decorate it with `@register` and define `lower`."""
+    """A single intervention. To add one, subclass this, decorate it with `@register` and define `lower`.
+
+    Attributes:
+        phase: When it acts: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all layers of its side.
+        side: What it acts on: "attention", "recurrent" or "memory" (the cache).
+        name: Its name in text forms: the class name in snake case.
+    """
 
     phase: When = "both"
     layers: Layers = None

@@ -54,7 +54,19 @@ def _check_heads(part: Part, heads: Sequence[Head], anatomy: Anatomy) -> None:
 
 @register
 class KeepHeads(Part):
-    """In every attention layer and for every token, keep the k highest-scoring heads and zero the outputs of the others."""
+    """In every attention layer and for every token, keep the k highest-scoring heads and zero the outputs of the others.
+
+    Attributes:
+        k: Number of heads to keep; give either `k` or `fraction`.
+        fraction: Share of the heads to keep.
+        by: What heads are ordered by: the name of a score, "random", a `Ranking`, or a ranking that a plan records.
+        scope: Whether k is counted in each layer or in the whole model.
+        seed: Seed of random choices.
+        draw: For by="random": draw heads for each token, or once per trial.
+        sinks: Number of first tokens left out when heads are scored by their attention.
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all attention layers.
+    """
 
     side = "attention"
     k: int | None = Field(None, ge=0)
@@ -62,8 +74,8 @@ class KeepHeads(Part):
     by: Annotated[str | Ranking | Recorded, AfterValidator(_check_score)] = "entropy"
     scope: Literal["layer", "model"] = "layer"
     seed: int = 0
-    draw: Literal["token", "trial"] = "token"  # for by="random": draw heads per token, or once per trial
-    sinks: int = Field(0, ge=0)  # number of first tokens left out when heads are scored by their attention
+    draw: Literal["token", "trial"] = "token"
+    sinks: int = Field(0, ge=0)
 
     def model_post_init(self, _: Any) -> None:
         if (self.k is None) == (self.fraction is None):
@@ -159,12 +171,20 @@ def with_rankings(intervention: Intervention, known: Mapping[Recorded, Ranking |
 
 @register
 class AblateHeads(Part):
-    """Ablate single heads: replace their outputs by zero, or by the mean that `nw.calibrate` measured."""
+    """Ablate single heads: replace their outputs by zero, or by the mean that `nw.calibrate` measured.
+
+    Attributes:
+        heads: Pairs of (layer, head).
+        value: What replaces their outputs: "zero" or "mean".
+        means: Hash of the calibrated means, for value="mean".
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all attention layers.
+    """
 
     side = "attention"
     heads: Heads
     value: Literal["zero", "mean"] = "zero"
-    means: str = ""  # hash of the calibrated means
+    means: str = ""
 
     def model_post_init(self, _: Any) -> None:
         if (self.value == "mean") != bool(self.means):
@@ -188,7 +208,15 @@ class AblateHeads(Part):
 
 @register
 class OnlyHeads(AblateHeads):
-    """Ablate all heads but the given ones, in all attention layers or in `layers`; the complement of AblateHeads."""
+    """Ablate all heads but the given ones, in all attention layers or in `layers`; the complement of AblateHeads.
+
+    Attributes:
+        heads: Pairs of (layer, head) that are kept.
+        value: What replaces the outputs of the others: "zero" or "mean".
+        means: Hash of the calibrated means, for value="mean".
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all attention layers.
+    """
 
     def where(self, anatomy: Anatomy) -> tuple[int, ...]:
         return Part.where(self, anatomy)
@@ -199,7 +227,13 @@ class OnlyHeads(AblateHeads):
 
 @register
 class AblateAttention(Part):
-    """Ablate all heads. `site="heads"` keeps the bias of the output projection; `site="block"` removes it too."""
+    """Ablate all heads. `site="heads"` keeps the bias of the output projection; `site="block"` removes it too.
+
+    Attributes:
+        site: "heads" or "block".
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all attention layers.
+    """
 
     side = "attention"
     site: Literal["heads", "block"] = "heads"
@@ -212,7 +246,17 @@ class AblateAttention(Part):
 
 @register
 class ExposeTokens(Part):
-    """Change attention probabilities on or off a span of keys; combine one for prefill and one for decode with `+`."""
+    """Change attention probabilities on or off a span of keys; combine one for prefill and one for decode with `+`.
+
+    Attributes:
+        mode: "keep" (no change), "omit" (no attention on the span), "only" (on nothing else), "null" (none at all), or
+            "balanced" (only on the span, spread evenly over it and over heads).
+        span: Name of a span of the prompt, or key positions.
+        renormalize: Whether the remaining probabilities are divided by their sum.
+        compat: "paper" repeats the authors' code with its off-by-one columns.
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all attention layers.
+    """
 
     side = "attention"
     mode: Literal["keep", "omit", "only", "null", "balanced"]
@@ -239,7 +283,15 @@ class ExposeTokens(Part):
 
 @register
 class LimitContext(Part):
-    """Mask all keys but the last `tokens` (the query's own included) and the first `sinks`, in all heads or in some."""
+    """Mask all keys but the last `tokens` (the query's own included) and the first `sinks`, in all heads or in some.
+
+    Attributes:
+        tokens: Number of last keys that stay visible.
+        sinks: Number of first keys that stay visible.
+        heads: Pairs of (layer, head) to limit; None: all.
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all attention layers.
+    """
 
     side = "attention"
     tokens: int = Field(ge=1)
@@ -272,7 +324,13 @@ _RECURRENT_ACTS: dict[str, type[Act]] = {
 
 @register
 class AblateRecurrent(Part):
-    """Ablate recurrent mixers: their memory across tokens ("memory", or only "conv" or "state"), or their output ("block")."""
+    """Ablate recurrent mixers: their memory across tokens ("memory", or only "conv" or "state"), or their output ("block").
+
+    Attributes:
+        site: "memory" cuts convolution and state, "conv" or "state" one of them; "block" zeroes the mixer's output.
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all recurrent layers.
+    """
 
     side = "recurrent"
     site: Literal["memory", "block", "conv", "state"] = "memory"
@@ -300,7 +358,13 @@ class AblateRecurrent(Part):
 
 @register
 class AblateRecurrentGroups(Part):
-    """Ablate groups of a recurrent mixer (its heads, if it has heads): zero their channels before the output projection."""
+    """Ablate groups of a recurrent mixer (its heads, if it has heads): zero their channels before the output projection.
+
+    Attributes:
+        groups: Pairs of (layer, group).
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all recurrent layers.
+    """
 
     side = "recurrent"
     groups: Groups
@@ -322,7 +386,13 @@ class AblateRecurrentGroups(Part):
 
 @register
 class ResetState(Part):
-    """Clear the recurrent state once: before the token at a position, or right after the last token of a span."""
+    """Clear the recurrent state once: before the token at a position, or right after the last token of a span.
+
+    Attributes:
+        at: A position of the prompt from 1, or the name of a span.
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all recurrent layers.
+    """
 
     side = "recurrent"
     at: int | str = Field(union_mode="left_to_right")
@@ -345,7 +415,14 @@ class ResetState(Part):
 
 @register
 class SwapMemory(Part):
-    """After prefill, take one half of the cache (kv or recurrent) from a twin prompt of the same length."""
+    """After prefill, take one half of the cache (kv or recurrent) from a twin prompt of the same length.
+
+    Attributes:
+        half: "kv" or "recurrent".
+        from_: Name of a twin of the request, or its token ids; `from` in text forms.
+        phase: Always "prefill": memory is swapped at its end.
+        layers: Always None: all layers are swapped.
+    """
 
     side = "memory"
     half: Half

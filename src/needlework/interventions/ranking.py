@@ -6,13 +6,16 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from needlework.anatomy import Anatomy, Head
+from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError, check_plain, short_repr
 from needlework.files import atomic_write, read_text
+
+if TYPE_CHECKING:
+    import pandas
 
 FORMAT, VERSION = "needlework ranking", 1
 OF_TENSORS = "tensors:"  # prefix of the weights hash of a model that was not loaded from files
@@ -63,17 +66,27 @@ class Ranking(BaseModel):
     """Heads from best to worst, with metadata about how they were ranked.
 
     Rankings compare by order alone. `text` and `parse` convert the order only; `save` and `load` keep the metadata too.
+
+    Attributes:
+        order: All heads, best first.
+        scores: Score of each head, higher is better; empty if only the order is known.
+        method: A name of `needlework heads --methods`, or the source of an imported file.
+        model: Name, architecture and weights hash of the model whose heads were ranked.
+        task: Kinds of the tasks that the samples were from.
+        samples: Number of samples.
+        seed: Seed of the samples.
+        evidence: Further measurements, ready for JSON; `intervals` has the 95 % interval of each score.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     order: tuple[Head, ...]
-    scores: Mapping[Head, float] = {}  # higher is better; of all heads in `order`, or empty
-    method: str = ""  # a name of `needlework heads --methods`, or the source of an imported file
+    scores: Mapping[Head, float] = {}
+    method: str = ""
     model: Origin = Origin()
     task: str = ""
     samples: int = 0
     seed: int | None = None
-    evidence: Mapping[str, Any] = {}  # further measurements, ready for JSON
+    evidence: Mapping[str, Any] = {}
 
     @field_validator("order", mode="before")
     @classmethod
@@ -111,6 +124,39 @@ class Ranking(BaseModel):
     def by_scores(cls, scores: Mapping[Head, float], **about: Any) -> Ranking:
         """Return the ranking of heads by score, highest first; ties go to the head that comes first in the model."""
         return cls(order=sorted(scores, key=lambda head: (-scores[head], head)), scores=scores, **about)
+
+    def frame(self) -> pandas.DataFrame:
+        """Return one row per head, best first: place, layer, head, score, and the bounds of its 95 % interval if known."""
+        import pandas
+
+        rows: list[dict[str, Any]] = [{"place": i, "layer": h.layer, "head": h.index} for i, h in enumerate(self.order, 1)]
+        intervals = self.evidence.get("intervals") or {}
+        for row, head in zip(rows, self.order, strict=True):
+            if self.scores:
+                row["score"] = self.scores[head]
+            if bounds := intervals.get(f"{head.layer}.{head.index}"):
+                row["low"], row["high"] = bounds
+        return pandas.DataFrame(rows)
+
+    def plot(self, ax: Any = None, *, best: int | None = None) -> Any:
+        """Draw the scores as a heat map of layers by heads (places, if there are no scores), and return the matplotlib axes.
+
+        Args:
+            ax: Axes to draw into; by default those of a new figure.
+            best: Number of best heads that are marked by a dot; by default 15 % of the heads.
+        """
+        from needlework.plots import draw_head_map, head_axes
+
+        values = self.scores or {head: float(-i) for i, head in enumerate(self.order)}
+        ax = head_axes(ax, values)
+        draw_head_map(ax, values, self.top(heads_of_share(0.15, len(self.order)) if best is None else best), not self.scores)
+        ax.set_title(" ".join(part for part in (self.model.name, self.method) if part))
+        return ax
+
+    def _repr_html_(self) -> str:
+        from needlework.tables import Table
+
+        return Table.from_frame(self.frame(), f"{self._named} ({len(self.order)} heads)", most=10).to_html()
 
     def top(self, k: int) -> tuple[Head, ...]:
         """Return the k best heads."""

@@ -10,13 +10,13 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from needlework.files import atomic_path
+from needlework.plots import light_colors, style_sheet
 from needlework.reports import svg
 from needlework.reports.panels import Figure
 
@@ -162,7 +162,7 @@ def _style_of(element: Element) -> Style:
 def _style_rules() -> list[tuple[str, set[str], Style]]:
     """Return the style sheet's rules for shapes as (tag, classes, style), the most specific last."""
     rules = []
-    for selectors, body in re.findall(r"([^{}]+)\{([^{}]*)\}", _style_sheet()):
+    for selectors, body in re.findall(r"([^{}]+)\{([^{}]*)\}", style_sheet()):
         for selector in selectors.split(","):
             if found := re.fullmatch(r"\s*(?:svg (text)?((?:\.[\w-]+)*)|(\.s\d))\s*", selector.rpartition("*/")[2]):
                 classes = set((found[2] or found[3] or "").split(".")) - {""}
@@ -173,17 +173,6 @@ def _style_rules() -> list[tuple[str, set[str], Style]]:
 def _declarations(body: str) -> Style:
     pairs = (part.partition(":") for part in body.split(";") if ":" in part)
     return {name.strip(): value.strip() for name, _, value in pairs}
-
-
-@cache
-def _style_sheet() -> str:
-    return (files("needlework.reports") / "templates" / "page.css").read_text(encoding="utf-8")
-
-
-@cache
-def light_colors() -> Style:
-    """Return the colours of the light theme by name, e.g. `c1` for the first curve."""
-    return dict(re.findall(r"--([\w-]+): (#\w+)", _style_sheet().partition("}")[0]))
 
 
 def _color(text: str, style: Style) -> Any:

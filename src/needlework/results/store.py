@@ -151,7 +151,12 @@ def _check_length(path: Path) -> None:
 
 
 class Store:
-    """The SQLite store of one run. Every write is one transaction, so that it survives a crash of the process."""
+    """The SQLite store of one run. Every write is one transaction, so that it survives a crash of the process.
+
+    Attributes:
+        directory: Directory of the run.
+        db: Connection to the database; the tables are described in docs/store.md.
+    """
 
     def __init__(self, directory: Path | str, create: bool = False) -> None:
         self.directory = Path(directory)
