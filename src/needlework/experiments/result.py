@@ -80,6 +80,7 @@ class Result:
                 values, clusters = values[known], frame.column("cluster", trials)[known]
                 found = accuracy(values) if set(values) <= {0.0, 1.0} else bootstrap_mean(values, clusters)
                 rows.append((*key, found.value, found.low, found.high, found.n))
+        rows.sort(key=lambda row: (row[0], row[1], row[2] != "none"))  # the untouched model first
         names[names.index("text")] = "intervention"
         return pandas.DataFrame(rows, columns=[*names, score, "low", "high", "n"])
 
