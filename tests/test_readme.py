@@ -36,14 +36,31 @@ def test_the_study_of_the_docs_is_one(tmp_path: Path) -> None:
     assert len(study.list_models(study.find_study(file))) == 12
 
 
-def test_the_python_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow
+def test_the_example_of_the_readme_prints_what_stands_below_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("NEEDLEWORK_CACHE", str(tmp_path))
+    exec(compile(block("README.md", "python"), "README.md", "exec"), {})
+    said = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    shown = next(found for found in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "->" in found)
+    assert said == [line.rstrip() for line in shown.splitlines()]
+
+
+def test_the_python_of_the_tutorial_runs(capsys: pytest.CaptureFixture[str]) -> None:
     found: dict[str, object] = {}
-    exec(compile(block("README.md", "python"), "README.md", "exec"), found)
+    exec(compile(block("docs/tutorial.md", "python"), "tutorial.md", "exec"), found)
     said = capsys.readouterr().out.splitlines()
-    assert {"none -> 4 7 1", "4 7 1"} <= set(said), "untouched, the needle is found"
+    assert {"none -> 4 7 1", "keep_heads(k=2) -> 4 7 1", "4 7 1"} <= set(said), "untouched, the needle is found"
     assert "attention: 2 layers" in " ".join(said)
     first, second = found["scores"][0].totals  # type: ignore[index]
     assert first > second, "the right value is the likelier one"
+
+
+def test_the_python_of_the_how_to_pages_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    exec(compile(block("docs/howto-study.md", "python"), "howto-study.md", "exec"), {})
+    assert "needle_mass" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -82,11 +99,14 @@ def test_the_citation_is_of_this_version_and_names_the_paper() -> None:
 
 
 def test_the_readme_begins_with_what_it_is_and_how_to_start() -> None:
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    first = lines[:30]
-    assert any(line.startswith("make demo") for line in first)
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = text.splitlines()
+    first = lines[:35]
+    assert any("pip install needlework" in line for line in first)
     assert "import needlework as nw" in first
     assert not any(line.startswith("|") for line in first), "no table before them"
-    pictures = re.findall(r"!\[.+\]\((.+)\)", "\n".join(lines))
-    assert pictures == ["docs/finding.png"]
-    assert (ROOT / pictures[0]).is_file()
+    assert len(lines) <= 120, "one screen and a half, and two tables"
+    pictures = re.findall(r"!\[.+\]\((.+)\)", text)
+    assert "docs/finding.png" in pictures
+    for target in [*pictures, *re.findall(r"\]\((?!http)([^)#]+)", text)]:
+        assert (ROOT / target).exists(), target

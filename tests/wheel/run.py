@@ -75,7 +75,8 @@ def build(place: Path) -> Path:
     """The wheel, from a copy: a build leaves files behind, and takes in what an earlier one left."""
     source = place / "source"
     shutil.copytree(REPOSITORY / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info", "__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    shutil.copytree(REPOSITORY / "docs", source / "docs")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(REPOSITORY / name, source)
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*pip, "--wheel-dir", str(place), str(source)], check=True)
@@ -99,6 +100,8 @@ def look(place: Place) -> None:
     paper = json.loads(place.run("needlework", "inspect", "recurrentgemma-2b", "--json"))
     kinds = [layer["kind"] for layer in paper["layers"]]
     check((len(kinds), kinds.count("attention")) == (26, 8), "RecurrentGemma-2B has 26 layers, 8 of attention")
+    explained = " ".join(place.run("needlework", "explain", "ablate_recurrent(site='conv')").split())
+    check("the short convolution sees each token alone" in explained, "the pages are in the wheel")
     told = place.run("needlework", "ask", "tiny-grifin", "hello", expect=2)
     check("did you mean 'tiny-griffin'" in " ".join(told.split()), "a wrong name is told the right one")
 
