@@ -6,6 +6,7 @@ import functools
 import re
 import warnings
 from collections.abc import Iterable, Sequence
+from importlib.metadata import EntryPoints, entry_points
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -218,11 +219,9 @@ def registered() -> dict[str, type[Part]]:
 
 
 @functools.cache
-def _plug_ins() -> tuple[Any, ...]:
+def _plug_ins() -> EntryPoints:
     """Return the entry points of installed plug-ins; cached, since it reads the metadata of every installed package."""
-    from importlib.metadata import entry_points
-
-    return tuple(entry_points(group="needlework.interventions"))
+    return entry_points(group="needlework.interventions")
 
 
 def _literal(value: Any) -> str:

@@ -114,11 +114,9 @@ class KeepHeads(Part):
             missing = {h for i in sizes for h in anatomy.layers[i].heads} - set(self.by.order)
             if missing:
                 raise NeedleworkError(f"{self.name}: the ranking does not cover heads {sorted(missing)[:5]} of this model")
-            if unknown := sorted(set(self.by.order) - set(anatomy.heads)):
-                raise NeedleworkError(
-                    f"{self.name}: the ranking has heads {[tuple(head) for head in unknown[:5]]}, which {anatomy.architecture}"
-                    " has not; `needlework inspect` shows its heads"
-                )
+            if unknown := [tuple(head) for head in sorted(set(self.by.order) - set(anatomy.heads))[:5]]:
+                wrong = f"{unknown}, which {anatomy.architecture} has not"
+                raise NeedleworkError(f"{self.name}: the ranking has heads {wrong}; `needlework inspect` shows its heads")
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         sizes = self._sizes(context.anatomy)
@@ -158,11 +156,9 @@ def recorded(intervention: Intervention) -> list[Recorded]:
 
 def with_rankings(intervention: Intervention, known: Mapping[Recorded, Ranking | Recorded]) -> Intervention:
     """Return the intervention with the names of recorded rankings replaced by the known rankings."""
-    if not any(by in known for by in recorded(intervention)):
-        return intervention
     parts = [
-        part.model_copy(update={"by": known.get(part.by, part.by)})
-        if isinstance(part, KeepHeads) and isinstance(part.by, Recorded)
+        part.model_copy(update={"by": known[part.by]})
+        if isinstance(part, KeepHeads) and isinstance(part.by, Recorded) and part.by in known
         else part
         for part in intervention.parts
     ]
@@ -314,13 +310,6 @@ class LimitContext(Part):
 
 # --- Recurrent mixers ---
 
-_RECURRENT_ACTS: dict[str, type[Act]] = {
-    "memory": acts.CutMemory,
-    "block": acts.DropRecurrent,
-    "conv": acts.CutConvolution,
-    "state": acts.CutState,
-}
-
 
 @register
 class AblateRecurrent(Part):
@@ -353,7 +342,8 @@ class AblateRecurrent(Part):
             )
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
-        return (_RECURRENT_ACTS[self.site](index) for index in self.where(context.anatomy))
+        table = {"memory": acts.CutMemory, "block": acts.DropRecurrent, "conv": acts.CutConvolution, "state": acts.CutState}
+        return (table[self.site](index) for index in self.where(context.anatomy))
 
 
 @register

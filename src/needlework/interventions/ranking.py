@@ -166,32 +166,31 @@ class Ranking(BaseModel):
 
     def check(self, anatomy: Anatomy, weights: str = "") -> None:
         """Raise unless this ranks exactly the heads of a model and, if both hashes are known, was measured on its weights."""
+        parts = ("the ranking", self.method and f"by {self.method}", self.model.name and f"of {self.model.name}")
+        named = " ".join(part for part in parts if part)
         heads = set(anatomy.heads)
         if unknown := sorted(set(self.order) - heads):
             raise NeedleworkError(
-                f"{self._named}: {anatomy.architecture} has no heads {[tuple(head) for head in unknown[:5]]}; attention layers"
+                f"{named}: {anatomy.architecture} has no heads {[tuple(head) for head in unknown[:5]]}; attention layers"
                 f" are {[layer.index for layer in anatomy.attention_layers]}, `needlework inspect` shows their heads"
             )
         if missing := sorted(heads - set(self.order)):
             raise NeedleworkError(
-                f"{self._named} does not cover heads {[tuple(head) for head in missing[:5]]} of this model: rank it anew"
+                f"{named} does not cover heads {[tuple(head) for head in missing[:5]]} of this model: rank it anew"
             )
         kinds = {name.startswith(OF_TENSORS) for name in (weights, self.model.weights)}  # file and tensor hashes do not compare
         both = zip(weights.split(AND_CONFIG), self.model.weights.split(AND_CONFIG), strict=False)  # the config if both have it
         if weights and self.model.weights and len(kinds) == 1 and any(ours != theirs for ours, theirs in both):
+            splits = (text.partition(AND_CONFIG) for text in (self.model.weights, weights))
+            measured_on, given = (tensors[:16] + mark + config[:4] for tensors, mark, config in splits)
             raise NeedleworkError(
-                f"{self._named} is of other weights ({_short(self.model.weights)}, {self.model.architecture}) than this model has"
-                f" ({_short(weights)}): rank it anew, or, if the order is meant for it all the same, give ranking.unsigned()"
+                f"{named} is of other weights ({measured_on}, {self.model.architecture}) than this model has ({given}): rank it"
+                " anew, or, if the order is meant for it all the same, give ranking.unsigned()"
             )
 
     def unsigned(self) -> Ranking:
         """Return the ranking without its model of origin, so that it can be used on any model with these heads."""
         return self.model_copy(update={"model": Origin()})
-
-    @property
-    def _named(self) -> str:
-        parts = ("the ranking", self.method and f"by {self.method}", self.model.name and f"of {self.model.name}")
-        return " ".join(part for part in parts if part)
 
     def text(self) -> str:
         return "ranking('" + " ".join(f"{head.layer}.{head.index}" for head in self.order) + "')"
@@ -202,24 +201,15 @@ class Ranking(BaseModel):
         try:
             order = [Head(*(int(n) for n in word.split("."))) for word in text.split()]
         except (AttributeError, TypeError, ValueError):
-            raise NeedleworkError(
-                f"ranking: expected words such as '2.0 5.11' (layer.head, best first), got {short_repr(text)}"
-            ) from None
+            given = short_repr(text)
+            raise NeedleworkError(f"ranking: expected words such as '2.0 5.11' (layer.head, best first), got {given}") from None
         return cls(order=order)
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as JSON values; heads are [layer, head, score], or [layer, head] without scores, best first."""
         heads = [[*head, *([self.scores[head]] if self.scores else [])] for head in self.order]
-        about = {key: getattr(self, key) for key in ("method", "task", "samples", "seed")}
-        model = self.model.model_dump()
-        return {
-            "format": FORMAT,
-            "version": VERSION,
-            "model": model,
-            **about,
-            "heads": heads,
-            "evidence": jsonable(self.evidence),
-        }
+        about = {"model": self.model.model_dump(), **self.model_dump(include={"method", "task", "samples", "seed"})}
+        return {"format": FORMAT, "version": VERSION, **about, "heads": heads, "evidence": jsonable(self.evidence)}
 
     def save(self, path: Path | str) -> None:
         """Write a file that `load` reads, atomically."""
@@ -238,10 +228,8 @@ class Ranking(BaseModel):
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise NeedleworkError(f"{where}: holds no ranking (its format is not {FORMAT!r}); {_CURE}")
         if content.get("version") != VERSION:
-            raise NeedleworkError(
-                f"{where}: is of version {short_repr(content.get('version'))}, this reads version {VERSION}; use a newer"
-                " needlework"
-            )
+            version = short_repr(content.get("version"))
+            raise NeedleworkError(f"{where}: is of version {version}, this reads version {VERSION}; use a newer needlework")
         fields = {key: value for key, value in content.items() if key not in ("format", "version", "heads")}
         heads = content.get("heads")
         try:
@@ -272,8 +260,3 @@ def read_json(path: Path | str) -> Any:
         if isinstance(error, NeedleworkError):
             raise
         raise NeedleworkError(f"{path}: is no JSON ({str(error)[:100]}); {_CURE}") from None
-
-
-def _short(weights: str) -> str:
-    tensors, mark, config = weights.partition(AND_CONFIG)
-    return tensors[:16] + mark + config[:4]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ast
-import io
 import re
-import tokenize
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -16,7 +14,8 @@ from needlework.interventions.ranking import Ranking, Recorded
 
 MOST_CHARACTERS = 250_000  # of one text; all texts that it expands to may have 100 times as many
 MOST_BRACES = 100
-_NO_VALUE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)  # from `ast`, for invalid or deeply nested text
+# `from`, a field of SwapMemory, outside of strings: the text is parsed by Python, where it is a keyword.
+_FROM = re.compile(r"""('(?:\\.|[^'\\])*'?|"(?:\\.|[^"\\])*"?)|\bfrom\b""")
 
 
 def parse(text: str) -> Intervention:
@@ -29,8 +28,8 @@ def parse(text: str) -> Intervention:
         return NONE
     _check_size(text)
     try:
-        tree = ast.parse(_escape_keywords(text.strip()), mode="eval").body
-    except (SyntaxError, tokenize.TokenError, ValueError) as error:
+        tree = ast.parse(_FROM.sub(lambda match: match[1] or "from_", text.strip()), mode="eval").body
+    except (SyntaxError, ValueError) as error:
         raise _bad(text, f"it does not read as calls joined by '+': {error}") from None
     except (MemoryError, RecursionError):  # limits of Python's parser
         raise _bad(text, "it has too many parts, or one inside the other too often") from None
@@ -39,8 +38,7 @@ def parse(text: str) -> Intervention:
         calls.append(tree.right)
         tree = tree.left
     calls.append(tree)
-    parts = [part for call in reversed(calls) for part in _part(call, text).parts]
-    return combine(parts)
+    return combine([part for call in reversed(calls) for part in _part(call, text).parts])
 
 
 def as_intervention(given: Intervention | str) -> Intervention:
@@ -76,19 +74,14 @@ def _part(call: ast.expr, text: str) -> Intervention:
 
 def _value(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "recorded":
-        words = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-        if (
-            node.keywords
-            or len(words) != len(node.args)
-            or len(words) not in (1, 2)
-            or not all(isinstance(w, str) for w in words)
-        ):
+        words = [getattr(argument, "value", None) for argument in node.args]
+        if node.keywords or len(words) not in (1, 2) or not all(isinstance(word, str) for word in words):
             raise _bad(text, "write recorded('name'), with a name of the plan's rankings")
-        return Recorded(name=str(words[0]), content=str(words[-1]) if len(words) == 2 else "")
+        return Recorded(name=words[0], content="".join(words[1:]))
     ranks = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "ranking" and len(node.args) == 1
     try:
         value = ast.literal_eval(node.args[0] if ranks else node)  # type: ignore[attr-defined]
-    except _NO_VALUE:
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):  # of invalid or deeply nested text
         raise _bad(text, f"{_source(node)} is no plain value; write numbers, 'text' in quotes or [lists]") from None
     return Ranking.parse(value) if ranks else value
 
@@ -110,17 +103,6 @@ def _check_size(text: str) -> None:
         raise _bad(text, str(error)) from None
 
 
-def _escape_keywords(text: str) -> str:
-    """Replace the name `from`, a field of SwapMemory, by `from_`: the text is parsed by Python, where `from` is a keyword."""
-    if "from" not in text:
-        return text
-    tokens = []
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        word = "from_" if token.type == tokenize.NAME and token.string == "from" else token.string
-        tokens.append((token.type, word))
-    return tokenize.untokenize(tokens).strip()
-
-
 def _bad(text: str, why: str) -> NeedleworkError:
     return NeedleworkError(f"cannot read the intervention {short_repr(text)}: {why}")
 
@@ -131,6 +113,7 @@ SIZES = {"H": "query heads of a layer (the fewest of any layer)"}
 _RANGE = re.compile(r"(?<![\w.])(-?\w+)\.\.(-?\w+)(?:\.\.(-?\w+))?(?![\w.])")
 _SIZE = re.compile(r"(?<![\w.'\"])([A-Z])(?![\w.'\"(=])")
 _QUOTED = re.compile(r"('[^']*'|\"[^\"]*\")")
+_MARK = re.compile(r"""'[^']*'?|"[^"]*"?|[][(){},]""")  # text in quotes, a bracket or a comma
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 
@@ -149,8 +132,7 @@ def expand(text: str, sizes: Mapping[str, int]) -> list[Intervention]:
     texts = [first, *islice(each, most)]
     if len(texts) > most:
         raise NeedleworkError(f"{short_repr(text)} stands for more than {most} interventions; narrow its ranges")
-    by_text = {str(intervention): intervention for intervention in map(parse, texts)}
-    return list(by_text.values())
+    return list({str(intervention): intervention for intervention in map(parse, texts)}.values())
 
 
 def check_ranges(text: str) -> None:
@@ -166,54 +148,35 @@ def _alternatives(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
     waiting = [text]
     while waiting:
         one = waiting.pop()
-        start = _outside_quotes(one, "{")
-        if start is None:
+        start = one.find("{")
+        if start > 0 and _QUOTED.search(one, 0, start):  # skip braces in later quotes; those in the first are expanded
+            start = next((mark.start() for mark in _MARK.finditer(one) if mark[0] == "{"), -1)
+        if start < 0:
             yield from _ranges(one, sizes)
         else:
             end, options = _braces(one, start)
             waiting += [one[:start] + option + one[end:] for option in reversed(options)]
 
 
-def _outside_quotes(text: str, char: str) -> int | None:
-    first = text.find(char)
-    if first < 0 or not _QUOTED.search(text, 0, first):
-        return first if first >= 0 else None
-    quote = ""
-    for i, c in enumerate(text):
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "'\"":
-            quote = c
-        elif c == char:
-            return i
-    return None
-
-
 def _braces(text: str, start: int) -> tuple[int, list[str]]:
     """Return the end of the brace group that opens at `start`, and its comma-separated alternatives."""
-    closers, quote, options, last = "", "", [], start + 1
-    for i in range(start, len(text)):
-        c = text[i]
-        if quote:
-            quote = "" if c == quote else quote
-        elif c in "'\"":
-            quote = c
-        elif c in _CLOSES:
+    closers, options, last = "", [], start + 1
+    for mark in _MARK.finditer(text, start):
+        c, i = mark[0], mark.start()
+        if c in _CLOSES:
             closers += _CLOSES[c]
-        elif c == "," and len(closers) == 1:
+        elif c in (",", "}") and len(closers) == 1:
             options.append(text[last:i].strip())
             last = i + 1
+            if c == "}":
+                if not all(options):
+                    group = short_repr(text[start:last])
+                    raise NeedleworkError(f"{short_repr(text)}: an alternative in {group} is empty; write none")
+                return last, options
         elif c in _CLOSES.values():
             if c != closers[-1]:
                 raise NeedleworkError(f"{short_repr(text)}: {closers[-1]!r} is missing before {short_repr(text[i:])}")
             closers = closers[:-1]
-            if not closers:
-                options.append(text[last:i].strip())
-                if not all(options):
-                    raise NeedleworkError(
-                        f"{short_repr(text)}: an alternative in {short_repr(text[start : i + 1])} is empty; write none"
-                    )
-                return i + 1, options
     raise NeedleworkError(f"{short_repr(text)}: a brace that opens is never closed")
 
 
@@ -224,23 +187,18 @@ def _ranges(text: str, sizes: Mapping[str, int]) -> Iterator[str]:
         if match := _RANGE.search(pieces[i]):
             before = "".join(pieces[:i]) + pieces[i][: match.start()]
             after = pieces[i][match.end() :] + "".join(pieces[i + 1 :])
-            for number in _numbers(match, text, sizes):
+            first, last, step = (_whole(word, text, sizes) for word in (match[1], match[2], match[3] or "1"))
+            if step < 1 or first > last:
+                raise NeedleworkError(
+                    f"{short_repr(text)}: the range {match[0]} is empty; begin with the smaller number, step at least 1"
+                )
+            for number in range(first, last + 1, step):
                 yield from _ranges(f"{before}{number}{after}", sizes)
             return
         if ".." in pieces[i]:
             raise NeedleworkError(f"{short_repr(text)}: ranges need whole numbers: 0..16, 0..H, 0..16..4; list others: {{a, b}}")
         pieces[i] = _SIZE.sub(lambda m: str(_whole(m[1], text, sizes)), pieces[i])
     yield "".join(pieces)
-
-
-def _numbers(match: re.Match[str], text: str, sizes: Mapping[str, int]) -> range:
-    first, last = _whole(match[1], text, sizes), _whole(match[2], text, sizes)
-    step = _whole(match[3], text, sizes) if match[3] else 1
-    if step < 1 or first > last:
-        raise NeedleworkError(
-            f"{short_repr(text)}: the range {match[0]} is empty; begin with the smaller number, step at least 1"
-        )
-    return range(first, last + 1, step)
 
 
 def _whole(word: str, text: str, sizes: Mapping[str, int]) -> int:
