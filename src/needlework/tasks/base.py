@@ -13,6 +13,7 @@ from importlib.metadata import entry_points
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.acts import Span
@@ -155,6 +156,14 @@ def load_plugins() -> None:
                 raise NeedleworkError(f"task plug-in {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
 
 
+def describe_fault(fault: ErrorDetails, model: type[BaseModel]) -> str:
+    """Return the message for one error of pydantic, with a hint if the model has no such key."""
+    where = ".".join(map(str, fault["loc"]))
+    if fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1:
+        return f"unknown key {where!r}; {did_you_mean(where, model.model_fields)}"
+    return f"{where}: {fault['msg']}".removeprefix(": ")
+
+
 def make_task(spec: Mapping[str, Any]) -> Task:
     """Return the task of a plan's mapping, which has `kind` and fields of that kind."""
     if not isinstance(spec, Mapping):
@@ -175,13 +184,7 @@ def make_task(spec: Mapping[str, Any]) -> Task:
     try:
         return cls(**fields)
     except ValidationError as error:
-        messages = []
-        for problem in error.errors():
-            where = ".".join(map(str, problem["loc"]))
-            if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
-                messages.append(f"unknown key {where!r}; {did_you_mean(where, list(cls.model_fields))}")
-            else:
-                messages.append(f"{where}: {problem['msg']}".removeprefix(": "))
+        messages = [describe_fault(fault, cls) for fault in error.errors()]
         raise NeedleworkError(f"task {kind!r}: {'; '.join(messages)}") from None
     except TypeError as error:  # a key that is no string
         raise NeedleworkError(f"task {kind!r}: {error}") from None

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain, cycle, islice
+from itertools import accumulate, chain, cycle, islice, takewhile
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import read_text
@@ -63,10 +63,8 @@ def read_sentences(pattern: str, appended: bool = False) -> tuple[str, ...]:
             text = read_text(path, "take less of it", most=MOST_BYTES)
         except NeedleworkError as error:
             raise NeedleworkError(f"haystack: {error}, or leave it out of the pattern") from None
-        if appended:
-            parts += split_sentences(text)
-        elif text.strip():
-            parts += split_sentences("\n\n" + text.strip())
+        if appended or text.strip():
+            parts += split_sentences(text if appended else "\n\n" + text.strip())
     if not any(part.strip() for part in parts):
         raise NeedleworkError(f"haystack: the files that match {pattern!r} are all empty")
     return tuple(parts)
@@ -128,14 +126,8 @@ def _read(
 def _cut(text: str, parts: Sequence[str], offsets: Sequence[tuple[int, int]]) -> Haystack:
     length = offsets[-1][1] if offsets else 0
     stops = [b for _, b in offsets]
-    ends = [(0, 0)]
-    at = 0
-    for part in parts:
-        at += len(part)
-        if at > length:
-            break
-        ends.append((at, bisect_right(stops, at)))
-    return Haystack(text[:length], len(offsets), tuple(ends))
+    cuts = takewhile(lambda at: at <= length, accumulate(map(len, parts)))
+    return Haystack(text[:length], len(offsets), ((0, 0), *((at, bisect_right(stops, at)) for at in cuts)))
 
 
 def fill_template(template: str, **words: str) -> str:

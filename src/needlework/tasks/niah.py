@@ -7,7 +7,7 @@ token, too; otherwise a needle follows a sentence end, and each cell of the grid
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -17,14 +17,7 @@ from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
 from needlework.tasks.base import Item, Mode, TaskExtent, Tokenizer, prefix_errors, task
-from needlework.tasks.haystack import (
-    cut_haystack,
-    fill_template,
-    insert_needles,
-    iterate_sentences,
-    needle_pieces,
-    take_tokens,
-)
+from needlework.tasks.haystack import cut_haystack, fill_template, insert_needles, iterate_sentences, needle_pieces, take_tokens
 from needlework.tasks.prompts import Encoded, Piece, token_ids
 from needlework.tasks.retrieval import FRAMES, Draft, Retrieval, Sizes, arranged
 from needlework.tasks.scores import begins, choice_companion, graded, holds, words_right
@@ -123,8 +116,16 @@ class Niah(Retrieval):
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
         is_toy = toy.resolve(self.world, tokenizer) == "toy"
         if self.style == "paper":
-            self._check_paper(is_toy)
-        make = self._toy if is_toy else self._paper if self.style == "paper" else self._english
+            per_cell = "haystack_per" in self.model_fields_set and self.haystack_per == "cell"
+            wrong = {
+                "is in English, and this model speaks the toy language: leave it out": is_toy,
+                "hides one needle: leave distractors out": self.distractors > 0,
+                "has the layouts plain and jrt": self.layout == "question_first",
+                "has one text for all cells: leave haystack_per out": per_cell,
+            }
+            for why in (why for why, applies in wrong.items() if applies):
+                raise NeedleworkError(f"{self.kind}: style: paper {why}")
+        make = self._toy if is_toy else self._english
         new_tokens = self.ending(tokenizer)[0]
         lengths = self.lengths or LENGTHS
         if is_toy and self.lengths is None:
@@ -156,54 +157,81 @@ class Niah(Retrieval):
         if relation not in needles.RELATIONS:
             known = ", ".join([*needles.RELATIONS, "any"])
             raise NeedleworkError(f"niah: unknown relation {relation!r}; choose one of {known}")
-        name = f"niah/{cell.name}"
-        with prefix_errors(name):
-            sample = needles.make_niah(
-                stream,
-                context_tokens=cell.length - (self.reserve_tokens or 0),
-                distractors=self.distractors,
-                depth_percent=cell.depth,
-                relation=relation,
-                layout=self.layout,
-                quote=self.quote,
-            )
-        facts = {**cell.facts(), "depth_reached_percent": sample.depth_percent}
-        return toy.toy_item(tokenizer, sample, name, absent=self.absent, facts=facts, window=cell.window)
+        size = cell.length - (self.reserve_tokens or 0)
+        return _toy_item(self, tokenizer, cell, f"niah/{cell.name}", stream, size, relation=relation, quote=self.quote)
 
     def _english(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
-        stream = cell.stream("needles")
-        others = stream.mixed(self._others())
-        hidden, free = others[: self.distractors], others[self.distractors :]
-        if len(hidden) < self.distractors:
-            raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(others)} are given")
-        sentences = [self._sentence(), *(filled(self.needle, other.key, other.value) for other in hidden)]
-        size = sum(len(token_ids(tokenizer, f" {sentence}")) for sentence in sentences)
-        shared = self.haystack_per == "sample"
-        of_haystack = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
-        source = iterate_sentences(self.haystack, of_haystack, start_anywhere=not shared or cell.i > 0)
-        hay = cut_haystack(tokenizer, source, self._room(cell, size))
-        slots = [hay.slot(cell.depth), *(stream.below(len(hay.ends)) for _ in hidden)]
-        pieces = [self._needle_pieces()]
-        pieces += [needle_pieces(self.needle, "distractor", key=other.key, value=other.value) for other in hidden]
-        facts = {"context_tokens": hay.tokens + size, "depth_reached_percent": hay.depth_percent(slots[0]), "needles": len(slots)}
-        context = insert_needles(hay, list(zip(slots, pieces, strict=True)))
-        return self._item(tokenizer, cell, context, hidden, free, facts, shared)
+        """Return an item in English. Its options are the needle's sentence with the true value or with another one."""
+        others = self.others if self.others is not None else OTHERS if self.needle == NEEDLE else ()
+        sentence = filled(self.needle, self.key, self.value)
+        needle = needle_pieces(self.needle, key=self.key, value=self.value)
+        shared = self.style == "paper" or self.haystack_per == "sample"
+        hidden, order = others[:0], ""
+        facts: dict[str, Any]
+        if self.style == "paper":
+            before, after, order, facts = self._paper_context(tokenizer, cell, sentence)
+            context = [Piece(before), *needle, Piece(after)]
+            free = Stream("needles", order).mixed(others)
+        else:
+            stream = cell.stream("needles")
+            drawn = stream.mixed(others)
+            hidden, free = tuple(drawn[: self.distractors]), drawn[self.distractors :]
+            if len(hidden) < self.distractors:
+                raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(drawn)} are given")
+            sentences = [sentence, *(filled(self.needle, other.key, other.value) for other in hidden)]
+            size = sum(len(token_ids(tokenizer, f" {text}")) for text in sentences)
+            of_haystack = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
+            source = iterate_sentences(self.haystack, of_haystack, start_anywhere=not shared or cell.i > 0)
+            hay = cut_haystack(tokenizer, source, self._room(cell, size))
+            slots = [hay.slot(cell.depth), *(stream.below(len(hay.ends)) for _ in hidden)]
+            pieces = [needle]
+            pieces += [needle_pieces(self.needle, "distractor", key=other.key, value=other.value) for other in hidden]
+            context = insert_needles(hay, list(zip(slots, pieces, strict=True)))
+            reached = hay.depth_percent(slots[0])
+            facts = {"context_tokens": hay.tokens + size, "depth_reached_percent": reached, "needles": len(slots)}
+        spare = [other.value for other in free]
+        values = [("true", self.value), *(("context", other.value) for other in hidden)]
+        values += [("absent", value) for value in spare[: self.absent]]
+        has_value = "{value}" in self.needle
+        if has_value and len(free) < self.absent and self.mode == "choices":
+            raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
+        draft = Draft(
+            context=context,
+            question=filled(self.question, self.key, self.value),
+            target=sentence,
+            lead=BASE_LEAD,
+            instruction=CHAT_END,
+            options=[(kind, filled(self.needle, self.key, value)) for kind, value in values] if has_value else [],
+            facts={**cell.facts(), **facts},
+            value=self.value if has_value else "",
+            spare=spare,
+        )
+        cluster = f"niah/haystack={cell.i}" if shared else f"niah/{cell.name}"
+        return self.drafted_item(tokenizer, draft, f"niah/{cell.name}", cluster, cell.window, order)
 
-    def _paper(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
-        """Return the item with the authors' prompt; all cells of a sample use the same haystack.
+    def _paper_context(self, tokenizer: Any, cell: NiahCell, sentence: str) -> tuple[str, str, str, dict[str, Any]]:
+        """Return the authors' text before and after the needle, a seed for the options, and facts about the item.
 
-        The essay is tokenized and cut. The tokens of the needle between line breaks are inserted after the last "." token before
-        the depth, at the beginning if there is none, and at depth 100 at the very end, even within a word. The result is decoded,
-        put into the prompt as text, and tokenized again as a whole. A chat model gets the instruction once, after the last
-        question.
+        All cells of a sample use the same haystack. The essay is tokenized and cut. The tokens of the needle between line breaks
+        are inserted after the last "." token before the depth, at the beginning if there is none, and at depth 100 at the very
+        end, even within a word. The result is decoded, put into the prompt as text, and tokenized again as a whole. A chat model
+        gets the instruction once, after the last question.
         """
-        sentence = self._sentence()
         needle = token_ids(tokenizer, f"\n{sentence}\n")
         room = self._room(cell, len(needle))
         anywhere = cell.i > 0
         source = iterate_sentences(self.haystack, Stream("haystack", cell.seed, cell.i), anywhere, appended=True)
         essay = take_tokens(tokenizer, source, room, from_start=self.haystack is not None and not anywhere)
-        place = _place_in_essay(tokenizer, essay, cell.depth)
+        place = len(essay)
+        if cell.depth != 100:
+            stop = tokenizer.convert_tokens_to_ids(".")
+            if stop is None or stop == getattr(tokenizer, "unk_token_id", None):
+                raise NeedleworkError(
+                    'style: paper puts needles after tokens that are ".", and this tokenizer has none; use style: base'
+                )
+            place = int(place * (cell.depth / 100))
+            while place and essay[place - 1] != stop:
+                place -= 1
         before, to_needle, whole = (
             str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
             for ids in (essay[:place], [*essay[:place], *needle], [*essay[:place], *needle, *essay[place:]])
@@ -216,61 +244,10 @@ class Niah(Retrieval):
         if shown.strip() != sentence:
             raise NeedleworkError(f"niah: this tokenizer makes {shown.strip()!r} of the needle; choose words that it keeps")
         start, end = shown.split(sentence)
-        # Seed the options by the context, so that cells or seeds with equal prompts have equal options.
-        order = f"{before}/{after}"
-        facts = {
-            "style": "paper",
-            "context_tokens": room + len(needle),
-            "depth_reached_percent": 100 * place / room if room else 0.0,
-            "needles": 1,
-        }
-        context = [Piece(before + start), *self._needle_pieces(), Piece(end + after)]
-        free = Stream("needles", order).mixed(self._others())
-        return self._item(tokenizer, cell, context, (), free, facts, True, order)
-
-    def _item(
-        self,
-        tokenizer: Tokenizer,
-        cell: NiahCell,
-        context: Sequence[Piece],
-        hidden: Sequence[Other],
-        free: Sequence[Other],
-        facts: Mapping[str, Any],
-        shared: bool,
-        order: str = "",
-    ) -> Item:
-        """Return the item of an English context; its options are the needle's sentence with the true value or another one."""
-        spare = [other.value for other in free]
-        values = [("true", self.value), *(("context", other.value) for other in hidden)]
-        values += [("absent", value) for value in spare[: self.absent]]
-        has_value = "{value}" in self.needle
-        if has_value and len(free) < self.absent and self.mode == "choices":
-            raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
-        draft = Draft(
-            context=context,
-            question=filled(self.question, self.key, self.value),
-            target=self._sentence(),
-            lead=BASE_LEAD,
-            instruction=CHAT_END,
-            options=[(kind, filled(self.needle, self.key, value)) for kind, value in values] if has_value else [],
-            facts={**cell.facts(), **facts},
-            value=self.value if has_value else "",
-            spare=spare,
-        )
-        cluster = f"niah/haystack={cell.i}" if shared else f"niah/{cell.name}"
-        return self.drafted_item(tokenizer, draft, f"niah/{cell.name}", cluster, cell.window, order)
-
-    def _check_paper(self, is_toy: bool) -> None:
-        wrong = {
-            "is in English, and this model speaks the toy language: leave it out": is_toy,
-            "hides one needle: leave distractors out": self.distractors > 0,
-            "has the layouts plain and jrt": self.layout == "question_first",
-            "has one text for all cells: leave haystack_per out": "haystack_per" in self.model_fields_set
-            and self.haystack_per == "cell",
-        }
-        for why, holds_here in wrong.items():
-            if holds_here:
-                raise NeedleworkError(f"{self.kind}: style: paper {why}")
+        reached = 100 * place / room if room else 0.0
+        facts = {"style": "paper", "context_tokens": room + len(needle), "depth_reached_percent": reached, "needles": 1}
+        # The options are seeded by the context, so that cells or seeds with equal prompts have equal options.
+        return before + start, end + after, f"{before}/{after}", facts
 
     def encode(self, tokenizer: Tokenizer, draft: Draft) -> Encoded:
         """Tokenize the prompt; in `style: paper` as a whole: tokens that contain needle and other text belong to the needle."""
@@ -294,33 +271,26 @@ class Niah(Retrieval):
             )
         return cell.length - reserve - size
 
-    def _others(self) -> tuple[Other, ...]:
-        """Return the other needles of the plan, or the built-in ones if the needle's template is the paper's."""
-        if self.others is not None:
-            return self.others
-        return OTHERS if self.needle == NEEDLE else ()
-
-    def _sentence(self) -> str:
-        return filled(self.needle, self.key, self.value)
-
-    def _needle_pieces(self) -> list[Piece]:
-        return needle_pieces(self.needle, key=self.key, value=self.value)
-
 
 NiahChoice = choice_companion(Niah)
 
 
-def _place_in_essay(tokenizer: Any, essay: Sequence[int], depth: float) -> int:
-    """Return the index of the essay's token before which the paper's authors insert the needle."""
-    if depth == 100:
-        return len(essay)
-    stop = tokenizer.convert_tokens_to_ids(".")
-    if stop is None or stop == getattr(tokenizer, "unk_token_id", None):
-        raise NeedleworkError('style: paper puts needles after tokens that are ".", and this tokenizer has none; use style: base')
-    place = int(len(essay) * (depth / 100))
-    while place and essay[place - 1] != stop:
-        place -= 1
-    return place
+def _toy_item(
+    task: Niah | Linked, tokenizer: Tokenizer, cell: NiahCell, name: str, stream: Stream, size: int, **options: Any
+) -> Item:
+    """Return an item in the toy language, with a context of `size` tokens. `options` are those of `needles.make_niah`."""
+    with prefix_errors(name):
+        sample = needles.make_niah(
+            stream,
+            context_tokens=size,
+            distractors=task.distractors,
+            depth_percent=cell.depth,
+            layout=task.layout,
+            **options,
+        )
+    more = {"hops": task.hops} if isinstance(task, Linked) else {"depth_reached_percent": sample.depth_percent}
+    facts = {**cell.facts(), **more}
+    return toy.toy_item(tokenizer, sample, name, absent=task.absent, facts=facts, window=cell.window)
 
 
 def _score_in_toy(item: Item, answer: Answer) -> dict[str, float]:
@@ -349,19 +319,8 @@ class Linked(Retrieval):
         new_tokens = self.ending(tokenizer)[0]
         for length, depth, i in product(self.lengths, self.depths, range(self.samples)):
             cell = NiahCell(seed, length, depth, i, window)
-            name = f"linked/hops={self.hops}/{cell.name}"
-            with prefix_errors(name):
-                sample = needles.make_niah(
-                    cell.stream(EVAL_SPLIT, "linked", self.hops),
-                    context_tokens=length,
-                    distractors=self.distractors,
-                    depth_percent=depth,
-                    relation=self.relation,
-                    layout=self.layout,
-                    hops=self.hops,
-                )
-            facts = {**cell.facts(), "hops": self.hops}
-            item = toy.toy_item(tokenizer, sample, name, absent=self.absent, facts=facts, window=window)
+            stream, name = cell.stream(EVAL_SPLIT, "linked", self.hops), f"linked/hops={self.hops}/{cell.name}"
+            item = _toy_item(self, tokenizer, cell, name, stream, length, relation=self.relation, hops=self.hops)
             yield self.fitted(item, new_tokens, max_tokens)
 
     def extent(self) -> TaskExtent:

@@ -7,19 +7,20 @@ that interventions and observers that refer to them work.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from needlework.errors import NeedleworkError, check_plain, did_you_mean
+from needlework.errors import NeedleworkError, check_plain
 from needlework.files import read_text
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, task
+from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, describe_fault, prefix_errors, task
 from needlework.tasks.prompts import Piece
-from needlework.tasks.scores import begins, choice, equals, holds, plain
+from needlework.tasks.scores import ChoiceMixin, begins, equals, holds, plain
 from needlework.toy.sample import Stream
 
 MATCHES = {"contains": holds, "begins": begins, "exact": equals}
@@ -52,7 +53,21 @@ class Own(Task):
     @cached_property
     def lines(self) -> dict[int, PromptLine]:
         """The lines of the file by number, read once so that later changes of the file do not affect a run."""
-        return _read(self.file, self.mode)
+        with prefix_errors("file"):
+            texts = read_text(self.file, "give a file of JSON lines", encoding="utf-8-sig").split("\n")
+        lines: dict[int, PromptLine] = {}
+        numbers: dict[str, int] = {}
+        for number, text in enumerate(texts, 1):
+            if not text.strip():
+                continue
+            with prefix_errors(f"{self.file}:{number}"):
+                line = lines[number] = _read_line(text, self.mode)
+                other = numbers.setdefault(_name(number, line), number)
+                if other != number:
+                    raise NeedleworkError(f"the id {line.id or number!r} is taken by line {other}; give each line its own")
+        if not lines:
+            raise NeedleworkError(f'{self.file}:1: the file is empty; write lines such as {{"prompt": "...", "target": "..."}}')
+        return lines
 
     def check(self) -> None:
         _ = self.lines
@@ -64,30 +79,28 @@ class Own(Task):
         new_tokens = self.ending(tokenizer)[0]
         speaks_toy = toy.is_toy(tokenizer)
         for number, line in self.lines.items():
-            try:
+            with prefix_errors(f"{self.file}:{number}"):
                 for text in (line.prompt, *(line.options or ())) if speaks_toy else ():
                     toy.encoded(tokenizer, text.split())  # raises for words outside the toy vocabulary
                 item = self._item(tokenizer, _name(number, line), line, window)
                 yield self.fitted(item, new_tokens, max_tokens, "shorten the prompt, or take the line out of the file")
-            except NeedleworkError as error:
-                raise NeedleworkError(f"{self.file}:{number}: {error}") from None
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
         """Return max_new_tokens and the stop text, by default the full stop for zoo models."""
         return self.max_new_tokens, self.stop or (toy.STOP if toy.is_toy(tokenizer) else None)
 
     def _item(self, tokenizer: Tokenizer, name: str, line: PromptLine, window: int | None) -> Item:
-        pieces = _pieces(line)
+        parts = [line.prompt] if line.needle is None else re.split(f"({re.escape(line.needle)})", line.prompt)
+        pieces = [Piece(text, ("needle",) if i % 2 else ()) for i, text in enumerate(parts) if text]
         if self.chat:
             pieces = prompts.in_chat(tokenizer, pieces)
         encoded = prompts.encode(tokenizer, pieces, special=not self.chat)
         options = Stream("options", name).mixed(line.options or ())
         if len({prompts.token_ids(tokenizer, option) for option in options}) < len(options):
             raise NeedleworkError(f"two of the options {line.options} are the same tokens to this tokenizer; choose other words")
-        kinds = ["true" if _same(option, line.target) else "other" for option in options]
+        pairs = [("true" if option.strip() == line.target.strip() else "other", option) for option in options]
         facts = {"context_tokens": len(encoded.ids), **({"needles": len(encoded.spans["needle"])} if line.needle else {})}
         cluster = "" if line.cluster is None else str(line.cluster)
-        pairs = list(zip(kinds, options, strict=True))
         return prompts.make_item(tokenizer, name, encoded, line.target, pairs, facts, window, cluster=cluster)
 
 
@@ -104,14 +117,10 @@ class OwnPrompts(Own):
 
 
 @task
-class OwnPromptsChoice(Own):
+class OwnPromptsChoice(ChoiceMixin, Own):
     """Prompts from a file: the most likely option of each line is the answer."""
 
     kind = "prompts_choice"
-    mode: ClassVar[Mode] = "choices"
-
-    def score(self, item: Item, answer: Answer) -> dict[str, float]:
-        return choice(item, answer)
 
     @property
     def chance(self) -> float:
@@ -119,50 +128,11 @@ class OwnPromptsChoice(Own):
         return sum(1 / count for count in counts) / len(counts)
 
 
-def _pieces(line: PromptLine) -> list[Piece]:
-    """Split the prompt into pieces so that every occurrence of the needle is one piece."""
-    if line.needle is None:
-        return [Piece(line.prompt)]
-    first, *rest = line.prompt.split(line.needle)
-    pieces = [Piece(first)]
-    for after in rest:
-        pieces += [Piece(line.needle, ("needle",)), Piece(after)]
-    return [piece for piece in pieces if piece.text]
-
-
-def _same(option: str, target: str) -> bool:
-    return option.strip() == target.strip()
-
-
 def _name(number: int, line: PromptLine) -> str:
     return f"prompts/{number if line.id is None else line.id}"
 
 
-def _read(file: str, mode: Mode) -> dict[int, PromptLine]:
-    """Read and validate the lines of a file by number; empty lines are skipped."""
-    try:
-        texts = read_text(file, "give a file of JSON lines", encoding="utf-8-sig").split("\n")
-    except NeedleworkError as error:
-        raise NeedleworkError(f"file: {error}") from None
-    lines: dict[int, PromptLine] = {}
-    numbers: dict[str, int] = {}
-    for number, text in enumerate(texts, 1):
-        if not text.strip():
-            continue
-        try:
-            line = _line(text, mode)
-            other = numbers.setdefault(_name(number, line), number)
-            if other != number:
-                raise NeedleworkError(f"the id {line.id or number!r} is taken by line {other}; give each line its own")
-        except NeedleworkError as error:
-            raise NeedleworkError(f"{file}:{number}: {error}") from None
-        lines[number] = line
-    if not lines:
-        raise NeedleworkError(f'{file}:1: the file is empty; write lines such as {{"prompt": "...", "target": "..."}}')
-    return lines
-
-
-def _line(text: str, mode: Mode) -> PromptLine:
+def _read_line(text: str, mode: Mode) -> PromptLine:
     """Parse and validate one line; raise NeedleworkError with the reason if it is invalid."""
     try:
         content = json.loads(text)
@@ -176,28 +146,18 @@ def _line(text: str, mode: Mode) -> PromptLine:
     try:
         line = PromptLine.model_validate(content)
     except ValidationError as error:
-        fault = error.errors()[0]
-        key = ".".join(map(str, fault["loc"]))
-        unknown = fault["type"] == "extra_forbidden"
-        why = f"unknown key {key!r}; {did_you_mean(key, PromptLine.model_fields)}" if unknown else f"{key}: {fault['msg']}"
-        raise NeedleworkError(why) from None
+        raise NeedleworkError(describe_fault(error.errors()[0], PromptLine)) from None
     if line.needle is not None and not line.needle.strip():
         raise NeedleworkError("the needle is empty; give it some words, or leave it out")
     if line.needle is not None and line.needle not in line.prompt:
         raise NeedleworkError(f"the needle {line.needle!r} does not occur in the prompt; copy it from there letter by letter")
     if mode == "generate" and not plain(line.target):
         raise NeedleworkError(f"the target {line.target!r} has no letter or digit, and nothing else counts in an answer")
-    _check_options(line, mode)
-    return line
-
-
-def _check_options(line: PromptLine, mode: Mode) -> None:
     options = line.options
-    if options is None:
-        if mode == "choices":
-            raise NeedleworkError('prompts_choice needs "options" in every line: two or more texts, the target among them')
-        return
-    if len(options) < 2 or len(set(options)) < len(options) or not all(options):
+    if options is None and mode == "choices":
+        raise NeedleworkError('prompts_choice needs "options" in every line: two or more texts, the target among them')
+    if options is not None and (len(options) < 2 or len(set(options)) < len(options) or not all(options)):
         raise NeedleworkError("options are two or more different texts, none of them empty")
-    if sum(_same(option, line.target) for option in options) != 1:
+    if options is not None and [option.strip() for option in options].count(line.target.strip()) != 1:
         raise NeedleworkError(f"the target {line.target!r} must be one of the options, and one only (white space aside)")
+    return line

@@ -8,7 +8,7 @@ because the training data of a model are unknown.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -54,9 +54,22 @@ class Perplexity(Task):
         if max_tokens is not None and size > max_tokens:
             raise NeedleworkError(f"perplexity: tokens: {size} is more than the {max_tokens} that the model holds")
         in_toy = toy.resolve(self.world, tokenizer) == "toy" and self.text is None
-        texts = self._toy(tokenizer, seed, size) if in_toy else self._written(tokenizer, seed, size)
-        for i, (ids, spans) in enumerate(islice(texts, self.samples)):
+        front = token_ids(tokenizer, "", special=True)  # BOS if there is one, without EOS
+        if len(front) > 1 and front[-1] == getattr(tokenizer, "eos_token_id", None):
+            front = front[:-1]
+        for i in range(self.samples):
             name = f"perplexity/{i}"
+            spans: dict[str, Span] = {}
+            if in_toy:
+                words, answers = toy_document(Stream(EVAL_SPLIT, "perplexity", seed, i), size)
+                ids = toy.encoded(tokenizer, words)
+                first = len(ids) - len(words)
+                if inside := tuple((a + first, b + first) for a, b in answers if b + first <= size):
+                    spans = {"answer": inside}
+            else:
+                source = haystack.iterate_sentences(self.text, Stream("perplexity", seed, i), start_anywhere=i > 0 or seed > 0)
+                ids = (*front, *token_ids(tokenizer, haystack.cut_haystack(tokenizer, source, size).text))
+            ids = ids[:size]
             facts = {"tokens": len(ids), "source": "toy" if in_toy else self.text or "english"}
             shown = tokenizer.decode(list(ids), skip_special_tokens=True)
             yield Item(id=name, cluster=name, prompt=ids, prompt_text=shown, target="", spans=spans, facts=facts)
@@ -81,26 +94,6 @@ class Perplexity(Task):
         scores = {name: -sum(values) / len(values) for name, values in parts.items() if values}
         counts = {name.replace("nll", "tokens"): float(len(values)) for name, values in parts.items()}
         return {**scores, **counts}
-
-    def _written(self, tokenizer: Tokenizer, seed: int, size: int) -> Iterator[tuple[tuple[int, ...], dict[str, Span]]]:
-        """Yield token ids of excerpts from the user's text (seeded start) or of generated sentences, with BOS if there is one."""
-        front = token_ids(tokenizer, "", special=True)
-        end = getattr(tokenizer, "eos_token_id", None)
-        front = front[:-1] if front and front[-1] == end and len(front) > 1 else front
-        for i in range(self.samples):
-            source = haystack.iterate_sentences(self.text, Stream("perplexity", seed, i), start_anywhere=i > 0 or seed > 0)
-            hay = haystack.cut_haystack(tokenizer, source, size)
-            yield (*front, *token_ids(tokenizer, hay.text))[:size], {}
-
-    def _toy(self, tokenizer: Tokenizer, seed: int, size: int) -> Iterator[tuple[tuple[int, ...], dict[str, Span]]]:
-        """Yield token ids and spans of toy documents: a context, then a question with its answer (span "answer") per needle."""
-        for i in range(self.samples):
-            stream = Stream(EVAL_SPLIT, "perplexity", seed, i)
-            words, answers = toy_document(stream, size)
-            ids = toy.encoded(tokenizer, words)
-            front = len(ids) - len(words)
-            spans = tuple((a + front, b + front) for a, b in answers if b + front <= size)
-            yield ids[:size], {"answer": spans} if spans else {}
 
 
 def toy_document(stream: Stream, size: int) -> tuple[list[str], list[tuple[int, int]]]:

@@ -23,7 +23,7 @@ from needlework.tasks.haystack import FIRST_NAMES, LAST_NAMES, NOUNS, needle_pie
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import begins, choice_companion, words_right
 from needlework.toy import needles
-from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample
+from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample, Words
 
 Length = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Sizes = Annotated[tuple[Length, ...], Field(min_length=1)]
@@ -126,10 +126,8 @@ class Retrieval(Task):
     def encode(self, tokenizer: Tokenizer, draft: Draft) -> prompts.Encoded:
         chat = self.style == "chat" or (self.style == "auto" and prompts.has_chat(tokenizer))
         pieces = arranged(draft.context, draft.question, self.layout, FRAMES[draft.world])
-        if chat:
-            whole = prompts.in_chat(tokenizer, [*pieces, Piece(draft.instruction)])
-        else:
-            whole = [*pieces, Piece(draft.lead)]
+        pieces.append(Piece(draft.instruction if chat else draft.lead))
+        whole = prompts.in_chat(tokenizer, pieces) if chat else pieces
         return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "distractor", "question"))
 
 
@@ -262,11 +260,9 @@ class PhoneBook(Lists):
         return needles.make_phone_book(stream, size, self.queries)
 
     def english_entries(self, stream: Stream, size: int) -> tuple[list[str], list[str], list[str]]:
-        numbers: dict[str, None] = {}
-        while len(numbers) < size + 3:
-            numbers[f"{stream.between(200, 999)}-{stream.between(1000, 9999)}"] = None
+        numbers = stream.unique(lambda: f"{stream.between(200, 999)}-{stream.between(1000, 9999)}", size + 3)
         names = [f"{first} {last}" for first, last in product(FIRST_NAMES, LAST_NAMES)]
-        return draw_distinct(stream, names, size, "names", "choose smaller sizes"), [*numbers][:size], [*numbers][size:]
+        return draw_distinct(stream, names, size, "names", "choose smaller sizes"), numbers[:size], numbers[size:]
 
 
 PhoneBookChoice = choice_companion(PhoneBook)
@@ -288,7 +284,7 @@ class Copy(Lists):
 
     def toy_samples(self, stream: Stream, size: int) -> list[ToySample]:
         sample = needles.make_copy(stream, size)
-        return [replace(sample, absent=tuple(tuple(order) for order in _other_orders(stream, list(sample.target))))]
+        return [replace(sample, absent=tuple(_other_orders(stream, sample.target)))]
 
     def english_drafts(self, stream: Stream, size: int) -> list[Draft]:
         words = [stream.pick(NOUNS) for _ in range(size)]
@@ -309,13 +305,8 @@ class Copy(Lists):
 CopyChoice = choice_companion(Copy)
 
 
-def _other_orders(stream: Stream, words: list[str]) -> list[list[str]]:
+def _other_orders(stream: Stream, words: Sequence[str]) -> list[Words]:
     """Return three distinct permutations of the words that differ from their order."""
     if len(set(words)) < 3:
         raise NeedleworkError("copy: these words have too few orders to choose from; use sizes of 4 or more")
-    orders: list[list[str]] = []
-    while len(orders) < 3:
-        order = stream.mixed(words)
-        if order != words and order not in orders:
-            orders.append(order)
-    return orders
+    return stream.unique(lambda: tuple(stream.mixed(words)), 3, [tuple(words)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, product
 from typing import ClassVar, Literal
 
@@ -59,13 +60,6 @@ class Language:
     lead: str
     number: Callable[[Stream], str]
     sentences: Callable[[Stream], Iterator[str]]
-
-    def numbers(self, stream: Stream, count: int) -> list[str]:
-        """Draw `count` distinct values."""
-        values: dict[str, None] = {}
-        while len(values) < count:
-            values[self.number(stream)] = None
-        return list(values)
 
 
 def _join_words(words: Sequence[str]) -> str:
@@ -227,7 +221,7 @@ class Ruler(Retrieval):
         asked = self.queries if self.variant == "multiquery" else 1
         values = self.values if self.variant == "multivalue" else 1
         keys = draw_distinct(stream, language.keys, asked + others, "keys", "ask for fewer")
-        numbers = language.numbers(stream, asked * values + others + SPARE)
+        numbers = stream.unique(partial(language.number, stream), asked * values + others + SPARE)
         own, wrong, absent = numbers[: asked * values], numbers[asked * values : -SPARE], numbers[-SPARE:]
         owners = [key for key in keys[:asked] for _ in range(values)] + keys[asked:]
 
@@ -253,7 +247,7 @@ class Ruler(Retrieval):
         """Return the question for the names of the first of several chains of assignments; its sentences are the needles."""
         length = self.hops + 1
         keys = draw_distinct(stream, language.keys, self.chains * length + SPARE, "names", "ask for fewer")
-        numbers = language.numbers(stream, self.chains)
+        numbers = stream.unique(partial(language.number, stream), self.chains)
         chains = [keys[c * length : (c + 1) * length] for c in range(self.chains)]
         sentences = []
         for c, (number, names) in enumerate(zip(numbers, chains, strict=True)):

@@ -68,10 +68,8 @@ def choice(item: Item, answer: Answer, against: str = "all") -> dict[str, float]
             f"{item.id} has {len(item.options)} options but {len(answer.totals)} log-likelihoods; ask for it in mode choices"
         )
     logs, right, kinds = answer.totals, item.answer, item.facts.get("option_kinds", ())
-    sets: dict[str, Sequence[int]] = {"all": range(len(logs))}
-    for name in ("context", "absent"):  # the right option with the wrong ones of one kind
-        if name in kinds:
-            sets[name] = [i for i, kind in enumerate(kinds) if kind in ("true", name)]
+    sets: dict[str, Sequence[int]] = {"all": range(len(logs))}  # or the right option with the wrong ones of one kind
+    sets |= {name: [i for i, k in enumerate(kinds) if k in ("true", name)] for name in ("context", "absent") if name in kinds}
     scores = {f"correct_{name}": _first_best(logs, among, right) for name, among in sets.items()}
     scores["correct"] = scores.pop("correct_all") if against == "all" else scores[f"correct_{against}"]
     if all(item.options):  # rows of old stores have no tokens of their options

@@ -19,7 +19,7 @@ from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokeniz
 from needlework.tasks.prompts import Encoded, make_item, token_ids
 from needlework.tasks.scores import ChoiceMixin, begins, choice_companion
 from needlework.toy import facts
-from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample, Words
+from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample
 from needlework.toy.words import WORD_ID
 
 STOP = "."  # ends an answer in the toy language
@@ -75,65 +75,47 @@ def toy_item(
     """Return the item of a sample, with options for a forced choice and a twin where the sample has absent values."""
     prompt = encoded(tokenizer, sample.prompt)
     front = len(prompt) - len(sample.prompt)
-    ranges = {name: [(s.start, s.stop) for s in sample.named(name)] for name in (span.name for span in sample.spans)}
-    if places := _value_spans(sample):
+    # The value in the target: all of its words, or the last ones of a quoted sentence.
+    length = len(sample.absent[0]) if sample.absent else len(sample.target)
+    lead, value = sample.target[: len(sample.target) - length], sample.target[len(sample.target) - length :]
+    places = [(span.stop - length, span.stop) for span in sample.named("needle")]
+    if any(sample.prompt[start:stop] != value for start, stop in places):
+        places = []  # a needle that does not end with the value
+    ranges = {span.name: [(s.start, s.stop) for s in sample.named(span.name)] for span in sample.spans}
+    if places:
         ranges.setdefault("value", places)
     spans = {name: tuple((start + front, stop + front) for start, stop in places) for name, places in ranges.items()}
     names = ("subject", "relation", "key", "form", "layout", "depth_percent", "context_tokens")
     known = {name: getattr(sample, name) for name in names if getattr(sample, name) is not None} | {"world": "toy"}
     if "needle" in spans:
         known["needles"] = 1 + len(sample.distractors)
-    twin = _twin(sample)
+    twin = None
+    if sample.absent and places:  # the first absent value instead of the true one
+        words = list(sample.prompt)
+        for start, stop in places:
+            words[start:stop] = sample.absent[0]
+        twin = encoded(tokenizer, words), " ".join((*lead, *sample.absent[0]))
+    if sample.choices:
+        options = [("true" if i == sample.answer else "other", words) for i, words in enumerate(sample.choices)]
+    elif len(sample.absent) < absent:
+        raise NeedleworkError(f"absent: {absent} is more than the {len(sample.absent)} values that can be offered")
+    else:
+        others = Stream("distractors", name).mixed(sample.distractors)[:in_context]
+        options = [("true", sample.target), *(("context", (*lead, *other)) for other in others)]
+        options += [("absent", (*lead, *other)) for other in sample.absent[:absent]]
+        options = Stream("options", name).mixed(options) if len(options) > 1 else []
     return make_item(
         tokenizer,
         name,
         Encoded(prompt, sample.text, spans),
         sample.target_text,
-        _options(sample, absent, in_context, name),
+        [(kind, " ".join(words)) for kind, words in options],
         known,
         window,
         cluster=cluster,
-        twin=(encoded(tokenizer, twin[0]), " ".join(twin[1])) if twin else None,
+        twin=twin,
         more=facts,
     )
-
-
-def _options(sample: ToySample, absent: int, in_context: int | None, name: str) -> list[tuple[str, str]]:
-    """Return (kind, text) of the options, shuffled with the item's name as seed unless the sample has choices."""
-    if sample.choices:
-        return [("true" if i == sample.answer else "other", " ".join(words)) for i, words in enumerate(sample.choices)]
-    if len(sample.absent) < absent:
-        raise NeedleworkError(f"absent: {absent} is more than the {len(sample.absent)} values that can be offered")
-    lead = sample.target[: len(sample.target) - len(_value(sample))]
-    others = Stream("distractors", name).mixed(sample.distractors)[:in_context]
-    options = [("true", sample.target), *(("context", (*lead, *value)) for value in others)]
-    options += [("absent", (*lead, *value)) for value in sample.absent[:absent]]
-    return [(kind, " ".join(words)) for kind, words in Stream("options", name).mixed(options)] if len(options) > 1 else []
-
-
-def _value(sample: ToySample) -> Words:
-    """Return the value in the target: all of its words, or the last ones of a quoted sentence."""
-    length = len(sample.absent[0]) if sample.absent else len(sample.target)
-    return sample.target[len(sample.target) - length :]
-
-
-def _value_spans(sample: ToySample) -> list[tuple[int, int]]:
-    """Return the word ranges of the value at the end of every needle span; none if a span does not end with it."""
-    value = _value(sample)
-    places = [(span.stop - len(value), span.stop) for span in sample.named("needle")]
-    return places if all(sample.prompt[start:stop] == value for start, stop in places) else []
-
-
-def _twin(sample: ToySample) -> tuple[Words, Words] | None:
-    """Return prompt and target with the first absent value instead of the true one; None if that is not possible."""
-    places = _value_spans(sample)
-    if not sample.absent or not places:
-        return None
-    value, other = _value(sample), sample.absent[0]
-    words = list(sample.prompt)
-    for start, stop in places:
-        words[start:stop] = other
-    return tuple(words), (*sample.target[: len(sample.target) - len(value)], *other)
 
 
 # --- Tasks ---

@@ -55,15 +55,12 @@ _QUESTIONS = {
 }
 
 
-def _assign_values(name: str) -> FactSubject:
-    """Assign a value to each key by a fixed shuffle; the values are used equally often, give or take one."""
-    keys, values = _WORDS[name]
-    repeated = (values * (len(keys) // len(values) + 1))[: len(keys)]
-    templates = [tuple(tuple(text.split()) for text in texts[name]) for texts in (_STATEMENTS, _QUESTIONS)]
-    return FactSubject(name, keys, tuple(Stream("facts", name).mixed(repeated)), *templates)
-
-
-SUBJECTS = {name: _assign_values(name) for name in _WORDS}
+SUBJECTS: dict[str, FactSubject] = {}
+for _name, (_keys, _values) in _WORDS.items():
+    # Values are assigned by a fixed shuffle and used equally often, give or take one.
+    _repeated = (_values * (len(_keys) // len(_values) + 1))[: len(_keys)]
+    _texts = [tuple(tuple(text.split()) for text in texts[_name]) for texts in (_STATEMENTS, _QUESTIONS)]
+    SUBJECTS[_name] = FactSubject(_name, _keys, tuple(Stream("facts", _name).mixed(_repeated)), *_texts)
 SUBJECT_NAMES: Words = tuple(SUBJECTS)
 ALL_FACTS: tuple[tuple[str, str], ...] = tuple((s.name, key) for s in SUBJECTS.values() for key in s.keys)
 _VALUE = {(s.name, key): value for s in SUBJECTS.values() for key, value in zip(s.keys, s.values, strict=True)}

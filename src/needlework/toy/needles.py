@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 from needlework.toy import facts
 from needlework.toy import words as w
@@ -111,17 +113,10 @@ def make_haystack(stream: Stream, words: int) -> list[list[str]]:
 
 def draw_values(stream: Stream, relation: str, count: int, taken: Sequence[Words] = ()) -> list[Words]:
     """Draw `count` values of a relation that differ from each other and from `taken`."""
-    seen = set(taken)
     kind = RELATIONS[relation]
-    if len(kind.values) ** kind.length - len(seen) < count:
+    if len(kind.values) ** kind.length - len(set(taken)) < count:
         raise ValueError(f"relation {relation!r} has too few values for {count} more; ask for fewer needles")
-    fresh: list[Words] = []
-    while len(fresh) < count:
-        value = tuple(stream.pick(kind.values) for _ in range(kind.length))
-        if value not in seen:
-            seen.add(value)
-            fresh.append(value)
-    return fresh
+    return stream.unique(lambda: tuple(stream.pick(kind.values) for _ in range(kind.length)), count, taken)
 
 
 def make_needles(stream: Stream, relation: str, count: int, names: Sequence[str] = w.NAMES) -> list[Needle]:
@@ -141,12 +136,7 @@ class NeedleContext:
 
 
 def hide_needles(
-    stream: Stream,
-    hidden: Sequence[Needle],
-    context_tokens: int,
-    depth_percent: float | None = None,
-    *,
-    ordered: bool = False,
+    stream: Stream, hidden: Sequence[Needle], context_tokens: int, depth_percent: float | None = None, *, ordered: bool = False
 ) -> NeedleContext:
     """Generate a haystack and insert needles into it, with at most `context_tokens` words in total.
 
@@ -192,13 +182,7 @@ def hide_needles(
 
 
 def ask_about(
-    stream: Stream,
-    place: NeedleContext,
-    index: int = 0,
-    *,
-    layout: str = "plain",
-    form: int = 0,
-    quote: bool = False,
+    stream: Stream, place: NeedleContext, index: int = 0, *, layout: str = "plain", form: int = 0, quote: bool = False
 ) -> ToySample:
     """Return the sample that asks for the value of needle `index` of a context.
 
@@ -294,17 +278,18 @@ def make_variable_chains(stream: Stream, *, chains: int, hops: int, room: int) -
     questions = [["question", ":", "who", "has", "the", "secret", "code", *needle.value, "?"] for needle in hidden[:chains]]
     spent = 2 + sum(len(questions[c]) + 2 + len(names[c]) + 1 for c in asked)
     place = hide_needles(stream, hidden, max(room - spent, sum(len(needle.sentence()) for needle in hidden)), ordered=True)
+    starts = list(enumerate(start + 2 for start in place.starts))
     prompt = ["context", ":", *place.words]
     samples = []
     for c in asked:
         prompt += [*questions[c], "answer", ":"]
-        starts = [(2 + place.starts[i], len(hidden[i].sentence()) - 1) for i in range(c, len(hidden), chains)]
+        spans = [WordSpan("needle", at, at + len(hidden[i].sentence()) - 1) for i, at in starts if i % chains == c]
         samples.append(
             ToySample(
                 task="variables",
                 prompt=tuple(prompt),
                 target=tuple(names[c]),
-                spans=tuple(WordSpan("needle", start, start + length) for start, length in starts),
+                spans=tuple(spans),
                 relation="code",
                 key=" ".join(hidden[c].value),
                 context_tokens=len(place.words),
@@ -319,36 +304,57 @@ def make_variable_chains(stream: Stream, *, chains: int, hops: int, room: int) -
 PLAIN_WORDS: Words = (*w.THINGS, *w.PLACES, *w.LOOKS, *w.PEOPLE)
 
 
-def make_key_values(stream: Stream, pairs: int, queries: int = 1) -> list[ToySample]:
-    """Generate a list of key-value pairs and one sample for each query; prompts contain the earlier queries and answers."""
-    keys = stream.distinct(w.NAMES, pairs)
-    values = stream.distinct(PLAIN_WORDS, pairs)
-    prompt = ["pairs", ":"]
-    spans = []
-    for key, value in zip(keys, values, strict=True):
-        spans.append(WordSpan("needle", len(prompt), len(prompt) + 2))
-        prompt += [key, value]
-    prompt += [".", "ask", ":"]
-    spare = [word for word in PLAIN_WORDS if word not in values]
+def _make_list(
+    stream: Stream,
+    frame: tuple[str, str, str],
+    entries: Mapping[str, Words],
+    queries: int,
+    absent: Callable[[], Sequence[Words]],
+    **fields: Any,
+) -> list[ToySample]:
+    """Generate a list and one sample for each query; prompts contain the earlier queries and answers.
+
+    Args:
+        stream: random generator.
+        frame: words before the list, after it, and of a question with the key as {k}.
+        entries: value of each key.
+        queries: number of keys to ask for.
+        absent: returns values that are not in the list.
+        fields: further fields of the samples. `stop` ends every entry and answer.
+    """
+    opening, closing, question = (text.split() for text in frame)
+    prompt, places = list(opening), {}
+    for key, value in entries.items():
+        places[key] = WordSpan("needle", len(prompt), len(prompt) + 1 + len(value))
+        prompt += [key, *value, *fields["stop"]]
+    size = len(prompt) - len(opening)
+    prompt += closing
     samples = []
-    for i in stream.distinct(range(pairs), queries):
-        prompt.append(keys[i])
+    for key in stream.distinct(list(entries), queries):
+        prompt += (key if word == "{k}" else word for word in question)
         samples.append(
             ToySample(
-                task="recall",
                 prompt=tuple(prompt),
-                target=(values[i],),
-                spans=(spans[i],),
-                distractors=tuple((value,) for j, value in enumerate(values) if j != i),
-                absent=tuple((value,) for value in stream.distinct(spare, 3)),
-                relation="pair",
-                key=keys[i],
-                context_tokens=2 * pairs,
-                stop="",
+                target=entries[key],
+                spans=(places[key],),
+                distractors=tuple(value for other, value in entries.items() if other != key),
+                absent=tuple(absent()),
+                key=key,
+                context_tokens=size,
+                **fields,
             )
         )
-        prompt.append(values[i])
+        prompt += [*entries[key], *fields["stop"]]
     return samples
+
+
+def make_key_values(stream: Stream, pairs: int, queries: int = 1) -> list[ToySample]:
+    """Generate a list of key-value pairs and one sample for each query."""
+    keys, values = stream.distinct(w.NAMES, pairs), stream.distinct(PLAIN_WORDS, pairs)
+    entries = {key: (value,) for key, value in zip(keys, values, strict=True)}
+    spare = [(word,) for word in PLAIN_WORDS if word not in values]
+    frame, absent = ("pairs :", ". ask :", "{k}"), partial(stream.distinct, spare, ABSENT_VALUES)
+    return _make_list(stream, frame, entries, queries, absent, task="recall", relation="pair", stop="")
 
 
 def make_any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
@@ -373,36 +379,12 @@ def make_any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
 
 
 def make_phone_book(stream: Stream, entries: int, queries: int = 1) -> list[ToySample]:
-    """Generate a list of names with four-digit numbers and one sample for each query; prompts contain the earlier answers."""
+    """Generate a list of names with four-digit numbers and one sample for each query."""
     names = stream.distinct(w.NAMES, entries)
-    numbers: list[Words] = []
-    while len(numbers) < entries + 3:
-        number = tuple(stream.pick(w.DIGITS) for _ in range(4))
-        if number not in numbers:
-            numbers.append(number)
-    prompt = ["phone", "book", ":"]
-    spans = []
-    for name, number in zip(names, numbers, strict=False):
-        spans.append(WordSpan("needle", len(prompt), len(prompt) + 5))
-        prompt += [name, *number, "."]
-    samples = []
-    for i in stream.distinct(range(entries), queries):
-        prompt += ["question", ":", "what", "is", "the", "phone", "number", "of", names[i], "?", "answer", ":"]
-        samples.append(
-            ToySample(
-                task="phone_book",
-                prompt=tuple(prompt),
-                target=numbers[i],
-                spans=(spans[i],),
-                distractors=tuple(number for j, number in enumerate(numbers[:entries]) if j != i),
-                absent=tuple(numbers[entries:]),
-                relation="phone",
-                key=names[i],
-                context_tokens=6 * entries,
-            )
-        )
-        prompt += [*numbers[i], "."]
-    return samples
+    numbers = stream.unique(lambda: tuple(stream.pick(w.DIGITS) for _ in range(4)), entries + ABSENT_VALUES)
+    book, absent = dict(zip(names, numbers, strict=False)), partial(list, numbers[entries:])
+    frame = "phone book :", "", "question : what is the phone number of {k} ? answer :"
+    return _make_list(stream, frame, book, queries, absent, task="phone_book", relation="phone", stop=".")
 
 
 def make_copy(stream: Stream, length: int) -> ToySample:

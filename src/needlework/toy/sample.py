@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 T = TypeVar("T")
+H = TypeVar("H", bound=Hashable)
 
 Words = tuple[str, ...]
 
@@ -62,6 +63,14 @@ class Stream(random.Random):
 
     def mixed(self, items: Sequence[T]) -> list[T]:
         return self.distinct(items, len(items))
+
+    def unique(self, make: Callable[[], H], count: int, taken: Iterable[H] = ()) -> list[H]:
+        """Return `count` results of `make` that differ from each other and from `taken`; it is called until there are enough."""
+        found = dict.fromkeys(taken)
+        first = len(found)
+        while len(found) < first + count:
+            found[make()] = None
+        return [*found][first:]
 
 
 @dataclass(frozen=True, slots=True)
