@@ -74,7 +74,7 @@ def _part(call: ast.expr, text: str) -> Intervention:
 
 def _value(node: ast.expr, text: str) -> Any:
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "recorded":
-        words = [getattr(argument, "value", None) for argument in node.args]
+        words: list[Any] = [getattr(argument, "value", None) for argument in node.args]
         if node.keywords or len(words) not in (1, 2) or not all(isinstance(word, str) for word in words):
             raise _bad(text, "write recorded('name'), with a name of the plan's rankings")
         return Recorded(name=words[0], content="".join(words[1:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -353,8 +352,8 @@ def make_key_values(stream: Stream, pairs: int, queries: int = 1) -> list[ToySam
     keys, values = stream.distinct(w.NAMES, pairs), stream.distinct(PLAIN_WORDS, pairs)
     entries = {key: (value,) for key, value in zip(keys, values, strict=True)}
     spare = [(word,) for word in PLAIN_WORDS if word not in values]
-    frame, absent = ("pairs :", ". ask :", "{k}"), partial(stream.distinct, spare, ABSENT_VALUES)
-    return _make_list(stream, frame, entries, queries, absent, task="recall", relation="pair", stop="")
+    frame, about = ("pairs :", ". ask :", "{k}"), {"task": "recall", "relation": "pair", "stop": ""}
+    return _make_list(stream, frame, entries, queries, lambda: stream.distinct(spare, ABSENT_VALUES), **about)
 
 
 def make_any_pairs(stream: Stream, most: int) -> list[tuple[list[str], Words]]:
@@ -382,9 +381,9 @@ def make_phone_book(stream: Stream, entries: int, queries: int = 1) -> list[ToyS
     """Generate a list of names with four-digit numbers and one sample for each query."""
     names = stream.distinct(w.NAMES, entries)
     numbers = stream.unique(lambda: tuple(stream.pick(w.DIGITS) for _ in range(4)), entries + ABSENT_VALUES)
-    book, absent = dict(zip(names, numbers, strict=False)), partial(list, numbers[entries:])
+    book, absent = dict(zip(names, numbers, strict=False)), numbers[entries:]
     frame = "phone book :", "", "question : what is the phone number of {k} ? answer :"
-    return _make_list(stream, frame, book, queries, absent, task="phone_book", relation="phone", stop=".")
+    return _make_list(stream, frame, book, queries, lambda: absent, task="phone_book", relation="phone", stop=".")
 
 
 def make_copy(stream: Stream, length: int) -> ToySample:
