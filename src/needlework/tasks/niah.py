@@ -7,7 +7,7 @@ token, too; otherwise a needle follows a sentence end, and each cell of the grid
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
@@ -123,8 +123,9 @@ class Niah(Retrieval):
                 "has the layouts plain and jrt": self.layout == "question_first",
                 "has one text for all cells: leave haystack_per out": per_cell,
             }
-            for why in (why for why, applies in wrong.items() if applies):
-                raise NeedleworkError(f"{self.kind}: style: paper {why}")
+            for why, applies in wrong.items():
+                if applies:
+                    raise NeedleworkError(f"{self.kind}: style: paper {why}")
         make = self._toy if is_toy else self._english
         new_tokens = self.ending(tokenizer)[0]
         lengths = self.lengths or LENGTHS
@@ -166,8 +167,8 @@ class Niah(Retrieval):
         sentence = filled(self.needle, self.key, self.value)
         needle = needle_pieces(self.needle, key=self.key, value=self.value)
         shared = self.style == "paper" or self.haystack_per == "sample"
-        hidden, order = others[:0], ""
-        facts: dict[str, Any]
+        hidden: Sequence[Other] = ()
+        order = ""  # seed of the options' order; "": the item's id
         if self.style == "paper":
             before, after, order, facts = self._paper_context(tokenizer, cell, sentence)
             context = [Piece(before), *needle, Piece(after)]
@@ -175,7 +176,7 @@ class Niah(Retrieval):
         else:
             stream = cell.stream("needles")
             drawn = stream.mixed(others)
-            hidden, free = tuple(drawn[: self.distractors]), drawn[self.distractors :]
+            hidden, free = drawn[: self.distractors], drawn[self.distractors :]
             if len(hidden) < self.distractors:
                 raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(drawn)} are given")
             sentences = [sentence, *(filled(self.needle, other.key, other.value) for other in hidden)]
