@@ -13,6 +13,7 @@ import pytest
 from needlework.tasks import toy
 from needlework.toy import facts, needles
 from needlework.toy.sample import Stream, ToySample, Words, WordSpan
+from needlework.toy.tokenizer import build
 from needlework.toy.words import VOCABULARY
 
 Maker = Callable[[Stream], ToySample]
@@ -121,10 +122,10 @@ def test_only_needles_and_questions_name_the_name(make: Maker) -> None:
 
 @each_niah
 def test_a_twin_differs_in_its_value_alone(make: Maker) -> None:
+    tokenizer = build()
     for sample in some(make):
-        twin = toy._twin(sample)
-        assert twin is not None
-        prompt, target = twin
+        item = toy.toy_item(tokenizer, sample, "sample")
+        prompt, target = tuple(VOCABULARY[number] for number in item.twins["twin"][1:]), tuple(item.twin_target.split())
         changed = {i for i, (a, b) in enumerate(zip(sample.prompt, prompt, strict=True)) if a != b}
         assert changed
         assert changed <= {i for span in sample.named("value") for i in range(span.start, span.stop)}
