@@ -122,9 +122,9 @@ export class Runner {
     const { memory, counts } = await this.memoryOf(asked, signal);
     const receipt = new Map(counts);
     const looks = new Map(this.layers.filter((layer) => layer.attention).map((layer) => [layer.index, []]));
-    const said = { ...continuation(memory, request.max_new_tokens), count: counter(receipt, "decode"), looks };
-    const options = asked.options.map((forced) => continuation(memory, forced.length, forced));
-    await this.decode(asked, [said, ...options], signal);
+    const said = { ...continuation(request.max_new_tokens), count: counter(receipt, "decode"), looks };
+    const options = asked.options.map((forced) => continuation(forced.length, forced));
+    await this.decode(asked, memory, [said, ...options], signal);
     return {
       answer: this.answerOf(request, asked, said, options, receipt, performance.now() - begun),
       looks,
@@ -137,8 +137,8 @@ export class Runner {
   async logits(request, tokens) {
     const asked = this.prepare(request);
     const { memory } = await this.memoryOf(asked);
-    const forced = { ...continuation(memory, tokens.length, tokens), logits: [] };
-    await this.decode(asked, [forced]);
+    const forced = { ...continuation(tokens.length, tokens), logits: [] };
+    await this.decode(asked, memory, [forced]);
     return forced.logits;
   }
 
@@ -200,23 +200,34 @@ export class Runner {
     return { memory, counts, inputs };
   }
 
-  /** Decode continuations of one prompt together, from its last token on, until each has ended. */
-  async decode({ ids, acts }, continuations, signal) {
-    const { model } = this;
-    const size = model.config.vocabulary;
-    let going = continuations;
-    for (let step = 0; going.length; step++) {
-      const tokens = going.map((each) => each.tokens.at(-1) ?? ids.at(-1));
-      const position = ids.length - 1 + step;
-      const rows = going.map(({ memory, count, looks }) => ({ memory, position, count, looks }));
-      const x = model.embed(tokens);
-      model.run(x, rows, acts.decode);
-      const logits = model.logits(x, rows.length);
+  /**
+   * Decode continuations of one prompt together, until each has ended. The prompt's last token is read once: what the first
+   * continuation counts and looks at belongs to it, the others are forked behind it.
+   */
+  async decode({ ids, acts }, memory, continuations, signal) {
+    const size = this.model.config.vocabulary;
+    const own = { ...continuations[0], memory: memory.fork() };
+    const first = this.feed([own], ids.slice(-1), ids.length - 1, acts.decode);
+    for (const each of continuations) {
+      each.memory = each === continuations[0] ? own.memory : own.memory.fork();
+      choose(each, first, this.stop);
+    }
+    for (let step = 1; ; step++) {
+      const going = continuations.filter((each) => !each.finish);
+      if (!going.length) break;
+      const logits = this.feed(going, going.map((each) => each.tokens.at(-1)), ids.length - 1 + step, acts.decode);
       going.forEach((each, i) => choose(each, logits.subarray(i * size, (i + 1) * size), this.stop));
-      going = going.filter((each) => !each.finish);
       if (step % 8 === 7) await pause(signal);
     }
     signal?.throwIfAborted();
+  }
+
+  /** Feed one token to each continuation; return logits [continuations * vocabulary]. */
+  feed(continuations, tokens, position, acts) {
+    const rows = continuations.map(({ memory, count, looks }) => ({ memory, position, count, looks }));
+    const x = this.model.embed(tokens);
+    this.model.run(x, rows, acts);
+    return this.model.logits(x, rows.length);
   }
 
   answerOf(request, asked, said, options, receipt, milliseconds) {
@@ -260,11 +271,11 @@ export class Runner {
 }
 
 /**
- * Return what decodes from a fork of a memory: up to `most` tokens, or the given ones. `count` and `looks` are those of a Row;
- * `logits`, if it is an array, receives those of each step.
+ * Return what decodes up to `most` tokens, or the given ones. `count` and `looks` are those of a Row; `logits`, if it is an array,
+ * receives those of each step.
  */
-function continuation(memory, most, forced = null) {
-  return { memory: memory.fork(), most, forced, tokens: [], logprobs: [], finish: null, count: null, looks: null, logits: null };
+function continuation(most, forced = null) {
+  return { memory: null, most, forced, tokens: [], logprobs: [], finish: null, count: null, looks: null, logits: null };
 }
 
 /** Append the next token of a continuation: the forced one, or the most likely. */

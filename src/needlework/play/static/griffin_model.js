@@ -289,14 +289,15 @@ class AttentionLayer extends Layer {
   scores(row, by, weights, ranges) {
     const { heads, headDim } = this.config;
     const length = row.position + 1;
+    const out = new Float64Array(heads * headDim);
     return Float32Array.from({ length: heads }, (_, h) => {
       const own = weights.subarray(h * length, (h + 1) * length);
-      if (by === "norm") {
-        const out = new Float64Array(heads * headDim);
-        this.output(row, h, ranges, own, out);
-        return Math.sqrt(out.reduce((total, value) => total + value * value, 0));
-      }
       let total = 0;
+      if (by === "norm") {
+        this.output(row, h, ranges, own, out.fill(0));
+        for (let d = h * headDim; d < (h + 1) * headDim; d++) total += out[d] * out[d];
+        return Math.sqrt(total);
+      }
       for (const p of own) if (p > 0) total += by === "entropy" ? p * Math.log(p) : p * p;
       return by === "entropy" ? total : Math.sqrt(total);
     });
