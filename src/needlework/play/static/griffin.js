@@ -271,8 +271,8 @@ export class Runner {
 }
 
 /**
- * Return what decodes up to `most` tokens, or the given ones. `count` and `looks` are those of a Row; `logits`, if it is an array,
- * receives those of each step.
+ * Return what decodes up to `most` tokens, or the given ones. `count` and `looks` are those of a Row; `logits`, if it is an
+ * array, receives those of each step.
  */
 function continuation(most, forced = null) {
   return { memory: null, most, forced, tokens: [], logprobs: [], finish: null, count: null, looks: null, logits: null };
