@@ -57,12 +57,12 @@ ASK = """async ([prompt, all, most]) => {
 TRY = """async (request) => playground.provider.generate(request)
     .then(() => "", (error) => error.constructor.name + ": " + error.message)"""
 LOGITS = """async ([prompt, asked]) => {
-    const { Runner } = await import("play/griffin.js");
-    const bytes = Uint8Array.from(atob(document.getElementById("play-weights").textContent), (c) => c.charCodeAt(0)).buffer;
-    globalThis.runner ??= new Runner(JSON.parse(document.getElementById("play-data").textContent), bytes);
     const found = [];
-    for (const [parts, tokens] of asked) found.push(await runner.logits({ prompt, parts, max_new_tokens: 1 }, tokens));
-    return found.map((steps) => steps.map((logits) => Array.from(logits, Math.fround)));
+    for (const [parts, tokens] of asked) {
+        const logits = await playground.provider.logits({ prompt, parts, max_new_tokens: 1 }, tokens);
+        found.push(logits.map((step) => Array.from(step, Math.fround)));
+    }
+    return found;
 }"""
 
 

@@ -35,11 +35,12 @@ export async function open(data, bytes) {
     generate: async (request, { signal } = {}) => (await runner.ask(request, signal)).answer,
     attention: async (request, token, { signal } = {}) => runner.attention(await runner.ask(request, signal), token),
     unavailable: () => "",
+    logits: (request, tokens) => runner.logits(request, tokens), // for tests
   };
 }
 
 /** Answers requests, and keeps what later ones can use. */
-export class Runner {
+class Runner {
   constructor({ description, browser }, bytes) {
     this.layers = description.layers;
     this.name = description.name;
@@ -133,7 +134,7 @@ export class Runner {
     };
   }
 
-  /** Return the logits [tokens][vocabulary] of each step at which these tokens are decoded; for tests. */
+  /** Return the logits [tokens][vocabulary] of each step at which these tokens are decoded. */
   async logits(request, tokens) {
     const asked = this.prepare(request);
     const { memory } = await this.memoryOf(asked);
