@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import cases
 import needlework as nw
+from needlework.tasks import make_task
 
 GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 
@@ -90,3 +91,33 @@ def test_the_example_score_works_as_written() -> None:
         expected = subject.logits([cases.PROMPT])
     assert cases.apart(subject.logits([cases.PROMPT], "keep_heads(1, by='sharpest', layers=[0])"), expected) < 1e-5
     assert cases.apart(subject.logits([cases.PROMPT]), expected) > 1e-3
+
+
+FOLLOWS = """
+models: [tiny-griffin]
+experiments:
+  own:
+    tasks: [{kind: follows, samples: 4}]
+    interventions: [none, ablate_attention()]
+"""
+
+
+def test_the_example_task_works_as_written(tmp_path: Path) -> None:
+    run("class Follows")
+    task, subject = make_task({"kind": "follows", "samples": 3}), nw.load("tiny-griffin")
+    items = list(task.items(subject.tokenizer, 0, None, None))
+    assert items == list(task.items(subject.tokenizer, 0, None, None)) != list(task.items(subject.tokenizer, 1, None, None))
+    for item in items:
+        *words, last = item.prompt_text.split()
+        assert words[words.index(last) + 1] == item.target
+        assert subject.encode(item.prompt_text) == item.prompt
+        assert subject.tokenizer.unk_token_id not in item.prompt
+        assert task.score(item, nw.Answer(text=f"{item.target} x")) == {"correct": 1.0}
+        assert task.score(item, nw.Answer(text=last)) == task.score(item, nw.Answer()) == {"correct": 0.0}
+    (tmp_path / "plan.yaml").write_text(FOLLOWS)
+    result = nw.run(tmp_path / "plan.yaml", tmp_path / "out", progress=False, doctor="off")
+    assert result.sound
+    rows = result.rows()
+    assert list(rows["kind"]) == ["follows"] * 8
+    assert set(rows["score_correct"]) <= {0.0, 1.0}
+    assert result.report().is_file()
