@@ -96,7 +96,7 @@ def train(
                 relations = chosen.stages[-1].relations
                 figures = card.measure_figures(model, chosen.longest, card_samples, relations=relations, progress=own.shown)
         model.save_pretrained(folder)
-        tokenizer.build().save_pretrained(folder)
+        tokenizer.save(folder)
         if card_samples:
             interventions = card.measure_interventions(folder, chosen, card_samples, own.shown)
         (folder / "recipe.yaml").write_text(chosen.to_yaml(), encoding="utf-8")
@@ -393,7 +393,7 @@ def run_preflight(recipe: Recipe, model: Any) -> None:
             card.measure_figures(model, recipe.longest, 1)
         with TemporaryDirectory(prefix="needlework-") as place:
             model.save_pretrained(place)
-            tokenizer.build().save_pretrained(place)
+            tokenizer.save(Path(place))
             card.measure_effects(Path(place), recipe.longest, per_depth=1, per_subject=1)
     except NeedleworkError:
         raise
