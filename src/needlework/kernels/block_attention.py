@@ -12,27 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlework.kernels.jit import (
-    DENSE,
-    LOG2E,
-    MASK,
-    ONE,
-    ZERO,
-    arrays,
-    check_shape,
-    compile_kernel,
-    exp2,
-    helper,
-    needs_gradient,
-    reassociated,
-    run_blocks,
-    tuple_of,
-)
+from needlework.kernels import jit
+from needlework.kernels.jit import LOG2E, ONE, ZERO, exp2, helper, kernel, reassociated
 
-_CUBES = "float32[:,:,:,::1]"
-_MASKS = "boolean[:,:,::1]"
-_INDEX = "int64[::1]"
-_LINES = tuple_of(DENSE, DENSE, _INDEX, DENSE, DENSE)  # TransposedKeyValues, with rows and heads as one dimension
 _TILE = 4  # queries, and channels, that are multiplied at once
 
 _ONE, _TWO, _THREE = np.uint64(1), np.uint64(2), np.uint64(3)
@@ -56,7 +38,7 @@ def transpose_keys_values(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def supports(query: Tensor, value_dim: int) -> bool:
     """Return whether `attend` supports these queries: fp32 on a CPU without gradients, dims that are multiples of 4."""
     multiples = query.shape[-1] % _TILE == 0 and value_dim % _TILE == 0
-    return multiples and query.device.type == "cpu" and query.dtype == torch.float32 and not needs_gradient(query)
+    return multiples and query.device.type == "cpu" and query.dtype == torch.float32 and not jit.needs_gradient(query)
 
 
 def attend(
@@ -84,29 +66,28 @@ def attend(
     prompts, kv_heads, dim, far = lines.far_keys.shape
     near, value_dim = lines.near_keys.shape[3], lines.far_values.shape[2]
     keys, mask_rows = far + near, 1 if visible is not None and visible.shape[0] == 1 else rows
-    check_shape("visible", visible, mask_rows, queries, keys)
-    check_shape("left_out", left_out, rows, keys)
-    check_shape("keep", keep, rows)
-    check_shape("zeroed_heads", zeroed_heads, rows, heads)
-    check_shape("prompt", lines.prompt, rows)
-    check_shape("query", query, rows, heads // kv_heads * kv_heads, queries, dim)
-    check_shape("near_keys", lines.near_keys, rows, kv_heads, dim, near)
-    check_shape("far_values", lines.far_values, prompts, kv_heads, value_dim, far)
-    check_shape("near_values", lines.near_values, rows, kv_heads, value_dim, near)
+    jit.check_shapes(mask_rows, queries, keys, visible=visible)
+    jit.check_shapes(rows, keys, left_out=left_out)
+    jit.check_shapes(rows, keep=keep, prompt=lines.prompt)
+    jit.check_shapes(rows, heads, zeroed_heads=zeroed_heads)
+    jit.check_shapes(rows, heads // kv_heads * kv_heads, queries, dim, query=query)
+    jit.check_shapes(rows, kv_heads, dim, near, near_keys=lines.near_keys)
+    jit.check_shapes(prompts, kv_heads, value_dim, far, far_values=lines.far_values)
+    jit.check_shapes(rows, kv_heads, value_dim, near, near_values=lines.near_values)
     nothing = torch.zeros(rows, 0, dtype=torch.bool)
     out = torch.empty(rows, queries, heads, value_dim)
     off, negative_entropy = torch.empty(rows, queries, heads, dtype=torch.bool), torch.empty(rows, queries, heads)
     width = max(1, _TILE // (heads // kv_heads))  # queries per block
-    merged = arrays(*(x if x.dim() == 1 else x.flatten(0, 1) for x in lines))
-    edits = arrays(
+    merged = jit.arrays(*(x if x.dim() == 1 else x.flatten(0, 1) for x in lines))
+    edits = jit.arrays(
         nothing[None] if visible is None else visible.contiguous(),
         nothing if left_out is None else left_out.contiguous(),
         torch.full((rows,), heads) if keep is None else keep,
         torch.zeros(rows, heads, dtype=torch.bool) if zeroed_heads is None else zeroed_heads.contiguous(),
     )
-    results = arrays(out, off, negative_entropy)
+    results = jit.arrays(out, off, negative_entropy)
     blocks = rows * -(-queries // width)
-    run_blocks(_kernel, blocks, *arrays(query.contiguous()), tuple(merged), tuple(edits), tuple(results))
+    jit.run_blocks(_kernel, blocks, *jit.arrays(query.contiguous()), tuple(merged), tuple(edits), tuple(results))
     return out, off, negative_entropy
 
 
@@ -296,9 +277,9 @@ def _weigh_heads(
             total[h], negative_entropy[h] = _exponentiate(scores, at, low, high, own, seen, weighted)
 
 
-@compile_kernel(_CUBES, _LINES, tuple_of(_MASKS, MASK, _INDEX, MASK), tuple_of(_CUBES, _MASKS, DENSE))
+@kernel
 def _kernel(first: int, stop: int, query: Any, lines: Any, edits: Any, results: Any) -> None:
-    """Compute blocks first..stop-1 of `attend`; rows and kv heads are one dimension of keys and values."""
+    """Compute blocks first..stop-1 of `attend`; rows and kv heads are one dimension of `lines`."""
     far_keys, far_values, prompt, near_keys, near_values = lines
     visible, left_out, keep, zeroed_heads = edits
     out, off, negative_entropy = results

@@ -9,21 +9,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from needlework.kernels import jit
-from needlework.kernels.jit import (
-    DENSE,
-    LANES,
-    MATRIX,
-    ONE,
-    TOKENS,
-    ZERO,
-    compile_kernel,
-    count_blocks,
-    helper,
-    sigmoid,
-    tuple_of,
-)
-
-_INPUTS = tuple_of(TOKENS, DENSE, MATRIX, MATRIX)  # x, context, weight, bias
+from needlework.kernels.jit import LANES, ONE, ZERO, helper, kernel, sigmoid
 
 
 def causal_conv(
@@ -44,11 +30,11 @@ def causal_conv(
     """
     batch, _, channels = x.shape
     taps = weight.shape[-1]
-    jit.check_shape("weight", weight, channels, taps)
+    jit.check_shapes(channels, taps, weight=weight)
     bias = x.new_zeros(channels) if bias is None else bias
-    jit.check_shape("bias", bias, channels)
+    jit.check_shapes(channels, bias=bias)
     context = x.new_zeros(batch, taps - 1, channels) if context is None else context
-    jit.check_shape("context", context, batch, taps - 1, channels)
+    jit.check_shapes(batch, taps - 1, channels, context=context)
     if x.device.type != "cpu":
         return _convolve_on_device(x, weight, bias, context, silu)
     dense = (tensor.float().contiguous() for tensor in (context, weight.t(), bias[None]))
@@ -75,7 +61,7 @@ def _run_forward(silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: T
     """Run the kernel; context: [batch, taps - 1, channels], weight: [taps, channels], bias: [1, channels]."""
     out = jit.empty_like(x)
     inputs = (jit.flatten_tokens(x), *jit.arrays(context, weight, bias))
-    jit.run_blocks(_forward, count_blocks(x.shape[0], x.shape[2]), inputs, silu, out.numpy())
+    jit.run_blocks(_forward, jit.count_blocks(x.shape[0], x.shape[2]), inputs, silu, out.numpy())
     return out
 
 
@@ -95,7 +81,7 @@ class _CpuConv(torch.autograd.Function):
         inputs = (jit.flatten_tokens(x), *jit.arrays(context, weight, bias))
         grads = tuple(jit.arrays(grad_x, grad_context, grad_weight, grad_bias))
         coming = jit.flatten_tokens(_adjacent_channels(grad_out))
-        jit.run_blocks(_backward, count_blocks(x.shape[0], x.shape[2]), inputs, ctx.silu, coming, grads)
+        jit.run_blocks(_backward, jit.count_blocks(x.shape[0], x.shape[2]), inputs, ctx.silu, coming, grads)
         return None, grad_x, grad_context, grad_weight.sum(0), grad_bias.sum(0)
 
 
@@ -137,7 +123,7 @@ def _convolve(inputs: Any, row: int, t: int, low: int, high: int, out: Any) -> N
         _add_product(weight[tap, low:high], _token(x, context, row, t - taps + 1 + tap, low, high), out)
 
 
-@compile_kernel(_INPUTS, "boolean", DENSE)
+@kernel
 def _forward(first: int, stop: int, inputs: Any, silu: bool, out: Any) -> None:
     at = first
     while at < stop:
@@ -150,7 +136,7 @@ def _forward(first: int, stop: int, inputs: Any, silu: bool, out: Any) -> None:
                     here[c] *= sigmoid(here[c])
 
 
-@compile_kernel(_INPUTS, "boolean", TOKENS, tuple_of(DENSE, DENSE, DENSE, DENSE))
+@kernel
 def _backward(first: int, stop: int, inputs: Any, silu: bool, grad_out: Any, grads: Any) -> None:
     x, context, weight, _ = inputs
     grad_x, grad_context, grad_weight, grad_bias = grads

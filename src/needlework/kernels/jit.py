@@ -26,18 +26,11 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Kernel = Callable[..., None]
 Array = np.ndarray[Any, Any]
 
-# Types of kernel arguments.
-VECTOR = "float32[::1]"
-MATRIX = "float32[:,::1]"
-DENSE = "float32[:,:,::1]"
-MASK = "boolean[:,::1]"  # [batch, time], or [1, 0] for no reset
-TOKENS = "Tuple((float32[::1], UniTuple(int64, 3)))"  # what `flatten_tokens` returns
-
 # --- Compilation and threads ------------------------------------------------------------------------------------------
 
 
 def compile_helper(**options: Any) -> Callable[[Function], Function]:
-    """Return a decorator for functions that kernels call."""
+    """Return a decorator for kernels and for functions that kernels call."""
     # error_model: a division that may raise ZeroDivisionError prevents vectorisation.
     decorator: Callable[[Function], Function] = numba.njit(error_model="numpy", **options)
     return decorator
@@ -46,23 +39,7 @@ def compile_helper(**options: Any) -> Callable[[Function], Function]:
 helper = compile_helper(fastmath={"contract"})
 inlined = compile_helper(fastmath={"contract"}, inline="always")
 reassociated = compile_helper(fastmath={"contract", "reassoc", "nsz"})  # allows vectorised sums
-
-
-def compile_kernel(*argument_types: str) -> Callable[[Kernel], Kernel]:
-    """Return a decorator that compiles a kernel for these argument types on its first call, and caches it on disk."""
-
-    def decorate(function: Kernel) -> Kernel:
-        signature = f"void({', '.join(('int64', 'int64', *argument_types))})"
-        options = {"cache": True, "nogil": True, "fastmath": {"contract"}, "error_model": "numpy"}
-        build = cache(lambda: numba.njit(signature, **options)(function))
-        return lambda *args: build()(*args)
-
-    return decorate
-
-
-def tuple_of(*argument_types: str) -> str:
-    """Return the type of a tuple of arguments."""
-    return f"Tuple(({', '.join(argument_types)}))"
+kernel = compile_helper(fastmath={"contract"}, cache=True, nogil=True)  # compiled on its first call, and cached on disk
 
 
 @cache
@@ -89,21 +66,18 @@ def run_blocks(kernel: Kernel, blocks: int, *arguments: Any) -> None:
 # --- Arguments --------------------------------------------------------------------------------------------------------
 
 
-def check_shape(name: str, tensor: Tensor | None, *shape: int) -> None:
+def check_shapes(*shape: int, **tensors: Tensor | None) -> None:
     """Raise ValueError if a tensor has another shape: compiled kernels do not check bounds. None is accepted."""
-    if tensor is not None and tuple(tensor.shape) != shape:
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, but {list(shape)} is needed")
+    for name, tensor in tensors.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, but {list(shape)} is needed")
 
 
-def check_reset(reset: Tensor | None, batch: int, length: int) -> None:
-    """Raise an error if a reset mask is not boolean [batch, length]."""
-    check_shape("reset", reset, batch, length)
+def reset_mask(reset: Tensor | None, batch: int, length: int) -> Tensor:
+    """Return a reset mask as a kernel argument: bool [batch, length], which is checked, or [1, 0] for no reset."""
+    check_shapes(batch, length, reset=reset)
     if reset is not None and reset.dtype != torch.bool:
         raise TypeError(f"reset is {reset.dtype}, but a bool mask is needed: pass `reset != 0`")
-
-
-def reset_mask(reset: Tensor | None) -> Tensor:
-    """Return a reset mask as a kernel argument of type MASK."""
     return torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset.contiguous()
 
 
@@ -238,7 +212,7 @@ LANES, TILE = 64, 32
 
 @helper
 def load_tile(tensor: Any, row: int, start: int, low: int, lanes: int, tokens: int, tile: Any) -> None:
-    """Set tile[t, j] to the value of TOKENS `tensor` in this batch row, for token `start + t` and channel `low + j`.
+    """Set tile[t, j] to the value of `tensor`, flattened, in this batch row, for token `start + t` and channel `low + j`.
 
     Indices are unsigned: numba supports negative ones, and the check for them prevents vectorisation.
     """

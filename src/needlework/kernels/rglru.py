@@ -11,28 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from needlework.kernels import devices, jit
-from needlework.kernels.jit import (
-    LANES,
-    LOG2E,
-    ONE,
-    TILE,
-    TOKENS,
-    TWO,
-    VECTOR,
-    ZERO,
-    compile_kernel,
-    exp2,
-    helper,
-    load_lanes,
-    load_tile,
-    one_minus_exp2,
-    sigmoid,
-    store_tile,
-    tuple_of,
-)
+from needlework.kernels.jit import LANES, LOG2E, ONE, TILE, ZERO, exp2, helper, kernel, load_lanes, load_tile, sigmoid, store_tile
 
-_INPUTS = tuple_of(TOKENS, TOKENS, TOKENS, VECTOR, jit.MASK, jit.MATRIX)  # x, gate_in, gate_keep, rate, reset, state
-_GRADIENTS = tuple_of(VECTOR, VECTOR, VECTOR, jit.MATRIX, jit.MATRIX)  # of all inputs but reset
 _MIN_ROOT = 1e-3  # the derivative of sqrt is 1 / max(2 * root, _MIN_ROOT), at most 1000, as in Griffin's training
 
 
@@ -53,17 +33,15 @@ def gated_rglru(
         All h [batch, time, width] in x's dtype, and the last h [batch, width] in fp32.
     """
     batch, length, width = x.shape
-    jit.check_shape("gate_in", gate_in, batch, length, width)
-    jit.check_shape("gate_keep", gate_keep, batch, length, width)
-    jit.check_shape("rate", rate, width)
-    jit.check_shape("state", state, batch, width)
-    jit.check_reset(reset, batch, length)
+    jit.check_shapes(batch, length, width, gate_in=gate_in, gate_keep=gate_keep)
+    jit.check_shapes(width, rate=rate)
+    jit.check_shapes(batch, width, state=state)
+    mask = jit.reset_mask(reset, batch, length)
     state = torch.zeros(batch, width, device=x.device) if state is None else state.float()
     if x.device.type != "cpu":
         out, final = devices.rglru_scan(*rglru_gates(x, gate_in, gate_keep, rate, reset), state, reset)
         return out.to(x.dtype), final
-    dense = (rate.float().contiguous(), jit.reset_mask(reset), state.contiguous())
-    inputs = (x.float(), gate_in.float(), gate_keep.float(), *dense)
+    inputs = (x.float(), gate_in.float(), gate_keep.float(), rate.float().contiguous(), mask, state.contiguous())
     run = _CpuRglru.apply if jit.needs_gradient(*inputs) else _run_forward
     out, final = run(*inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype), final
@@ -103,7 +81,7 @@ class _BoundedRoot(torch.autograd.Function):
 
 
 def _arguments(x: Tensor, gate_in: Tensor, gate_keep: Tensor, *dense: Tensor) -> tuple[Any, ...]:
-    """Return inputs as the kernels' first argument, `_INPUTS`."""
+    """Return x, gate_in, gate_keep, rate, reset, state as the kernels' first argument."""
     return (*(jit.flatten_tokens(tensor) for tensor in (x, gate_in, gate_keep)), *jit.arrays(*dense))
 
 
@@ -147,7 +125,7 @@ def _compute_decays(gates: Any, rate: Any, reset: Any, tokens: int, decay: Any, 
         for j in range(LANES):
             z = -rate[j] * LOG2E * sigmoid(gates[t, j])
             decay[t, j] = exp2(z)
-            scale[t, j] = np.sqrt(one_minus_exp2(TWO * z))
+            scale[t, j] = np.sqrt(jit.one_minus_exp2(jit.TWO * z))
     mask, row, start = reset
     if mask.shape[1] > 0:
         for t in range(tokens):
@@ -156,7 +134,7 @@ def _compute_decays(gates: Any, rate: Any, reset: Any, tokens: int, decay: Any, 
                 scale[t, :] = ONE
 
 
-@compile_kernel(_INPUTS, VECTOR, "int64")
+@kernel
 def _forward(first: int, stop: int, arguments: Any, out: Any, length: int) -> None:
     x, gate_in, gate_keep, rate, reset, state = arguments
     width = rate.size
@@ -204,8 +182,8 @@ def _keep_grads(gates: Any, rate: Any, decay: Any, scale: Any, g_scale: Any, g_d
     """Replace `gates` by the recurrence gate's gradient, and add the rate's to `g_rate`; `g_decay` is the decay's gradient."""
     for t in range(tokens):
         for j in range(LANES):  # g_decay becomes the gradient of log(decay)
-            slope = ONE / max(TWO * scale[t, j], np.float32(_MIN_ROOT))
-            g_decay[t, j] = (g_decay[t, j] - TWO * decay[t, j] * slope * g_scale[t, j]) * decay[t, j]
+            slope = ONE / max(jit.TWO * scale[t, j], np.float32(_MIN_ROOT))
+            g_decay[t, j] = (g_decay[t, j] - jit.TWO * decay[t, j] * slope * g_scale[t, j]) * decay[t, j]
         for j in range(LANES):
             opened = sigmoid(gates[t, j])
             back = -g_decay[t, j] * opened
@@ -213,7 +191,7 @@ def _keep_grads(gates: Any, rate: Any, decay: Any, scale: Any, g_scale: Any, g_d
             gates[t, j] = back * rate[j] * (ONE - opened)
 
 
-@compile_kernel(_INPUTS, tuple_of(TOKENS, TOKENS, jit.MATRIX), _GRADIENTS, "int64")
+@kernel
 def _backward(first: int, stop: int, arguments: Any, results: Any, gradients: Any, length: int) -> None:
     x, gate_in, gate_keep, rate, reset, state = arguments
     states, grad_out, grad_final = results

@@ -12,35 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from needlework.kernels import devices, jit
-from needlework.kernels.jit import (
-    DENSE,
-    LANES,
-    LN2,
-    LOG2E,
-    MATRIX,
-    ONE,
-    TILE,
-    TOKENS,
-    VECTOR,
-    ZERO,
-    compile_helper,
-    compile_kernel,
-    exp2,
-    helper,
-    load_lanes,
-    load_tile,
-    sigmoid,
-    softplus,
-    store_tile,
-    tuple_of,
-)
-
-# x, dt, A, B, C, reset, bias, skip, z; bias, skip and z may be empty
-_INPUTS = tuple_of(TOKENS, TOKENS, MATRIX, DENSE, DENSE, jit.MASK, VECTOR, VECTOR, TOKENS)
-_SAVED = "float32[:,:,:,:,::1]"  # [batch, tiles, blocks, n, lanes], or empty
-_PARTIAL = "float32[:,:,:,::1]"  # [batch, blocks, time, n]
-# of x, dt, z, A, B, C, state, bias and skip
-_GRADIENTS = tuple_of(VECTOR, VECTOR, VECTOR, DENSE, _PARTIAL, _PARTIAL, DENSE, MATRIX, MATRIX)
+from needlework.kernels.jit import LANES, LOG2E, ONE, TILE, ZERO, exp2, helper, kernel, load_lanes, load_tile, sigmoid, store_tile
 
 
 def selective_scan(
@@ -76,15 +48,12 @@ def selective_scan(
     """
     batch, length, inner = x.shape
     n_state = A.shape[-1]
-    jit.check_shape("dt", dt, batch, length, inner)
-    jit.check_shape("A", A, inner, n_state)
-    jit.check_shape("B", B, batch, length, n_state)
-    jit.check_shape("C", C, batch, length, n_state)
-    jit.check_reset(reset, batch, length)
-    jit.check_shape("state", state, batch, inner, n_state)
-    jit.check_shape("dt_bias", dt_bias, inner)
-    jit.check_shape("skip", skip, inner)
-    jit.check_shape("z", z, batch, length, inner)
+    jit.check_shapes(batch, length, inner, dt=dt, z=z)
+    jit.check_shapes(inner, n_state, A=A)
+    jit.check_shapes(batch, length, n_state, B=B, C=C)
+    jit.check_shapes(batch, inner, n_state, state=state)
+    jit.check_shapes(inner, dt_bias=dt_bias, skip=skip)
+    mask = jit.reset_mask(reset, batch, length)
     if x.device.type != "cpu":
         return devices.selective_scan(x, dt, A, B, C, state, reset, dt_bias=dt_bias, skip=skip, z=z)
     state = torch.zeros(batch, inner, n_state) if state is None else state
@@ -92,7 +61,7 @@ def selective_scan(
     vectors = [none if tensor is None else tensor for tensor in (dt_bias, skip)]
     A, B, C, state, bias, skip = (tensor.float().contiguous() for tensor in (A, B, C, state, *vectors))
     gate = none.view(0, 0, 0) if z is None else z.float()
-    inputs = (x.float(), dt.float(), A, B, C, jit.reset_mask(reset), bias, skip, gate)
+    inputs = (x.float(), dt.float(), A, B, C, mask, bias, skip, gate)
     if jit.needs_gradient(state, *inputs):
         y, final = _CpuScan.apply(state, *inputs)  # type: ignore[no-untyped-call]
     else:
@@ -101,7 +70,7 @@ def selective_scan(
 
 
 def _arguments(x: Tensor, dt: Tensor, *dense_and_z: Tensor) -> tuple[Any, ...]:
-    """Return inputs as the kernels' first argument, `_INPUTS`."""
+    """Return x, dt, A, B, C, reset, bias, skip, z as the kernels' first argument; bias, skip and z may be empty."""
     *dense, z = dense_and_z
     return jit.flatten_tokens(x), jit.flatten_tokens(dt), *jit.arrays(*dense), jit.flatten_tokens(z)
 
@@ -160,7 +129,7 @@ def _compute_steps(raw: Any, bias: Any, tokens: int, steps: Any) -> None:
     """Compute steps = softplus(raw + bias)."""
     for t in range(tokens):
         for j in range(LANES):
-            steps[t, j] = softplus(raw[t, j] + bias[j])
+            steps[t, j] = jit.softplus(raw[t, j] + bias[j])
 
 
 @helper
@@ -182,14 +151,7 @@ def _scan_token(steps: Any, drive: Any, rate: Any, B: Any, C: Any, row: int, sta
             result[t, j] += new * c
 
 
-@helper
-def _apply_gate(gates: Any, tokens: int, result: Any) -> None:
-    for t in range(tokens):
-        for j in range(LANES):
-            result[t, j] *= gates[t, j] * sigmoid(gates[t, j])
-
-
-@compile_kernel(_INPUTS, DENSE, VECTOR, DENSE, _SAVED)
+@kernel
 def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final: Any, saved: Any) -> None:
     x, dt, A, B, C, reset, bias, skip, z = arguments
     inner, n_state, length = A.shape[0], A.shape[1], B.shape[1]
@@ -224,14 +186,16 @@ def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final:
                 _scan_token(steps, drive, rate, B, C, row, start, t, h, result)
             if z[0].size > 0:
                 load_tile(z, row, start, low, lanes, tokens, inputs)
-                _apply_gate(inputs, tokens, result)
+                for t in range(tokens):
+                    for j in range(LANES):
+                        result[t, j] *= inputs[t, j] * sigmoid(inputs[t, j])
             store_tile(result, out, (row * length + start) * inner + low, inner, lanes, tokens)
         for j in range(lanes):
             for n in range(n_state):
                 final[row, low + j, n] = h[n, j]
 
 
-@compile_helper(fastmath={"contract", "reassoc"})
+@jit.compile_helper(fastmath={"contract", "reassoc"})
 def _dot(left: Any, t: int, right: Any, s: int, n: int) -> Any:
     """Return the sum over lanes of left[t] * right[s, n]."""
     total = ZERO
@@ -299,21 +263,13 @@ def _reverse_inputs(inputs: Any, steps: Any, skip: Any, tokens: int, g_y: Any, g
     for t in range(tokens):
         for j in range(LANES):
             grad = g_drive[t, j]
-            g_steps[t, j] = g_steps[t, j] * LN2 + grad * inputs[t, j]
+            g_steps[t, j] = g_steps[t, j] * jit.LN2 + grad * inputs[t, j]
             g_drive[t, j] = grad * steps[t, j] + g_y[t, j] * skip[j]
         for j in range(LANES):
             g_skip[j] += g_y[t, j] * inputs[t, j]
 
 
-@helper
-def _reverse_steps(raw: Any, bias: Any, tokens: int, g_steps: Any, g_bias: Any) -> None:
-    for t in range(tokens):
-        for j in range(LANES):
-            g_steps[t, j] *= sigmoid(raw[t, j] + bias[j])
-            g_bias[j] += g_steps[t, j]
-
-
-@compile_kernel(_INPUTS, TOKENS, _SAVED, DENSE, _GRADIENTS)
+@kernel
 def _backward(first: int, stop: int, arguments: Any, grad_out: Any, saved: Any, grad_final: Any, gradients: Any) -> None:
     x, dt, A, B, C, reset, bias, skip, z = arguments
     grad_x, grad_dt, grad_z, grad_A, grad_B, grad_C, grad_state, grad_bias, grad_skip = gradients
@@ -367,7 +323,10 @@ def _backward(first: int, stop: int, arguments: Any, grad_out: Any, saved: Any, 
                 _reverse_token(tile_arrays, (B, C, grad_B, grad_C), (row, group, start), t, g_y, g, sums, through)
             _reverse_inputs(inputs, steps, skips, tokens, g_y, g_drive, g_steps, g_skip)
             if bias.size > 0:
-                _reverse_steps(raw, biases, tokens, g_steps, g_bias)
+                for t in range(tokens):
+                    for j in range(LANES):
+                        g_steps[t, j] *= sigmoid(raw[t, j] + biases[j])
+                        g_bias[j] += g_steps[t, j]
             store_tile(g_drive, grad_x, dense, inner, lanes, tokens)
             store_tile(g_steps, grad_dt, dense, inner, lanes, tokens)
         for j in range(lanes):
