@@ -12,7 +12,7 @@ from torch import Tensor
 import needlework as nw
 from cases import PROMPT, WITH_HEADS, apart, each, output_projection, subject, tokens
 from needlework.anatomy import AttentionPart
-from needlework.model.surgery import ZERO, Cut
+from needlework.model.pruned import ZERO, Cut
 from needlework.receipts import Tally
 
 CLOSE = 1e-4

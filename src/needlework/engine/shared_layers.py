@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,29 +17,15 @@ from torch import Tensor
 from needlework.engine.budget import Prefill, PrefillResult, forward_overhead, is_observed, split_rows, try_proof
 from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
 from needlework.interventions.scores import RANDOM
-from needlework.model.depth import EnteredBatch, PrefillRecording, Stack
+from needlework.model.depth import EntryPoint, PrefillRecording, Stack
 from needlework.model.edits import keeps_from_sdpa
 from needlework.model.hooked_model import HookedModel, Rows
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
 
-_HEADS = 0.4  # share of a layer's compute that comes before its head outputs are known
 _PROOF_TOKENS = 12
 _PROOF_FORWARDS, _PROOF_COST = 5, 100  # cost of a check: forwards, and the tokens fed to them
 _PROOF_ROWS = (1, 0, 1)  # rows of two prompts: reordered, and one of them twice
-
-
-class EntryPoint(NamedTuple):
-    """The layer at which a prefill enters the model, continuing from a recording."""
-
-    layer: int
-    after_heads: bool  # the head outputs of this layer are taken from the recording, too
-    last_only: bool = True  # the topmost layer computes only what the next token needs
-    scored: tuple[str, int] | None = None  # head score, and sinks left out of it, if heads of this layer are kept by one
-
-    def share(self, layers: int) -> float:
-        """Return the share of the model's compute that lies below it."""
-        return (self.layer + _HEADS * self.after_heads) / layers
 
 
 class SharedLayers:
@@ -213,20 +198,19 @@ class SharedLayers:
         assert self._stack is not None
         body, count = self.body, len(rows)
         part = body.anatomy.layers[point.layer].attention
-        entry = EnteredBatch(recording, rows, point.layer, point.after_heads, point.last_only, part.query_heads if part else 0)
         memory, tally = body.new_memory(count), Tally(count)
         compiled = self._compile(acts, samples)
-        ids, fed = recording.ids[rows], self._stack.fed(entry)
+        ids, fed = recording.ids[rows], self._stack.fed(point)
         positions = torch.arange(ids.shape[1], device=body.device)[fed].expand(count, -1)
         top = self._stack.top if point.last_only else None
-        with self._stack.entered(entry):
+        with self._stack.entered(point, recording, rows, part.query_heads if part else 0):
             logits = body.feed(ids[:, fed], memory, "prefill", compiled, tally, positions, last_only=top)[:, 0]
         receipts = []
         for i, row in enumerate(rows.tolist()):
             counts = recording.receipts[row].counts.items()  # of which those of the layers below remain
             below = Receipt({at: dict(count) for at, count in counts if at[0] < point.layer})
             receipts.append(below + tally.receipt(i))
-        return PrefillResult(memory.above(recording.memory, rows, entry.remembered) if remember else None, logits, receipts)
+        return PrefillResult(memory.above(recording.memory, rows, point.remembered) if remember else None, logits, receipts)
 
     def _prove(self, entry: EntryPoint) -> bool:
         """Compare a full prefill with one from this entry point: logits, receipts, and one decoded token from either cache."""

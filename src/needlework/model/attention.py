@@ -27,7 +27,7 @@ from needlework.interventions.acts import Phase
 from needlework.kernels.block_attention import attend, supports
 from needlework.model.edits import LayerEdits
 from needlework.model.keys import Keys, OwnKeys, SharedPrefix
-from needlework.model.streaming import Split, SplitKeys
+from needlework.model.pruned import Split, SplitKeys
 from needlework.receipts import Tally
 from needlework.requests import Request
 

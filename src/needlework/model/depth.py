@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from needlework.model.attention import get_current
 from needlework.model.memory import Memory
 from needlework.model.mixers import first, replace_first
 from needlework.receipts import Receipt
+
+_HEADS = 0.4  # share of a layer's compute that comes before its head outputs are known
 
 
 class CannotEnter(Exception):
@@ -49,16 +51,17 @@ class PrefillRecording:
     scores: dict[int, dict[str, Tensor]] = field(default_factory=dict)  # layer -> scores of its heads [rows, tokens, heads]
 
 
-@dataclass(frozen=True)
-class EnteredBatch:
-    """The layer from which a batch is computed, and the recording that replaces everything below."""
+class EntryPoint(NamedTuple):
+    """The layer from which a prefill is computed; a recording replaces everything below."""
 
-    recording: PrefillRecording
-    rows: Tensor  # [rows] the recorded row that each row continues
-    layer: int  # the first computed layer
+    layer: int
     after_heads: bool  # this layer's head outputs are recorded, too: they are only zeroed and projected
-    last_only: bool  # in the topmost mixing layer, compute only what the next token needs
-    heads: int  # number of query heads of this layer
+    last_only: bool = True  # in the topmost mixing layer, compute only what the next token needs
+    scored: tuple[str, int] | None = None  # head score, and sinks left out of it, if heads of this layer are kept by one
+
+    def share(self, layers: int) -> float:
+        """Return the share of the model's compute that lies below it."""
+        return (self.layer + _HEADS * self.after_heads) / layers
 
     def remembered(self, half: str, cache_layer: int) -> bool:
         """Return whether this half of a cache layer is taken from the recording."""
@@ -103,24 +106,30 @@ class Stack:
                 stack.enter_context(_recorded_heads(recording, layer, self.attention[layer]))
             yield
 
-    def fed(self, entry: EnteredBatch) -> slice:
+    def fed(self, entry: EntryPoint) -> slice:
         """Return the tokens to feed: only the last one if the entry is after the heads of the topmost mixing layer."""
         return slice(-1, None) if entry.last_only and entry.after_heads and entry.layer == self.top else slice(None)
 
     @contextmanager
-    def entered(self, entry: EnteredBatch) -> Iterator[None]:
-        """Make the model run from the entry's layer on while the context is open."""
+    def entered(self, entry: EntryPoint, recording: PrefillRecording, rows: Tensor, heads: int) -> Iterator[None]:
+        """Make the model run from the entry's layer on while the context is open.
+
+        Args:
+            rows: [rows] the recorded row that each row of the batch continues.
+            heads: number of query heads of this layer.
+        """
         tokens = self.fed(entry)
         with ExitStack() as stack:
             if entry.last_only:
                 for module in self._token_wise(self.layers[self.top]):
                     stack.enter_context(_replaced(module, _of_last_token(module.forward)))
             if entry.layer:
-                below = _part_of(entry.recording.outputs[entry.layer - 1], entry.rows, tokens, entry.recording.ids.shape)
+                below = _part_of(recording.outputs[entry.layer - 1], rows, tokens, recording.ids.shape)
                 for module in self.layers[: entry.layer]:
                     stack.enter_context(_replaced(module, lambda *args, **kwargs: below))
             if entry.after_heads:
-                stack.enter_context(_replaced(self.attention[entry.layer], _with_heads_zeroed(entry, tokens)))
+                zeroing = _with_heads_zeroed(entry.layer, recording, rows, heads, tokens)
+                stack.enter_context(_replaced(self.attention[entry.layer], zeroing))
             yield
 
     def _token_wise(self, layer: nn.Module) -> Iterator[nn.Module]:
@@ -157,24 +166,23 @@ def _recorded_heads(recording: PrefillRecording, layer: int, attention: nn.Modul
         yield
 
 
-def _with_heads_zeroed(entry: EnteredBatch, fed: slice) -> Callable[..., Any]:
+def _with_heads_zeroed(layer: int, recording: PrefillRecording, rows: Tensor, heads: int, fed: slice) -> Callable[..., Any]:
     """Return a forward for an attention module that zeroes heads in their recorded outputs and projects the result."""
-    recorded, layer, rows = entry.recording.heads[entry.layer], entry.layer, entry.rows
-    scores = {name: values[rows] for name, values in entry.recording.scores.get(layer, {}).items()}
+    recorded, scores = recording.heads[layer], {name: x[rows] for name, x in recording.scores.get(layer, {}).items()}
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         now = get_current()
         assert now is not None
         edits, tokens = now.edits[layer], recorded.heads.shape[1]
         positions = torch.arange(tokens, device=rows.device).expand(len(rows), -1)
-        off = edits.switched_off(layer, positions, entry.heads, scores)
+        off = edits.switched_off(layer, positions, heads, scores)
         assert off is not None
-        heads = recorded.heads[:, fed].index_select(0, rows.to(recorded.heads.device))
-        heads.view(*heads.shape[:2], entry.heads, -1).masked_fill_(off[:, fed, :, None], 0.0)
+        values = recorded.heads[:, fed].index_select(0, rows.to(recorded.heads.device))
+        values.view(*values.shape[:2], heads, -1).masked_fill_(off[:, fed, :, None], 0.0)
         # Counted for all tokens: outputs of tokens that are not fed are not used later.
         now.tally.add(layer, now.phase, "positions", now.slots, tokens)
         now.tally.add(layer, now.phase, "heads_zeroed", now.slots, off.sum((1, 2)))
-        out = recorded.projection(heads)
+        out = recorded.projection(values)
         return out if recorded.alone else (out, *recorded.others)
 
     return forward

@@ -29,8 +29,8 @@ from needlework.model.memory import Memory, preallocated_cache
 from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, device_of, hooked, states_on_modules
 from needlework.model.patches import fast_kernels
 from needlework.model.probe import Findings, attention_switched, run_model
+from needlework.model.pruned import ENTRY
 from needlework.model.session import exclusive_use, replaced_value, slow_kernel_hints
-from needlework.model.streaming import ENTRY
 from needlework.receipts import Tally
 
 Kernels = Literal["fast", "stock"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -79,29 +79,28 @@ class Prefix:
     positions: Tensor  # [prompts, keys] absolute position of each key; -1 where a shorter prompt is padded
     prompt: Tensor  # [rows] the prompt that each row reads
     start: Tensor  # [rows] position of the row's first key after the prefix
-    complete: bool  # there is no padding, neither here nor in the rows' own keys
-    order: Tensor  # [prompts, readers] the rows that read each prompt, padded with row 0
-    place: Tensor  # [rows] flat index of each row in `order`
-    straight: bool  # rows are already in the order of `order`
+    complete: bool = True  # there is no padding, neither here nor in the rows' own keys
 
     @functools.cached_property
     def lines(self) -> tuple[Tensor, Tensor]:
         """Transposed keys and values for the kernel, kept because every decode step reads them."""
         return transpose_keys_values(self.key, self.value)
 
-    @classmethod
-    def of(cls, key: Tensor, value: Tensor, positions: Tensor, prompt: Tensor, start: Tensor, complete: bool = True) -> Prefix:
-        """Return a prefix with `order`, `place` and `straight` derived from `prompt`."""
-        readers: list[list[int]] = [[] for _ in range(key.shape[0])]
+    @functools.cached_property
+    def readers(self) -> tuple[Tensor, Tensor, bool]:
+        """The rows that read each prompt [prompts, readers], each row's flat index there, and whether rows are in this order.
+
+        Prompts with fewer readers are padded with row 0.
+        """
+        readers: list[list[int]] = [[] for _ in range(self.key.shape[0])]
         where = []
-        for row, p in enumerate(prompt.tolist()):
+        for row, p in enumerate(self.prompt.tolist()):
             where.append((p, len(readers[p])))
             readers[p].append(row)
         most = max(map(len, readers))
-        order = torch.tensor([rows + [0] * (most - len(rows)) for rows in readers], device=key.device)
+        order = torch.tensor([rows + [0] * (most - len(rows)) for rows in readers], device=self.key.device)
         places = [p * most + i for p, i in where]
-        straight = places == list(range(order.numel()))
-        return cls(key, value, positions, prompt, start, complete, order, torch.tensor(places, device=key.device), straight)
+        return order, torch.tensor(places, device=self.key.device), places == list(range(order.numel()))
 
     def select(self, rows: Tensor) -> Prefix:
         """Return the prefix for the given rows; unread prompts are freed once they are at least half of all."""
@@ -109,11 +108,11 @@ class Prefix:
         prompt, start = self.prompt[rows], self.start[rows]
         used: Tensor = torch.unique(prompt)
         if 2 * len(used) > self.key.shape[0]:
-            new = Prefix.of(self.key, self.value, self.positions, prompt, start, self.complete)
+            new = Prefix(self.key, self.value, self.positions, prompt, start, self.complete)
             vars(new).update({name: kept for name, kept in vars(self).items() if name == "lines"})  # the keys are the same
             return new
         tables = (self.key[used], self.value[used], self.positions[used])
-        return Prefix.of(*tables, torch.searchsorted(used, prompt), start, self.complete)
+        return Prefix(*tables, torch.searchsorted(used, prompt), start, self.complete)
 
     @staticmethod
     def join(prefixes: Sequence[Prefix], same_own: bool) -> Prefix:
@@ -121,7 +120,7 @@ class Prefix:
         length = max(p.key.shape[2] for p in prefixes)
         lacks = [length - p.key.shape[2] for p in prefixes]
         offsets = [sum(p.key.shape[0] for p in prefixes[:i]) for i in range(len(prefixes))]
-        return Prefix.of(
+        return Prefix(
             join_padded([p.key for p in prefixes]),
             join_padded([p.value for p in prefixes]),
             torch.cat([pad(p.positions, (n, 0), value=-1) for p, n in zip(prefixes, lacks, strict=True)]),
@@ -153,19 +152,17 @@ class SharedPrefix:
 
     def _gather(self, x: Tensor) -> Tensor:
         """Group rows by prompt: [rows, heads, queries, n] -> [prompts, kv_heads, readers * group * queries, n]."""
-        prompts, readers = self.prefix.order.shape
-        kv_heads = self.prefix.key.shape[1]
-        rows = _grouped(x, kv_heads)
-        if not self.prefix.straight:
-            rows = rows[self.prefix.order.flatten()]
-        return rows.view(prompts, readers, kv_heads, *rows.shape[2:]).transpose(1, 2).flatten(2, 3)
+        order, _, straight = self.prefix.readers
+        rows = _grouped(x, self.prefix.key.shape[1])
+        if not straight:
+            rows = rows[order.flatten()]
+        return rows.view(*order.shape, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
 
-    def _scatter(self, x: Tensor, like: tuple[int, int, int]) -> Tensor:
-        """Invert `_gather`; `like` is (rows, heads, queries)."""
-        prompts, readers = self.prefix.order.shape
-        rows, heads, queries = like
-        x = x.view(prompts, x.shape[1], readers, -1, x.shape[-1]).transpose(1, 2).flatten(0, 1)
-        return (x if self.prefix.straight else x[self.prefix.place]).reshape(rows, heads, queries, x.shape[-1])
+    def _scatter(self, x: Tensor, like: torch.Size) -> Tensor:
+        """Invert `_gather`; `like` begins with rows, heads and queries."""
+        order, places, straight = self.prefix.readers
+        x = x.view(len(order), x.shape[1], order.shape[1], -1, x.shape[-1]).transpose(1, 2).flatten(0, 1)
+        return (x if straight else x[places]).reshape(*like[:3], x.shape[-1])
 
     def positions(self, q_positions: Tensor) -> Tensor:
         own = self.own.positions(q_positions)
@@ -173,13 +170,11 @@ class SharedPrefix:
         return torch.cat([self.prefix.positions[self.prefix.prompt], own], 1)
 
     def scores(self, query: Tensor, first: int, last: int) -> Tensor:
-        shape = (query.shape[0], query.shape[1], query.shape[2])
-        prompt = self._scatter(self._gather(query) @ self.prefix.key.transpose(2, 3), shape)
+        prompt = self._scatter(self._gather(query) @ self.prefix.key.transpose(2, 3), query.shape)
         return torch.cat([prompt, self.own.scores(query, 0, self.own.count)], -1)
 
     def mix(self, weights: Tensor, first: int, last: int) -> Tensor:
-        shape = (weights.shape[0], weights.shape[1], weights.shape[2])
-        prompt = self._scatter(self._gather(weights[..., : self.length]) @ self.prefix.value, shape)
+        prompt = self._scatter(self._gather(weights[..., : self.length]) @ self.prefix.value, weights.shape)
         return prompt + self.own.mix(weights[..., self.length :], 0, self.own.count)
 
 
@@ -189,11 +184,11 @@ class SharedKV:
     @staticmethod
     def adopt(filled: Any, rows: Tensor, length: int) -> Any:
         """Return a filled layer of several prompts as a shared one; `rows` [rows] is the prompt of each row."""
-        layer = convert_layer(filled, _shared_class)
+        layer = convert_layer(filled, SharedKV)
         key, value = layer.keys, layer.values
         positions = torch.arange(length - key.shape[2], length, device=key.device).expand(key.shape[0], -1)
         start = torch.full((len(rows),), length, device=key.device)
-        layer.prefix = Prefix.of(key, value, positions, rows.to(key.device), start)
+        layer.prefix = Prefix(key, value, positions, rows.to(key.device), start)
         empty = key.new_empty(len(rows), key.shape[1], 0, key.shape[3])
         layer.keys, layer.values = empty, value.new_empty(len(rows), value.shape[1], 0, value.shape[3])
         layer.tokens = length
@@ -225,14 +220,14 @@ class SharedKV:
 
 
 @functools.cache
-def _shared_class(layer_class: type) -> Any:
-    if (sharing := getattr(layer_class, "sharing", None)) is not None:  # a layer with streaming heads
-        return sharing(SharedKV)
-    return type(f"Shared{layer_class.__name__}", (SharedKV, layer_class), {})
+def _with_mixin(layer_class: type, mixin: type) -> Any:
+    first, *others = layer_class.__bases__
+    bases = (first, mixin, *others) if hasattr(first, "outermost") else (mixin, layer_class)
+    return type(f"{mixin.__name__}{layer_class.__name__}", bases, {})
 
 
-def convert_layer(layer: Any, to_class: Callable[[type], Any]) -> Any:
-    """Return a cache layer with the attributes of this one, of the class that `to_class` makes of its class."""
-    new: Any = object.__new__(to_class(type(layer)))
+def convert_layer(layer: Any, mixin: type) -> Any:
+    """Return a cache layer with the attributes of this one, of a class that is derived from its class with this mixin."""
+    new: Any = object.__new__(_with_mixin(type(layer), mixin))  # type: ignore[arg-type]
     vars(new).update(vars(layer))
     return new

@@ -19,8 +19,8 @@ from needlework.model import files, session
 from needlework.model.families import family
 from needlework.model.hooked_model import HookedModel, Kernels
 from needlework.model.probe import probe
+from needlework.model.pruned import cut_class, cuts_of
 from needlework.model.session import exclusive_use
-from needlework.model.surgery import cut_class, cuts_of
 from needlework.terminal import say
 
 Window = Literal["transformers", "deepmind"]

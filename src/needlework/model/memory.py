@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from needlework.interventions.acts import Half
 from needlework.model.keys import Prefix, SharedKV
-from needlework.model.streaming import BUFFER
+from needlework.model.pruned import BUFFER
 
 _KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> batch dimension
 _KV |= dict.fromkeys(BUFFER, 0)

@@ -23,7 +23,7 @@ from needlework.errors import NeedleworkError
 from needlework.model.families import Family
 from needlework.model.memory import Memory
 from needlework.model.mixers import NO_GROUPS, Mixer, first, groups_of, short_convolution, states_on_modules
-from needlework.model.streaming import Streams, streams_of
+from needlework.model.pruned import Streams, streams_of
 
 PROBE = "needlework_probe"
 PROBE_TOKENS = 6

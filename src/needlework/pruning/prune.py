@@ -24,9 +24,8 @@ from needlework.interventions.builtin import LimitContext, OnlyHeads
 from needlework.interventions.ranking import Ranking, as_heads
 from needlework.model.files import read_config
 from needlework.model.load import hook_model, without_weights
+from needlework.model.pruned import ENTRY, Cut, Streams, cut_model, entry_of, whole_groups
 from needlework.model.session import no_bar_for
-from needlework.model.streaming import ENTRY, Streams, whole_groups
-from needlework.model.surgery import Cut, cut_model, entry_of
 from needlework.pruning.card import compare, costs, render_card
 
 if TYPE_CHECKING:
