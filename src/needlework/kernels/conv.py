@@ -38,7 +38,8 @@ def causal_conv(
     if x.device.type != "cpu":
         return _convolve_on_device(x, weight, bias, context, silu)
     dense = (tensor.float().contiguous() for tensor in (context, weight.t(), bias[None]))
-    inputs = (_adjacent_channels(x.float()), *dense)
+    x32 = x.float()
+    inputs = (x32 if x32.stride(-1) == 1 else x32.contiguous(), *dense)
     run = _CpuConv.apply if jit.needs_gradient(*inputs) else _run_forward
     out: Tensor = run(silu, *inputs)  # type: ignore[no-untyped-call]
     return out.to(x.dtype)
@@ -51,10 +52,6 @@ def _convolve_on_device(x: Tensor, weight: Tensor, bias: Tensor, context: Tensor
 
 
 # --- CPU --------------------------------------------------------------------------------------------------------------
-
-
-def _adjacent_channels(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _run_forward(silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -80,7 +77,7 @@ class _CpuConv(torch.autograd.Function):
         grad_weight, grad_bias = x.new_empty(x.shape[0], *weight.shape), x.new_empty(x.shape[0], *bias.shape)  # per batch row
         inputs = (jit.flatten_tokens(x), *jit.arrays(context, weight, bias))
         grads = tuple(jit.arrays(grad_x, grad_context, grad_weight, grad_bias))
-        coming = jit.flatten_tokens(_adjacent_channels(grad_out))
+        coming = jit.flatten_tokens(grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous())
         jit.run_blocks(_backward, jit.count_blocks(x.shape[0], x.shape[2]), inputs, ctx.silu, coming, grads)
         return None, grad_x, grad_context, grad_weight.sum(0), grad_bias.sum(0)
 

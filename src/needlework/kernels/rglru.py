@@ -96,22 +96,19 @@ class _CpuRglru(torch.autograd.Function):
     def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         out, final = _run_forward(*inputs)
         ctx.save_for_backward(*inputs, out)
-        ctx.set_materialize_grads(False)
         return out, final
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         *inputs, state, out = ctx.saved_tensors
-        grad_out = torch.zeros_like(out) if grad_out is None else grad_out
-        grad_final = torch.zeros_like(state) if grad_final is None else grad_final.contiguous()
         grad_x, grad_in, grad_keep = jit.empty_like(out), jit.empty_like(out), jit.empty_like(out)
         grad_rate, grad_state = torch.empty_like(state), torch.empty_like(state)  # grad_rate is per batch row
         jit.run_blocks(
             _backward,
             jit.count_blocks(out.shape[0], out.shape[2]),
             _arguments(*inputs, state),
-            (jit.flatten_tokens(out), jit.flatten_tokens(grad_out), grad_final.numpy()),
+            (jit.flatten_tokens(out), jit.flatten_tokens(grad_out), grad_final.contiguous().numpy()),
             tuple(jit.arrays(*(grad.view(-1) for grad in (grad_x, grad_in, grad_keep)), grad_rate, grad_state)),
             out.shape[1],
         )

@@ -91,17 +91,15 @@ class _CpuScan(torch.autograd.Function):
     def forward(ctx: Any, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         out, final, saved = _run_forward(True, state, *inputs)
         ctx.save_for_backward(saved, *inputs)
-        ctx.set_materialize_grads(False)
         return out, final
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
-    def backward(ctx: Any, grad_out: Tensor | None, grad_final: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor) -> tuple[Tensor | None, ...]:
         saved, *inputs = ctx.saved_tensors
         x, _, A, *_, bias, skip, z = inputs
         batch, length, inner = x.shape
-        grad_out = torch.zeros_like(x) if grad_out is None else grad_out
-        grad_final = x.new_zeros(batch, *A.shape) if grad_final is None else grad_final.contiguous()
+        grad_final = grad_final.contiguous()
         grad_x, grad_dt, grad_z = jit.empty_like(x), jit.empty_like(x), jit.empty_like(z)
         # Gradients of A, bias and skip are per batch row, those of B and C per block of channels; they are summed below, in
         # a fixed order.

@@ -26,7 +26,7 @@ from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
 from needlework.kernels.block_attention import attend, supports
 from needlework.model.edits import LayerEdits
-from needlework.model.keys import Keys, OwnKeys, SharedPrefix
+from needlework.model.keys import OwnKeys, SharedPrefix
 from needlework.model.pruned import Split, SplitKeys
 from needlework.receipts import Tally
 from needlework.requests import Request
@@ -38,6 +38,7 @@ CPU_MASK_PAIRS, GPU_MASK_PAIRS = 1 << 21, 1 << 26  # query-key pairs in the mask
 FEWEST_QUERIES = 16  # minimum of a block with up to MANY_KEYS keys; fewer with more keys, so that block memory stays bounded
 MANY_KEYS = 8192
 _ENTROPY = "entropy"
+Keys = OwnKeys | SharedPrefix | SplitKeys  # of one layer, by how the cache stores them
 _FEWEST_READERS = 16  # minimum queries per key for the kernel: it needs transposed keys, a copy that few queries do not repay
 CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one block of queries; small blocks fit the CPU cache
 
@@ -414,14 +415,17 @@ def fused_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor) 
 
 def _keys(forward: Forward, key: Tensor, value: Tensor, heads: int) -> Keys:
     """Wrap keys and values by how the cache stores them: per row, with a shared prefix, or split by streaming heads."""
+
+    def whole(key: Tensor, value: Tensor) -> OwnKeys | SharedPrefix:
+        prefix = getattr(key, "shared_prefix", None)
+        if forward.shared and prefix is None:
+            raise TrialError("the model changed its keys after the cache returned them; shared keys cannot serve it")
+        return OwnKeys(key, value) if prefix is None else SharedPrefix(prefix, key, value)
+
     split: Split | None = getattr(key, "split_heads", None)
-    if split is not None:
-        full = None if split.full is None else _keys(forward, *split.full, heads)
-        return SplitKeys(split, full, heads, forward.positions)
-    prefix = getattr(key, "shared_prefix", None)
-    if forward.shared and prefix is None:
-        raise TrialError("the model changed its keys after the cache returned them; shared keys cannot serve it")
-    return OwnKeys(key, value) if prefix is None else SharedPrefix(prefix, key, value)
+    if split is None:
+        return whole(key, value)
+    return SplitKeys(split, whole(*split.full) if split.full else None, heads, forward.positions)
 
 
 def _key_range(visible: Tensor | None, keys: Keys) -> tuple[int, int]:

@@ -5,33 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from needlework.kernels.block_attention import TransposedKeyValues, transpose_keys_values
-
-
-class Keys(Protocol):
-    """The interface of one layer's keys and values, whatever their storage."""
-
-    count: int  # number of keys
-    value_dim: int
-    sliceable: bool  # whether `scores` and `mix` honour `first` and `last`; if not, they use all keys
-
-    def positions(self, q_positions: Tensor) -> Tensor:
-        """Return the absolute position of every key in every row, -1 for padding. [rows, keys]"""
-        ...
-
-    def scores(self, query: Tensor, first: int, last: int) -> Tensor:
-        """Return dot products [rows, heads, queries, last - first] of queries with keys."""
-        ...
-
-    def mix(self, weights: Tensor, first: int, last: int) -> Tensor:
-        """Return weighted sums of values [rows, heads, queries, value_dim]."""
-        ...
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
@@ -43,13 +23,14 @@ def _grouped(x: Tensor, kv_heads: int) -> Tensor:
 class OwnKeys:
     """Keys and values stored per row."""
 
-    sliceable = True
+    sliceable = True  # whether `scores` and `mix` honour `first` and `last`; if not, they use all keys
 
     def __init__(self, key: Tensor, value: Tensor) -> None:
         self.key, self.value = key, value  # [rows, kv_heads, keys, dim]
         self.count, self.value_dim = key.shape[2], value.shape[3]
 
     def positions(self, q_positions: Tensor) -> Tensor:
+        """Return the absolute position of every key in every row, -1 for padding. [rows, keys]"""
         # Caches keep the newest keys, so the last key belongs to the last token of this forward.
         return q_positions[:, -1:] + torch.arange(1 - self.count, 1, device=q_positions.device)
 
@@ -60,11 +41,13 @@ class OwnKeys:
         return TransposedKeyValues(*transpose_keys_values(self.key, self.value), torch.arange(rows), *nothing)
 
     def scores(self, query: Tensor, first: int, last: int) -> Tensor:
+        """Return dot products [rows, heads, queries, last - first] of queries with keys."""
         rows, heads, queries, _ = query.shape
         key = self.key[:, :, first:last]
         return (_grouped(query, key.shape[1]) @ key.transpose(2, 3)).view(rows, heads, queries, last - first)
 
     def mix(self, weights: Tensor, first: int, last: int) -> Tensor:
+        """Return weighted sums of values [rows, heads, queries, value_dim]."""
         rows, heads, queries, _ = weights.shape
         value = self.value[:, :, first:last]
         return (_grouped(weights, value.shape[1]) @ value).view(rows, heads, queries, self.value_dim)

@@ -109,10 +109,8 @@ def hook_model(model: Any, window: Window = "transformers", kernels: Kernels = "
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
     on_gpu = next(model.parameters()).device.type == "cuda"
-    with (
-        exclusive_use(),
-        nullcontext() if on_gpu else session.slow_kernel_hints(),
-    ):  # exclusive, because the probe registers global module hooks
+    hints = nullcontext() if on_gpu else session.slow_kernel_hints()
+    with exclusive_use(), hints:  # exclusive, because the probe registers global module hooks
         return HookedModel(model, kind, probe(model, kind, window), kernels)
 
 
@@ -274,19 +272,12 @@ def _weights(folder: Path, gguf: str, config: Any, trust_remote_code: bool = Fal
 
     known = type(config) in AutoModelForCausalLM._model_mapping or trust_remote_code
     loader = AutoModelForCausalLM if known and not cuts_of(config) else _model_class(config)
-    source = {"gguf_file": gguf} if gguf else {"use_safetensors": True}
+    options |= {"gguf_file": gguf} if gguf else {"use_safetensors": True}
+    options |= {"config": config, "trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True}
     stored = [folder / gguf] if gguf else files.weight_files(folder)
-    with session.no_bar_for(sum(file.stat().st_size for file in stored)), session.load_report() as report:
+    with session.no_bar_for(sum(file.stat().st_size for file in stored)), session.withheld(*_LOAD_REPORT) as report:
         try:
-            model, loading_info = loader.from_pretrained(
-                str(folder),
-                config=config,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-                trust_remote_code=trust_remote_code,
-                **source,
-                **options,
-            )
+            model, loading_info = loader.from_pretrained(str(folder), output_loading_info=True, **options)
         except Exception as error:  # SafetensorError, OSError, KeyError...
             # The load report names the tensor that could not be assembled, and the reason.
             match = re.search(r"^(.*)\nError: .* destined for (\S+?)\.?(?: |$)", "\n".join(report), re.MULTILINE)
@@ -311,6 +302,7 @@ def _weights(folder: Path, gguf: str, config: Any, trust_remote_code: bool = Fal
     return model
 
 
+_LOAD_REPORT = "transformers.modeling_utils", "LOAD REPORT"  # its table of missing and mismatched tensors; our error names them
 _MOST_PER_VALUE = 64  # maximum parameters per stored value: packed and quantised tensors hold several parameters in a value
 
 
@@ -360,8 +352,7 @@ def _first_few(names: Collection[str]) -> str:
 
 def _set_window(config: Any, window: Window) -> None:
     """Apply a sliding window rule: in DeepMind's code, a query sees one key more than in transformers'."""
-    if window not in ("transformers", "deepmind"):
-        raise NeedleworkError(f"window={window!r} is not known; choose 'transformers' or 'deepmind'")
+    _check_choice("window=", window, get_args(Window))
     if window == "deepmind":
         if not family(config.model_type).deepmind_window:
             raise NeedleworkError(f"window='deepmind' is for RecurrentGemma; {config.model_type} has only transformers' own rule")

@@ -147,10 +147,8 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
 
         return spy
 
-    hooks = [
-        module_hooks.register_module_forward_pre_hook(entered),
-        module_hooks.register_module_forward_hook(left, always_call=True),
-    ]
+    before = module_hooks.register_module_forward_pre_hook(entered)
+    after = module_hooks.register_module_forward_hook(left, always_call=True)
     for name in ("update_conv_state", "update_recurrent_state", "set_linear_cache", "update"):
         if hasattr(memory.cache, name):
             setattr(memory.cache, name, spied(getattr(memory.cache, name), name))
@@ -159,8 +157,8 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
         yield
     finally:
         _LOG.reset(token)
-        for hook in hooks:
-            hook.remove()
+        before.remove()
+        after.remove()
 
 
 def probe(model: Any, family: Family, window_rule: str) -> Findings:
@@ -187,7 +185,13 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
     unique = len(set(numbers)) == len(numbers)  # if not, several stacks repeat numbers: layers are in the order of their calls
     attention = {call.module: number if unique else turn for turn, (call, number) in enumerate(zip(calls, numbers, strict=True))}
     found = named or [Mixer(_number(paths[module]), module, layer) for module, layer in log.mixers.items()]
-    mixers = () if family.no_mixer else tuple(_with_parts(mixer, log, memory) for mixer in found)
+    mixers: tuple[Mixer, ...] = ()
+    for mixer in () if family.no_mixer else found:
+        output = log.projections.get(mixer.module)
+        groups = groups_of(mixer.module, output.in_features)[1] if output is not None else 0  # none without a last linear map
+        lone_window = len(memory.states_of(mixer.cache_layer, "conv")) == 1
+        convolution = short_convolution(mixer.module) if lone_window else None
+        mixers += (replace(mixer, groups=groups, output=output, convolution=convolution),)
     if not calls and not mixers and not family.no_mixer:
         raise NeedleworkError(
             f"{type(model).__name__} is not supported: none of its layers was seen to call transformers' attention or to use its"
@@ -224,15 +228,6 @@ def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None,
 @functools.cache
 def _parameter_names(cls: type) -> frozenset[str]:
     return frozenset(inspect.signature(cls.forward).parameters)  # type: ignore[attr-defined]
-
-
-def _with_parts(mixer: Mixer, log: _Log, memory: Memory) -> Mixer:
-    """Return a mixer with its groups (if its last step is a linear map) and convolution (if the cache has one window)."""
-    output = log.projections.get(mixer.module)
-    groups = groups_of(mixer.module, output.in_features)[1] if output is not None else 0
-    windows = memory.states_of(mixer.cache_layer, "conv")
-    convolution = short_convolution(mixer.module) if len(windows) == 1 else None
-    return replace(mixer, groups=groups, output=output, convolution=convolution)
 
 
 def _number(path: str) -> int:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from needlework.anatomy import AttentionPart
 from needlework.errors import NeedleworkError, short_repr
-from needlework.model.keys import Keys, OwnKeys, convert_layer
+from needlework.model.keys import OwnKeys, SharedPrefix, convert_layer
 
 ENTRY = "needlework"  # key of config.json with the pruned and streaming heads of a model
 
@@ -186,7 +186,7 @@ class SplitKeys:
 
     sliceable = False
 
-    def __init__(self, split: Split, full: Keys | None, heads: int, q_positions: Tensor) -> None:
+    def __init__(self, split: Split, full: OwnKeys | SharedPrefix | None, heads: int, q_positions: Tensor) -> None:
         self.split, self.full, self.stream = split, full, OwnKeys(split.key, split.value)
         self.full_heads, self.stream_heads = split.query_heads(heads)
         self.count, self.value_dim = full.count if full else self.stream.count, split.value.shape[3]

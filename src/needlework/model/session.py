@@ -79,11 +79,6 @@ def withheld(logger: str, part: str) -> Iterator[list[str]]:
         log.removeFilter(let_through)
 
 
-def load_report() -> AbstractContextManager[list[str]]:
-    """Collect transformers' table of missing and mismatched tensors; needlework's error names them."""
-    return withheld("transformers.modeling_utils", "LOAD REPORT")
-
-
 def slow_kernel_hints() -> AbstractContextManager[list[str]]:
     """Suppress advice to install GPU kernels: they do not run on a CPU, where needlework has kernels of its own."""
     return withheld("transformers.integrations.hub_kernels", "is falling back to its reference")
