@@ -34,8 +34,7 @@ class RecordedHeads:
 
     heads: Tensor  # [rows, tokens, heads * dim], after any output gate
     projection: nn.Module
-    alone: bool  # the module returns the projection's output itself, not a tuple that begins with it
-    others: tuple[None, ...]  # the rest of that tuple
+    returned: tuple[None, ...] | None  # what the module returns, without the projection's output: as a tuple, or by itself
 
 
 @dataclass
@@ -156,7 +155,7 @@ def _recorded_heads(recording: PrefillRecording, layer: int, attention: nn.Modul
             raise CannotEnter(f"the attention of layer {layer} runs more than once")
         same = bool(last) and last[0][2].data_ptr() == hidden.data_ptr() and last[0][2].shape == hidden.shape
         if same and all(other is None for other in others):
-            recording.heads[layer] = RecordedHeads(last[0][1], last[0][0], not isinstance(output, tuple), others)
+            recording.heads[layer] = RecordedHeads(last[0][1], last[0][0], replace_first(output, None))
 
     with ExitStack() as stack:
         for module in attention.modules():
@@ -182,8 +181,7 @@ def _with_heads_zeroed(layer: int, recording: PrefillRecording, rows: Tensor, he
         # Counted for all tokens: outputs of tokens that are not fed are not used later.
         now.tally.add(layer, now.phase, "positions", now.slots, tokens)
         now.tally.add(layer, now.phase, "heads_zeroed", now.slots, off.sum((1, 2)))
-        out = recorded.projection(values)
-        return out if recorded.alone else (out, *recorded.others)
+        return replace_first(recorded.returned, recorded.projection(values))
 
     return forward
 

@@ -218,7 +218,11 @@ class HookedModel:
         logits: list[Tensor] = []
         with preallocated_cache(memory.cache, start + n) if n > self.chunk else nullcontext():
             for part in self._parts(start, n, rows, phase):
-                self._apply_clears(memory, rows, tally, phase, positions[:, part.start])
+                for row, position in enumerate(positions[:, part.start].tolist() if rows.clears else ()):
+                    for layer in (layer for layer, cleared in rows.clears.get(position, {}).items() if row in cleared):
+                        mask = torch.arange(memory.rows, device=self.device) == row
+                        memory.clear([mixer.cache_layer for mixer in self.mixers if mixer.layer == layer], mask)
+                        tally.add(layer, phase, "states_cleared", rows.slots[row : row + 1], 1)
                 here = (keep - part.start).clamp(0, part.stop - part.start - 1) if isinstance(keep, Tensor) else keep
                 forward = Forward(
                     phase,
@@ -260,15 +264,6 @@ class HookedModel:
         if len(parts) > 1 and not self.continues:
             return [parts[0], *(slice(i, i + 1) for i in range(parts[0].stop, n))]
         return parts
-
-    def _apply_clears(self, memory: Memory, rows: Rows, tally: Tally, phase: Phase, at: Tensor) -> None:
-        """Clear the recurrent state of rows that have a ClearState act at their next position, `at` [rows]."""
-        for i, position in enumerate(at.tolist() if rows.clears else ()):
-            for layer, cleared in rows.clears.get(position, {}).items():
-                if i in cleared:
-                    mask = torch.arange(memory.rows, device=self.device) == i
-                    memory.clear([mixer.cache_layer for mixer in self.mixers if mixer.layer == layer], mask)
-                    tally.add(layer, phase, "states_cleared", rows.slots[i : i + 1], 1)
 
     def _forward(self, ids: Tensor, forward: Forward, memory: Memory, keep: Literal["last", "all"] | Tensor) -> Tensor:
         """Run one forward; `keep` as in `feed`. Returns logits [rows, 1 or n, vocabulary] in float32."""

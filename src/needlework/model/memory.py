@@ -216,12 +216,6 @@ class Memory:
                 slot.put(slot.select(rows))
         return new
 
-    def take_states(self, layer: int, rows: Tensor, other: Memory) -> None:
-        """Replace one layer's recurrent states of the given rows by those of `other`, which holds exactly these rows."""
-        new = {slot.name: slot.tensor for slot in other.states_of(layer, "state")}
-        for slot in self.states_of(layer, "state"):
-            slot.put(slot.tensor.index_copy(0, rows.to(slot.tensor.device), new[slot.name].to(slot.tensor.dtype)))
-
     def nbytes(self, half: Half | None = None) -> int:
         """Return the bytes in use; shared keys and values count once."""
         tensors = [slot.tensor for slot in self.slots(half)]

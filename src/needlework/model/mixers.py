@@ -206,7 +206,9 @@ class _MixerHooks:
         other = replaced_value(self.mixer.convolution._parameters, "weight", nn.Parameter(last_tap, requires_grad=False))
         with self._running(chosen), before.mounted(), other:
             output = call.again(chosen, slice(0, call.tokens), before.cache, True, alone=False)
-        self.memory.take_states(layer, chosen, before)
+        new = {slot.name: slot.tensor for slot in before.states_of(layer, "state")}
+        for slot in self.memory.states_of(layer, "state"):
+            slot.put(slot.tensor.index_copy(0, chosen.to(slot.tensor.device), new[slot.name].to(slot.tensor.dtype)))
         self.memory.clear([layer], marked, "conv")
         return output
 
@@ -367,6 +369,6 @@ def first(output: Any) -> Tensor:
     return hidden
 
 
-def replace_first(output: Any, hidden: Tensor) -> Any:
+def replace_first(output: Any, hidden: Tensor | None) -> Any:
     """Return a module's output with its tensor, or the first entry of its tuple, replaced."""
     return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

@@ -44,18 +44,6 @@ class Streams:
         layers = {str(layer): list(heads) for layer, heads in self.kv_heads.items()}
         return {"window": self.window, "sinks": self.sinks, "kv_heads": layers}
 
-    @classmethod
-    def read(cls, entry: Any) -> Streams:
-        """Read and check the entry of a config.json, which is untrusted."""
-        try:
-            window, sinks = operator.index(entry["window"]), operator.index(entry["sinks"])
-            layers = {int(layer): tuple(map(operator.index, heads)) for layer, heads in entry["kv_heads"].items()}
-            if window < 1 or sinks < 0 or any(min(heads) < 0 or len(set(heads)) < len(heads) for heads in layers.values()):
-                raise ValueError
-        except (TypeError, ValueError, KeyError, AttributeError):
-            raise NeedleworkError(f"config.json: streaming heads {short_repr(entry)} are none; prune the model again") from None
-        return cls(window, sinks, layers)
-
     def install(self, cache: Any) -> Any:
         """Replace layers of a new cache by ones with buffers for streaming heads; return the cache."""
         if hasattr(cache, "linear_cache"):  # MiniMax adds layers to its cache as it runs, and counts them
@@ -234,10 +222,19 @@ class SplitKeys:
 
 
 def streams_of(config: Any) -> Streams | None:
-    """Return the streaming heads of a configuration; None if it has none."""
+    """Read and check the streaming heads in a configuration, which is untrusted; None if it has none."""
     entry = getattr(config, ENTRY, None)
     said = entry.get("streaming") if isinstance(entry, Mapping) else None
-    return None if said is None else Streams.read(said)
+    if said is None:
+        return None
+    try:
+        window, sinks = operator.index(said["window"]), operator.index(said["sinks"])
+        layers = {int(layer): tuple(map(operator.index, heads)) for layer, heads in said["kv_heads"].items()}
+        if window < 1 or sinks < 0 or any(min(heads) < 0 or len(set(heads)) < len(heads) for heads in layers.values()):
+            raise ValueError
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise NeedleworkError(f"config.json: streaming heads {short_repr(said)} are none; prune the model again") from None
+    return Streams(window, sinks, layers)
 
 
 def whole_groups(kept: Sequence[int], query_heads: int, kv_heads: int) -> tuple[int, ...]:
