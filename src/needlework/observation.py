@@ -6,7 +6,7 @@ Observers receive probabilities after `limit_context` is applied, and before `ex
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -80,14 +80,9 @@ class AttentionObserver:
         return same & self.in_span(span, slots, positions)
 
 
-@contextmanager
-def observing(subject: Subject, observer: AttentionObserver) -> Iterator[None]:
+def observing(subject: Subject, observer: AttentionObserver) -> AbstractContextManager[None]:
     """Set the observer of everything that the calling thread runs on the subject inside the `with` block."""
-    before, subject.body.observer = subject.body.observer, observer
-    try:
-        yield
-    finally:
-        subject.body.observer = before
+    return subject.body.observed_by(observer)
 
 
 def entropy(p: Tensor, counted: Tensor | None = None) -> Tensor:

@@ -98,14 +98,12 @@ def out_of_memory(error: Exception) -> bool:
 
 def try_proof(body: HookedModel, prove: Callable[[], bool]) -> bool | None:
     """Return whether a check of the model passes; None if memory ran out, so that it may pass another time. Unobserved."""
-    observer, body.observer = body.observer, None
     try:
-        return prove()
+        with body.observed_by(None):
+            return prove()
     except Exception as error:  # whatever it is, it would have been an error of a real prefill
         logger.debug("a shortcut cannot be used: %s", error)
         return None if out_of_memory(error) else False
-    finally:
-        body.observer = observer
 
 
 @dataclass(frozen=True)

@@ -261,26 +261,25 @@ _WORTH_KEEPING = 64 * 2**20
 
 
 def _file_hash(file: Path) -> str:
-    def digest() -> str:
-        with file.open("rb") as stream:
-            return hashlib.file_digest(stream, "sha256").hexdigest()
-
     stat = file.stat()
-    if stat.st_size < _WORTH_KEEPING:
-        return digest()
+    kept = stat.st_size >= _WORTH_KEEPING
     cached = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "needlework" / "hashes.json"
     known: Any = None
-    with suppress(OSError, ValueError):
-        known = json.loads(cached.read_text(encoding="utf-8"))
+    if kept:
+        with suppress(OSError, ValueError):
+            known = json.loads(cached.read_text(encoding="utf-8"))
     hashes: dict[str, str] = known if isinstance(known, dict) else {}
     key = f"{file.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-    if key not in hashes:
-        hashes[key] = digest()
+    if key in hashes:
+        return hashes[key]
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if kept:
         with suppress(OSError):  # a cache that cannot be written costs time, not correctness
             cached.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(cached) as out:
-                json.dump(hashes, out)
-    return hashes[key]
+                json.dump(hashes | {key: digest}, out)
+    return digest
 
 
 def tokenizer_hash(place: Path) -> str:

@@ -91,9 +91,15 @@ class HookedModel:
         """The observer of the calling thread."""
         return self._observer.get()
 
-    @observer.setter
-    def observer(self, observer: Observer | None) -> None:
+    @contextmanager
+    def observed_by(self, observer: Observer | None) -> Iterator[None]:
+        """Set the observer (None: no observer) of what the calling thread runs while the context is open."""
+        before = self._observer.get()
         self._observer.set(observer)
+        try:
+            yield
+        finally:
+            self._observer.set(before)
 
     @cached_property
     def weights(self) -> str:
@@ -299,19 +305,16 @@ class HookedModel:
         if self._trusted:
             return
         self._trusted = True  # `feed` below calls this method again
-        observer, self.observer = self.observer, None
-        try:
-            slots = torch.zeros(1, dtype=torch.int64, device=self.device)
-            ids = (torch.arange(_CHECKED_TOKENS, device=self.device) * 7 % self.anatomy.vocabulary)[None]
-            parts = list(self.anatomy.attention_parts())
-            no_limit: list[Act] = [LimitKeys(layer, 1 << 30, 0) for layer, _ in parts]
-            of_heads: list[Act] = [LimitKeys(layer, 1 << 30, 0, frozenset(range(part.query_heads))) for layer, part in parts]
-            answers = []
+        slots = torch.zeros(1, dtype=torch.int64, device=self.device)
+        ids = (torch.arange(_CHECKED_TOKENS, device=self.device) * 7 % self.anatomy.vocabulary)[None]
+        parts = list(self.anatomy.attention_parts())
+        no_limit: list[Act] = [LimitKeys(layer, 1 << 30, 0) for layer, _ in parts]
+        of_heads: list[Act] = [LimitKeys(layer, 1 << 30, 0, frozenset(range(part.query_heads))) for layer, part in parts]
+        answers = []
+        with self.observed_by(None):
             for acts in ([], no_limit, of_heads):  # stock SDPA; the compiled kernel, where supported; tensor operations
                 rows = self.compile([acts], [0], "prefill", slots)
                 answers.append(self.feed(ids, self.new_memory(1), "prefill", rows, Tally(1), keep="all"))
-        finally:
-            self.observer = observer
         if not all(self.agree(answers[0], other) for other in answers[1:]):
             self._trusted = False
             apart = float((answers[0] - torch.stack(answers[1:])).abs().max() / answers[0].abs().max().clamp_min(1e-6))
