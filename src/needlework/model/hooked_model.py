@@ -48,11 +48,6 @@ class Rows:
     mixers: dict[int, MixerEdits] = field(default_factory=dict)
     clears: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # position -> layer -> rows
 
-    @property
-    def one_piece(self) -> bool:
-        """Whether some row's acts need all queries of a prompt in one forward."""
-        return any(edits.needs_all_queries for edits in self.attention.values())
-
     def select(self, rows: Tensor) -> Rows:
         """Return the edits of the given rows, in this order."""
         places = {int(row): i for i, row in enumerate(rows)}
@@ -262,7 +257,7 @@ class HookedModel:
         """
         if start and n > 1 and not self.continues:
             return [slice(i, i + 1) for i in range(n)]
-        long = phase == "prefill" and self.continues and not rows.one_piece
+        long = phase == "prefill" and self.continues and not any(x.needs_all_queries for x in rows.attention.values())
         ends = sorted(
             {0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(chunk_boundaries(n, self.chunk) if long else ())}
         )
