@@ -205,7 +205,8 @@ class SharedKV:
 @functools.cache
 def _with_mixin(layer_class: type, mixin: type) -> Any:
     first, *others = layer_class.__bases__
-    bases = (first, mixin, *others) if hasattr(first, "outermost") else (mixin, layer_class)
+    streams = hasattr(first, "outermost")  # streaming heads are split off before the mixin sees the keys
+    bases = (first, mixin, *others) if streams else (mixin, layer_class)
     return type(f"{mixin.__name__}{layer_class.__name__}", bases, {})
 
 
