@@ -352,7 +352,8 @@ def _first_few(names: Collection[str]) -> str:
 
 def _set_window(config: Any, window: Window) -> None:
     """Apply a sliding window rule: in DeepMind's code, a query sees one key more than in transformers'."""
-    _check_choice("window=", window, get_args(Window))
+    if window not in ("transformers", "deepmind"):
+        raise NeedleworkError(f"window={window!r} is not known; choose 'transformers' or 'deepmind'")
     if window == "deepmind":
         if not family(config.model_type).deepmind_window:
             raise NeedleworkError(f"window='deepmind' is for RecurrentGemma; {config.model_type} has only transformers' own rule")
