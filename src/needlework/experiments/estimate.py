@@ -165,22 +165,20 @@ def describe(plan: Plan, source: ModelSource | None = None) -> Description:
                 longest = max(len(trial.item.prompt) for trial in trials)
                 prefills, _ = _count_prefills(work, trials)
                 parts.append(ExperimentSize(name, work.model.name, len(trials), conditions, prefills, longest))
-    totals = tuple(map(_total, works))
-    return Description(plan.name, tuple(parts), totals, tuple(notes), tuple(count_samples(plan, works)))
-
-
-def _total(work: Work) -> Total:
-    model, asked = work.model, [same[0] for same in work.by_id().values()]
-    longest = max(trial.tokens for trial in asked)
-    rows = min(_ROWS, len(asked))
-    memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
-    memory += rows * 12 * model.anatomy.vocabulary  # logits of a step in fp32, and their sorting
-    memory += model.costs.activations(longest) if model.costs else 0
-    if model.model.loading.device == "cpu":
-        memory = min(memory, default_limit(torch.device("cpu")))  # the engine admits no more rows than fit
-    memory += model.anatomy.parameters * torch_dtype(model.model.loading.dtype).itemsize
-    seconds = estimate_seconds(work, speed_here(work))
-    return Total(model.name, len(work.trials), len(asked), _count_prefills(work, asked)[0], seconds, memory)
+    totals = []
+    for work in works:
+        model, asked = work.model, [same[0] for same in work.by_id().values()]
+        longest, rows = max(trial.tokens for trial in asked), min(_ROWS, len(asked))
+        memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
+        memory += rows * 12 * model.anatomy.vocabulary  # logits of a step in fp32, and their sorting
+        memory += model.costs.activations(longest) if model.costs else 0
+        if model.model.loading.device == "cpu":
+            memory = min(memory, default_limit(torch.device("cpu")))  # the engine admits no more rows than fit
+        memory += model.anatomy.parameters * torch_dtype(model.model.loading.dtype).itemsize
+        prefills, _ = _count_prefills(work, asked)
+        seconds = estimate_seconds(work, speed_here(work))
+        totals.append(Total(model.name, len(work.trials), len(asked), prefills, seconds, memory))
+    return Description(plan.name, tuple(parts), tuple(totals), tuple(notes), tuple(count_samples(plan, works)))
 
 
 def _count_prefills(work: Work, trials: Sequence[Trial]) -> tuple[int, int]:

@@ -131,29 +131,25 @@ def load(path: str | Path, *, fast: bool = False, models: Sequence[str] = (), ma
         raise file.error((), "a plan is a mapping with the keys models and experiments")
     try:
         content = schema.PlanFile.model_validate(file.data)
-    except ValidationError as error:
-        raise _explain(error, file) from None
+    except ValidationError as error:  # one line per fault, in the order of the file
+        faults = set()
+        for fault in error.errors():
+            place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
+            if fault["type"] == "extra_forbidden":
+                message = f"unknown key {short_repr(place[-1])}: {did_you_mean(str(place[-1]), schema.keys_at(place[:-1]))}"
+            elif fault["type"] == "missing":
+                parent = f" in {'.'.join(map(str, place[:-1]))}" if place[1:] else ""
+                message = f"the key {place[-1]!r} is missing{parent}"
+            else:
+                reason = fault["msg"].removeprefix("Value error, ")
+                message = f"{'.'.join(map(str, place))}: {reason} (got {short_repr(fault['input'])})"
+            faults.add((file.line(place), message))
+        raise PlanError("\n".join(f"{file.path}:{line}: {message}" for line, message in sorted(faults))) from None
     if make_task is None:
         from needlework.tasks import make_task as known_tasks
 
         make_task = known_tasks
     return _Builder(file, content, fast, models, make_task).plan()
-
-
-def _explain(error: ValidationError, file: schema.YamlFile) -> PlanError:
-    """Convert pydantic's errors into one PlanError: a line per fault, in the order of the file."""
-    faults = []
-    for fault in error.errors():
-        place = tuple(part for part in fault["loc"] if not str(part).startswith("function-"))
-        where = ".".join(map(str, place))
-        if fault["type"] == "extra_forbidden":
-            message = f"unknown key {short_repr(place[-1])}: {did_you_mean(str(place[-1]), schema.keys_at(place[:-1]))}"
-        elif fault["type"] == "missing":
-            message = f"the key {place[-1]!r} is missing" + (f" in {'.'.join(map(str, place[:-1]))}" if place[1:] else "")
-        else:
-            message = f"{where}: {fault['msg'].removeprefix('Value error, ')} (got {short_repr(fault['input'])})"
-        faults.append((file.line(place), message))
-    return PlanError("\n".join(f"{file.path}:{line}: {message}" for line, message in sorted(set(faults))))
 
 
 @dataclass
@@ -223,6 +219,13 @@ class _Builder:
         for key in ("tasks", "interventions"):
             reduced = getattr(spec.fast, key) if self.fast and spec.fast else None
             own[key] = ((*place, key), getattr(spec, key)) if reduced is None else ((*place, "fast", key), reduced)
+        where, texts = own["interventions"]
+        grids = tuple(InterventionText(self._at((*where, i)), text) for i, text in enumerate(texts))
+        for one in grids:
+            try:
+                check_ranges(one.text)
+            except NeedleworkError as error:
+                raise one.error(str(error)) from None
         limit = setting("limit")
         if self.fast and limit is None and spec.fast is None and self.content.fast is None:
             limit = FAST_LIMIT
@@ -232,7 +235,7 @@ class _Builder:
             about=spec.about,
             models=self._models(levels, place),
             tasks=self._tasks(*own["tasks"]),
-            grids=self._interventions(*own["interventions"]),
+            grids=grids,
             seeds=tuple(dict.fromkeys(setting("seeds") or [0])),
             boundary=setting("boundary") or "decode",
             max_new_tokens=setting("max_new_tokens"),
@@ -304,15 +307,6 @@ class _Builder:
             named = [key for key in options if re.search(rf"\b{re.escape(key)}\b", str(error))]
             raise self.file.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
 
-    def _interventions(self, place: Place, texts: list[str]) -> tuple[InterventionText, ...]:
-        made = tuple(InterventionText(self._at((*place, i)), text) for i, text in enumerate(texts))
-        for one in made:
-            try:
-                check_ranges(one.text)
-            except NeedleworkError as error:
-                raise one.error(str(error)) from None
-        return made
-
 
 # Shipped plans: `02-head-sparsification`, `02` and `head-sparsification` are the same plan.
 
@@ -330,7 +324,7 @@ def catalog() -> dict[str, Plan]:
 def plan_names() -> dict[str, Path]:
     """Return all names of shipped plans: the full name and, where it starts with a number, the number and the rest."""
     known = {path.stem: path for path in plan_files()}
-    for path in plan_files():
+    for path in list(known.values()):
         number, _, rest = path.stem.partition("-")
         if number.isdigit() and rest:
             known |= {number: path, rest: path}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,23 +41,17 @@ class Result:
 
     def checkups(self) -> dict[str, Checkup]:
         """Return the doctor's results by model name, as recorded when the run loaded the model."""
-        store = Store(self.directory)
-        try:
+        with closing(Store(self.directory)) as store:
             about = store.meta("models") or {}
-        finally:
-            store.close()
         return {name: Checkup.from_dict(model["checkup"]) for name, model in about.items() if "checkup" in model}
 
     def rows(self) -> pandas.DataFrame:
         """Return one row per trial of the plan, with the columns of docs/store.md and each score as `score_NAME`."""
         import pandas
 
-        store = Store(self.directory)
-        try:
+        with closing(Store(self.directory)) as store:
             columns, rows = read_trials(store, "asked ORDER BY experiment, model, task, id", json_text=False)
             return pandas.DataFrame(list(rows), columns=columns)
-        finally:
-            store.close()
 
     def frame(self, score: str = "correct") -> pandas.DataFrame:
         """Return the mean of a score with its 95 % interval, one row per model, task and intervention.

@@ -212,11 +212,6 @@ class _Permutation:
     order: list[int]
     values: list[float]  # of the coalition that has joined: of nobody, of the first player, of the first two, ...
 
-    def next_coalitions(self) -> list[Coalition]:
-        joined = len(self.values) - 1
-        ends = range(joined + 1, min(joined + _BLOCK, len(self.order)) + 1)
-        return [(self.game, frozenset(self.order[:end])) for end in ends]
-
 
 def shapley_values(
     value: CoalitionValue,
@@ -249,7 +244,8 @@ def shapley_values(
         permutations += [_Permutation(game, way, [ends[2 * game]]) for way in (order, order[::-1])]
     valued, alive = len(ends), permutations
     while alive:
-        asked = [permutation.next_coalitions() for permutation in alive]
+        ends_of = [range(len(x.values), min(len(x.values) + _BLOCK - 1, players) + 1) for x in alive]
+        asked = [[(x.game, frozenset(x.order[:end])) for end in some] for x, some in zip(alive, ends_of, strict=True)]
         new = [coalition for coalitions in asked for coalition in coalitions if len(coalition[1]) < players]
         known = dict(zip(new, value(new), strict=True)) if new else {}
         valued += len(new)

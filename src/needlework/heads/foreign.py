@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,15 +91,10 @@ def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> No
         raise NeedleworkError(f"there is no format {kind!r} to export to; choose from {', '.join(FILES)}")
     ranking.check(anatomy)
     scores = ranking.scores or {head: float(-i) for i, head in enumerate(ranking.order)}
-    with atomic_write(Path(path)) as file:
-        if kind == "wu":
+    if kind == "wu":
+        with atomic_write(Path(path)) as file:
             json.dump({f"{head.layer}-{head.index}": [scores[head]] for head in sorted(scores)}, file)
-        else:
-            file.writelines("\t".join(f"{gate:.9g}" for gate in row) + "\n" for row in _gates(scores, anatomy))
-
-
-def _gates(scores: Mapping[Head, float], anatomy: Anatomy) -> list[list[float]]:
-    """Return gates [layers][kv heads] in [0, 1], with 1 in layers without attention."""
+        return
     low, high = min(scores.values()), max(scores.values())
     widths = {part.kv_heads for _, part in anatomy.attention_parts()}
     if len(widths) > 1:
@@ -108,9 +102,10 @@ def _gates(scores: Mapping[Head, float], anatomy: Anatomy) -> list[list[float]]:
             f"DuoAttention's matrix has one number of key-value heads for all layers, and {anatomy.architecture} has"
             f" {', '.join(map(str, sorted(widths)))}; export to wu instead"
         )
-    rows = [[1.0] * max(widths) for _ in anatomy.layers]
+    gates = [[1.0] * max(widths) for _ in anatomy.layers]  # [layers][kv heads]
     for layer, part in anatomy.attention_parts():
         size = part.query_heads // part.kv_heads
         best = [max(scores[Head(layer, kv * size + i)] for i in range(size)) for kv in range(part.kv_heads)]
-        rows[layer] = [(value - low) / (high - low) if high > low else 1.0 for value in best]
-    return rows
+        gates[layer] = [(value - low) / (high - low) if high > low else 1.0 for value in best]
+    with atomic_write(Path(path)) as file:
+        file.writelines("\t".join(f"{gate:.9g}" for gate in row) + "\n" for row in gates)

@@ -239,7 +239,12 @@ def recurrent_side(
     if len(items) < 2 or draws < 1 or not shares or not all(0 < share < 1 for share in shares):
         raise NeedleworkError("give at least two samples, one random draw and shares of the groups between 0 and 1")
     sizes = {share: heads_of_share(share, len(anatomy.groups)) for share in sorted(shares)}
-    halves = _split_clusters(items, seed)
+    clusters = sorted({item.cluster for item in items})
+    shuffled = np.random.default_rng([seed, len(clusters)]).permutation(len(clusters))
+    second = {clusters[i] for i in shuffled[1::2]}
+    if not second:
+        raise NeedleworkError("all samples are of one cluster, so no ranking can be tried on other samples; give more")
+    halves = [[i for i, item in enumerate(items) if (item.cluster in second) == half] for half in (False, True)]
     conditions, refused = _conditions(anatomy, sizes, seed, draws)
     samples = {RETRIEVAL: list(items), **{name: list(some) for name, some in (beside or {}).items()}}
     answers = {name: [answer_tokens(subject, item) for item in some] for name, some in samples.items()}
@@ -306,14 +311,3 @@ def _conditions(
             chosen = np.random.default_rng([seed, count, draw]).choice(len(anatomy.groups), count, replace=False)
             found[f"random {share} {draw}"] = AblateRecurrentGroups(groups=tuple(anatomy.groups[i] for i in chosen))
     return found, refused
-
-
-def _split_clusters(items: Sequence[Item], seed: int) -> tuple[list[int], list[int]]:
-    """Return the indices of two halves of the samples that share no cluster."""
-    clusters = sorted({item.cluster for item in items})
-    order = np.random.default_rng([seed, len(clusters)]).permutation(len(clusters))
-    second = {clusters[i] for i in order[1::2]}
-    if not second:
-        raise NeedleworkError("all samples are of one cluster, so no ranking can be tried on other samples; give more")
-    first, other = ([i for i, item in enumerate(items) if (item.cluster in second) == half] for half in (False, True))
-    return first, other

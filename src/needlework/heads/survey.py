@@ -24,7 +24,7 @@ from needlework.heads.evaluation import (
     evaluate_rankings,
     smallest_set,
 )
-from needlework.heads.methods import Method, Scores
+from needlework.heads.methods import Method
 from needlework.heads.samples import check_count, check_heads, draw_samples, measure_baseline, sample_clusters
 from needlework.interventions.ranking import Origin, Ranking, jsonable
 from needlework.measure import Progress, Sample
@@ -84,7 +84,11 @@ def rank_by(
     if scores.each is not None and len(scores.each) > 1:
         first, second = (Ranking.by_scores(dict(zip(heads, scores.each[i::2].mean(0).tolist(), strict=True))) for i in (0, 1))
         halves = compare_rankings(first, second)
-        low, high = _bounds(scores, samples)
+        clusters = sample_clusters([samples[i] for i in scores.evidence.get("used", range(len(samples)))])
+        if len(clusters) != len(scores.each):  # per-sample scores that do not match the samples: no clusters are known
+            clusters = [str(i) for i in range(len(scores.each))]
+        totals = resample(cluster_sums(clusters, list(scores.each.T)), draws=DRAWS)
+        low, high = np.quantile(totals[:, :-1] / totals[:, -1:], [0.025, 0.975], axis=0)  # of the mean per-sample scores
         intervals = {f"{h.layer}.{h.index}": [float(low[i]), float(high[i])] for i, h in enumerate(heads)}
     ranking = Ranking.by_scores(
         dict(zip(heads, scores.values.tolist(), strict=True)),
@@ -96,16 +100,6 @@ def rank_by(
         evidence={**scores.evidence, "intervals": intervals},
     )
     return ranking, halves
-
-
-def _bounds(scores: Scores, samples: Sequence[Sample]) -> np.ndarray:
-    """Return the 95 % interval of each head's mean per-sample score by a cluster bootstrap, [2, heads]."""
-    assert scores.each is not None
-    clusters = sample_clusters([samples[i] for i in scores.evidence.get("used", range(len(samples)))])
-    if len(clusters) != len(scores.each):  # per-sample scores that do not match the samples: no clusters are known
-        clusters = [str(i) for i in range(len(scores.each))]
-    totals = resample(cluster_sums(clusters, list(scores.each.T)), draws=DRAWS)
-    return np.quantile(totals[:, :-1] / totals[:, -1:], [0.025, 0.975], axis=0)
 
 
 # Offsets to the seed: each purpose has its own samples, so that nothing is evaluated on the samples it was chosen by.

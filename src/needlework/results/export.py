@@ -8,6 +8,7 @@ import math
 import re
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
@@ -27,15 +28,13 @@ def export(directory: Path | str, to: str, out: Path | str | None = None) -> lis
     writers = {"csv": _csv, "parquet": _parquet, "json": _json, "lm-eval": _lm_eval}
     if to not in writers:
         raise NeedleworkError(f"cannot export to {to!r}: {did_you_mean(to, writers)}")
-    store = Store(directory)
-    try:
-        folder = Path(out) if out is not None else Path(directory) / "export"
-        folder.mkdir(parents=True, exist_ok=True)
-        return writers[to](store, folder)
-    except (OSError, sqlite3.OperationalError) as error:  # SQLite may need temporary files to sort
-        raise NeedleworkError(f"cannot write the export: {error}") from None
-    finally:
-        store.close()
+    folder = Path(out) if out is not None else Path(directory) / "export"
+    with closing(Store(directory)) as store:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return writers[to](store, folder)
+        except (OSError, sqlite3.OperationalError) as error:  # SQLite may need temporary files to sort
+            raise NeedleworkError(f"cannot write the export: {error}") from None
 
 
 def read_trials(store: Store, where: str = _ALL, json_text: bool = True) -> tuple[list[str], Iterator[dict[str, Any]]]:
@@ -132,7 +131,22 @@ def _lm_eval(store: Store, folder: Path) -> list[Path]:
             label = trial.task if len(meanings[trial.task]) == 1 else f"{trial.experiment}.{trial.task}"
             tasks.setdefault(label, {}).setdefault(trial.id, trial)
         trials = {task: list(by_id.values()) for task, by_id in tasks.items()}
-        samples = {task: [_sample(i, trial) for i, trial in enumerate(rows)] for task, rows in trials.items()}
+        samples: dict[str, list[Any]] = {}
+        for task, rows in trials.items():
+            for i, trial in enumerate(rows):
+                answer: Any = trial.output if trial.mode == "generate" else list(trial.logprobs)
+                sample = {
+                    "doc_id": i,
+                    "doc": {"id": trial.sample, "cluster": trial.cluster, "seed": trial.seed, **trial.facts},
+                    "target": trial.target,
+                    "arguments": [[trial.prompt]],
+                    "resps": [[answer]],
+                    "filtered_resps": [answer],
+                    "doc_hash": trial.prompt_id,
+                    "trial_id": trial.id,
+                    "error": trial.error,
+                }
+                samples.setdefault(task, []).append(sample | {_metric(name): value for name, value in trial.scores.items()})
         place = folder / "lm-eval" / file_name(model) / f"{number:04d}-{file_name(intervention)}"
         written += write_files(place, _results(store, model, intervention, trials), samples)
     return written
@@ -184,19 +198,3 @@ def _results(store: Store, model: str, intervention: str, tasks: dict[str, list[
 
 def _metric(name: str) -> str:
     return "acc" if name == "correct" else name
-
-
-def _sample(number: int, trial: Row) -> dict[str, Any]:
-    answer: Any = trial.output if trial.mode == "generate" else list(trial.logprobs)
-    return {
-        "doc_id": number,
-        "doc": {"id": trial.sample, "cluster": trial.cluster, "seed": trial.seed, **trial.facts},
-        "target": trial.target,
-        "arguments": [[trial.prompt]],
-        "resps": [[answer]],
-        "filtered_resps": [answer],
-        "doc_hash": trial.prompt_id,
-        "trial_id": trial.id,
-        "error": trial.error,
-        **{_metric(name): value for name, value in trial.scores.items()},
-    }

@@ -248,15 +248,6 @@ def rescore(store: Store, make_task: Callable[[Mapping[str, Any]], Task] | None 
         make_task = known_tasks
     rows = changed = kept = 0
     why = ""
-
-    def rescored(trial: Row, task: Task) -> Row:
-        answer = stored_answer(trial)
-        if answer.finish == "failed":
-            return replace(trial, scoring=scoring(task))
-        scores = task.score(stored_item(trial), answer)
-        facts = {name: value for name, value in trial.facts.items() if name != ANSWER_FINISH}
-        return replace(trial, scores=scores, scoring=scoring(task), finish=answer.finish, error="", facts=facts)
-
     experiments = store.meta("experiments") or {}
     for name, task_name, known in [(e, t, known) for e in experiments for t, known in experiments[e].get("tasks", {}).items()]:
         kind = known.get("kind", "")
@@ -270,7 +261,16 @@ def rescore(store: Store, make_task: Callable[[Mapping[str, Any]], Task] | None 
             for trial in list(store.rows(f"rowid IN ({', '.join('?' for _ in batch)})", batch)):
                 try:
                     task = task or make_task({"kind": kind, **known.get("options", {})})  # raises if its plugin is missing
-                    again.append(rescored(trial, task))
+                    answer, new = stored_answer(trial), dict[str, Any]()
+                    if answer.finish != "failed":
+                        facts = {name: value for name, value in trial.facts.items() if name != ANSWER_FINISH}
+                        new = {
+                            "scores": task.score(stored_item(trial), answer),
+                            "finish": answer.finish,
+                            "error": "",
+                            "facts": facts,
+                        }
+                    again.append(replace(trial, scoring=scoring(task), **new))
                 except Exception as error:
                     kept, why = kept + 1, why or f"{trial.task}: {error}"
                     continue
