@@ -11,7 +11,7 @@ import pytest
 
 import needlework as nw
 from needlework.errors import NeedleworkError
-from needlework.measure import Sample, make_requests, make_samples, map_samples, measure, run_requests
+from needlework.measure import Sample, make_samples, map_samples, measure, run_requests
 from needlework.requests import Request
 from needlework.tasks.base import Item, make_task
 
@@ -97,7 +97,7 @@ def test_an_answer_that_failed_is_an_error_that_names_its_sample(monkeypatch: py
 
 def test_what_ends_an_answer_must_be_known() -> None:
     with pytest.raises(NeedleworkError, match="what ends an answer is not known"):
-        make_requests(Item("x", "x", (1, 2), "", ""), "generate")
+        Item("x", "x", (1, 2), "", "").requests("generate")
 
 
 def test_a_local_model_takes_all_samples_in_one_call() -> None:

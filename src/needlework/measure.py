@@ -1,9 +1,8 @@
 """Run samples under interventions on a model: samples become requests, and requests become answers and scores.
 
 All model requests go through this module: plans, head rankings and their evaluation, recurrent ablations, pruning figures,
-model cards and lm-eval. It has three entry points, each built on the one before:
+model cards and lm-eval. It has two entry points, the second built on the first, which take the requests of `Item.requests`:
 
-- `make_requests` is the only place where a sample becomes requests;
 - `run_requests` runs requests and raises for an answer that failed;
 - `measure` runs every sample under every intervention and scores the answers.
 
@@ -24,15 +23,14 @@ import numpy as np
 from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Phase
 from needlework.interventions.base import NONE, Intervention
-from needlework.requests import Answer, Request, sample_key, stop_tokens
-from needlework.tasks.base import Item, Mode, Task
+from needlework.requests import Answer, Request, stop_tokens
+from needlework.tasks.base import Ending, Item, Task
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
 T = TypeVar("T")
 Progress = Callable[[float], None]  # called with the share of the work that is done, from 0 to 1
-Ending = tuple[int, frozenset[int]]  # maximum of new tokens, and the token ids that end an answer
 SampleFunction = Callable[["Subject", Sequence[Any], Progress], T]  # must be picklable to run on remote workers
 
 
@@ -49,45 +47,11 @@ class Sample:
 
     def requests(self, intervention: Intervention = NONE, boundary: Phase = "decode") -> list[Request]:
         """Return the requests of this sample: one, unless it has several prompts."""
-        return make_requests(self.item, self.task.mode, intervention, self.item.ending, boundary)
+        return self.item.requests(self.task.mode, intervention, self.item.ending, boundary)
 
     def score(self, answer: Answer) -> dict[str, float]:
         """Return the task's scores of an answer."""
         return self.task.score(self.item, answer)
-
-
-def make_requests(
-    item: Item, mode: Mode, intervention: Intervention = NONE, ending: Ending | None = None, boundary: Phase = "decode"
-) -> list[Request]:
-    """Return the requests of one sample.
-
-    Args:
-        item: The sample. Its further prompts (`item.also`) give further requests, in order.
-        mode: "generate" continues the prompt, "choices" scores the item's options after it, "perplexity" scores the options,
-            or the whole text from its second token on if there are none.
-        ending: Maximum of new tokens and the token ids that end an answer; needed to generate.
-        boundary: The phase that processes the last prompt token.
-    """
-    if mode == "generate" and ending is None:
-        raise NeedleworkError(f"{item.id}: what ends an answer is not known; set item.ending, or make samples by make_samples()")
-    how: dict[str, Any] = {} if ending is None else {"max_new_tokens": ending[0], "stop": ending[1]}
-    requests = []
-    for one in (item, *item.also):
-        whole_text = mode == "perplexity" and not one.options
-        options = () if mode == "generate" else (one.prompt[1:],) if whole_text else one.options
-        requests.append(
-            Request(
-                prompt=one.prompt[:1] if whole_text else one.prompt,
-                intervention=intervention,
-                spans={} if whole_text else one.spans,
-                twins=one.twins,
-                boundary=boundary,
-                sample=sample_key(one.prompt),  # hash of the whole text, also where only its first token is the prompt
-                options=options,
-                **how,
-            )
-        )
-    return requests
 
 
 def task_ending(subject: Subject, task: Task) -> Ending:

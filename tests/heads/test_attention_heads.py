@@ -16,7 +16,6 @@ from needlework import zoo
 from needlework.heads import samples
 from needlework.heads.methods import Scores, all_methods, find_methods
 from needlework.heads.observers import question_span
-from needlework.measure import make_requests
 from needlework.observation import entropy
 from needlework.tasks.base import Item
 from needlework.toy.words import WORD_ID
@@ -140,7 +139,7 @@ def test_question_mass_is_contrasted_with_an_empty_question() -> None:
 def test_what_plans_record_is_the_same() -> None:
     """One table: the three methods that a recording's sums suffice for say there what they say here."""
     with nw.observe(subject()) as watch:
-        subject().answer([make_requests(item, "generate", ending=item.ending)[0] for item in items()])
+        subject().answer([item.requests("generate", ending=item.ending)[0] for item in items()])
     known = [name for name, method in all_methods().items() if method.of_row]
     assert known == ["needle_mass", "copy_score", "entropy"]
     for method in find_methods(known):

@@ -19,7 +19,6 @@ from needlework.interventions.acts import Phase
 from needlework.interventions.builtin import recorded, with_rankings
 from needlework.interventions.ranking import Recorded
 from needlework.interventions.text import expand as expand_text
-from needlework.measure import make_requests
 from needlework.requests import Answer, Request, prepare
 from needlework.results import ANSWER_FINISH, SEMANTICS_VERSION, Row, digest
 from needlework.results.rows import stored_facts
@@ -64,7 +63,7 @@ class Trial:
     def requests(self, rankings: Mapping[Recorded, Ranking] = NO_RANKINGS) -> list[Request]:
         """Return the requests: one, unless the sample has several prompts. `rankings` fill in the intervention's rankings."""
         act = with_rankings(self.intervention, rankings)
-        return make_requests(self.item, self.mode, act, (self.max_new_tokens, self.stop), self.boundary)
+        return self.item.requests(self.mode, act, (self.max_new_tokens, self.stop), self.boundary)
 
 
 @dataclass(frozen=True)

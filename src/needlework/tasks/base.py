@@ -16,10 +16,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.interventions.acts import Span
-from needlework.requests import MOST_TOKENS, Answer
+from needlework.interventions.acts import Phase, Span
+from needlework.interventions.base import NONE, Intervention
+from needlework.requests import MOST_TOKENS, Answer, Request, sample_key
 
 Mode = Literal["generate", "choices", "perplexity"]
+Ending = tuple[int, frozenset[int]]  # maximum of new tokens, and the token ids that end an answer
 # What a task measures: retrieval from the prompt, knowledge from training, or language modelling. The scores of tasks with ""
 # are reported, but no verdict uses them.
 Ability = Literal["retrieval", "knowledge", "perplexity", ""]
@@ -47,10 +49,45 @@ class Item:
     twins: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # counterfactual prompts of equal length
     twin_target: str = ""  # text of the right answer to the twin
     facts: Mapping[str, Any] = field(default_factory=dict)  # context_tokens, depth_percent, in_window, subject, layout ...
-    ending: tuple[int, frozenset[int]] | None = None  # max_new_tokens and stop tokens of this sample; None: the task's
+    ending: Ending | None = None  # max_new_tokens and stop tokens of this sample; None: the task's
     stem: str = ""  # samples of one stem share a prefix and are batched together, so that it is prefilled once
     digest: str = ""  # identifies the sample in trial ids; "": a hash of tokens, spans, twins and options
     also: tuple[Item, ...] = ()  # further prompts of this sample; their options follow its own
+
+    def requests(
+        self, mode: Mode, intervention: Intervention = NONE, ending: Ending | None = None, boundary: Phase = "decode"
+    ) -> list[Request]:
+        """Return the requests of this sample: one, and one more for each of its further prompts (`also`), in order.
+
+        Args:
+            mode: "generate" continues the prompt, "choices" scores the item's options after it, "perplexity" scores the options,
+                or the whole text from its second token on if there are none.
+            intervention: What is done to the model.
+            ending: Maximum of new tokens and the token ids that end an answer; needed to generate.
+            boundary: The phase that processes the last prompt token.
+        """
+        if mode == "generate" and ending is None:
+            raise NeedleworkError(
+                f"{self.id}: what ends an answer is not known; set item.ending, or make samples by make_samples()"
+            )
+        how: dict[str, Any] = {} if ending is None else {"max_new_tokens": ending[0], "stop": ending[1]}
+        requests = []
+        for one in (self, *self.also):
+            whole_text = mode == "perplexity" and not one.options
+            options = () if mode == "generate" else (one.prompt[1:],) if whole_text else one.options
+            requests.append(
+                Request(
+                    prompt=one.prompt[:1] if whole_text else one.prompt,
+                    intervention=intervention,
+                    spans={} if whole_text else one.spans,
+                    twins=one.twins,
+                    boundary=boundary,
+                    sample=sample_key(one.prompt),  # hash of the whole text, also where only its first token is the prompt
+                    options=options,
+                    **how,
+                )
+            )
+        return requests
 
 
 class TaskExtent(NamedTuple):
