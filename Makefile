@@ -7,7 +7,7 @@ BROWSER := $(VENV)/.browser
 export TRANSFORMERS_VERBOSITY := error
 export HF_HUB_OFFLINE := 1
 
-.PHONY: setup demo docs site check test test-fast test-wheel audit bench clean
+.PHONY: setup demo docs site examples check test test-fast test-wheel audit bench clean
 
 setup: $(STAMP)
 
@@ -37,9 +37,13 @@ site: $(STAMP)
 	$(BIN)/python docs/commands.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
+# Run the notebooks of examples/ and store their outputs.
+examples: $(STAMP)
+	$(BIN)/python examples/run.py
+
 check: $(STAMP)
-	$(BIN)/ruff check src tests benchmarks docs
-	$(BIN)/ruff format --check src tests benchmarks docs
+	$(BIN)/ruff check src tests benchmarks docs examples
+	$(BIN)/ruff format --check src tests benchmarks docs examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

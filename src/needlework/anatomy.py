@@ -251,8 +251,9 @@ class Anatomy:
         below = 0 * frame["layer"]
         for side, color in (("attention", "c1"), ("recurrent", "c2")):
             sizes = frame[f"{side}_parameters"]
-            if sizes.any():
-                ax.bar(frame["layer"], sizes, bottom=below, color=light_colors()[color], label=side)
+            has = sizes > 0
+            if has.any():
+                ax.bar(frame["layer"][has], sizes[has], bottom=below[has], color=light_colors()[color], label=side)
             below = below + sizes
         ax.xaxis.get_major_locator().set_params(integer=True)
         ax.set(xlabel="layer", ylabel="parameters", title=f"{self.architecture}: {self.parameters:,} parameters")
