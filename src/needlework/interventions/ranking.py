@@ -158,6 +158,11 @@ class Ranking(BaseModel):
 
         return Table.from_frame(self.frame(), f"{self._named} ({len(self.order)} heads)", most=10).to_html()
 
+    @property
+    def _named(self) -> str:
+        parts = ("the ranking", self.method and f"by {self.method}", self.model.name and f"of {self.model.name}")
+        return " ".join(part for part in parts if part)
+
     def top(self, k: int) -> tuple[Head, ...]:
         """Return the k best heads."""
         if not 0 <= k <= len(self.order):
@@ -166,8 +171,7 @@ class Ranking(BaseModel):
 
     def check(self, anatomy: Anatomy, weights: str = "") -> None:
         """Raise unless this ranks exactly the heads of a model and, if both hashes are known, was measured on its weights."""
-        parts = ("the ranking", self.method and f"by {self.method}", self.model.name and f"of {self.model.name}")
-        named = " ".join(part for part in parts if part)
+        named = self._named
         heads = set(anatomy.heads)
         if unknown := sorted(set(self.order) - heads):
             raise NeedleworkError(
