@@ -13,8 +13,9 @@ setup: $(STAMP)
 
 $(STAMP): requirements.lock requirements-nodeps.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-nodeps.lock
+	@echo "needlework: installing into $(VENV) (torch is the largest part, some 200 MB)"
+	$(BIN)/python -m pip install --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r requirements-nodeps.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -28,9 +29,10 @@ $(BROWSER): $(STAMP)
 demo: $(STAMP)
 	$(BIN)/needlework demo --out runs/demo
 
-# README's picture and table, from the demo; the log's tables of the zoo, from the cards.
-docs: demo
-	$(BIN)/python docs/figures.py runs/demo
+# README's picture and table, from the full demo; the log's tables of the zoo, from the cards.
+docs: $(STAMP)
+	$(BIN)/needlework demo --full --out runs/demo-full
+	$(BIN)/python docs/figures.py runs/demo-full
 
 # The documentation site, readable from disk: runs/site/index.html.
 site: $(STAMP)

@@ -1,6 +1,6 @@
-"""`make docs`: README's picture, table and sentences from the demo's run, and the log's tables of the zoo from the cards.
+"""`make docs`: README's picture, table and sentences from the full demo's run, and the log's tables of the zoo from the cards.
 
-    python docs/figures.py runs/demo
+    python docs/figures.py runs/demo-full
 
 What stands between `<!-- name -->` and `<!-- end of name -->` is written anew, and so is a table that begins alike. How many
 of a study's models show the effect is read from docs/study.json ({"shown": 5, "total": 12}), once there is one.

@@ -1,7 +1,7 @@
 """Writes the table of verdicts of docs/method.md from the rules themselves; with a run, both versions' verdicts side by side.
 
 python docs/rules.py
-python docs/rules.py runs/demo
+python docs/rules.py runs/demo-full
 """
 
 from __future__ import annotations

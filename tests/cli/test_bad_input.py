@@ -329,7 +329,7 @@ def test_square_brackets_in_a_path_are_no_markup(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(Result, "report", lambda self, out=None: self.directory / "report.html")
     monkeypatch.setattr("needlework.reports.summary", lambda _: "")
     monkeypatch.setattr("needlework.play.export.export", lambda *_: 0)
-    said = runner.invoke(app, ["demo", "--out", str(out)])
+    said = runner.invoke(app, ["demo", "--full", "--out", str(out)])
     assert said.exit_code == 0, said.output
     assert "a[/x]/[bold]b/report.html" in said.output.replace("\n", "")
 

@@ -189,7 +189,7 @@ def test_amounts_of_memory() -> None:
 
 
 @pytest.mark.parametrize(("sound", "code"), [(True, 0), (False, 1)])
-def test_the_demo_runs_the_shipped_plan_and_prints_what_it_found(
+def test_the_full_demo_runs_the_shipped_plan_and_prints_what_it_found(
     sound: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[Any, ...]] = []
@@ -198,11 +198,11 @@ def test_the_demo_runs_the_shipped_plan_and_prints_what_it_found(
     monkeypatch.setattr("needlework.reports.summary", lambda directories: f"numbers of {len(directories)} run")
     exported: list[tuple[Any, ...]] = []
     monkeypatch.setattr("needlework.play.export.export", lambda playground, *rest: exported.append((playground.name, *rest)))
-    shown = runner.invoke(app, ["demo", "--out", str(tmp_path), "--device", "cpu"])
+    shown = runner.invoke(app, ["demo", "--full", "--out", str(tmp_path), "--device", "cpu"])
     assert shown.exit_code == code, shown.output
-    assert asked == [("demo", tmp_path, {"device": "cpu"})]
+    assert asked == [("demo-full", tmp_path, {"device": "cpu"})]
     assert exported == [("tiny-griffin", tmp_path / "play.html", "report.html")]  # each links to the other
-    assert "demo" in plans.plan_names()
+    assert {"demo", "demo-full"} <= plans.plan_names().keys()
     assert "numbers of 1 run" in shown.output
     assert "report.html" in shown.output
 

@@ -20,7 +20,8 @@ from needlework.training import recipes
 from needlework.zoo import SMOLLM2
 
 FOLDER = Path(__file__).parents[2] / "plans"
-DEMO = FOLDER / "demo.yaml"
+DEMO = FOLDER / "demo-full.yaml"
+SHORT_DEMO = FOLDER / "demo.yaml"
 PLANS = sorted(FOLDER.glob("*.yaml"))
 NO_HEADS: Mapping[str, int] = {}
 CLAIM_OF = {  # plan -> the claim that it is there for
@@ -76,6 +77,22 @@ def test_the_demo_has_enough_samples_in_every_condition() -> None:
         assert not short, (work.model.name, short)
 
 
+def test_the_short_demo_asks_every_claim_of_hybrids_and_a_control_with_the_samples_that_the_rules_need() -> None:
+    plan = load(SHORT_DEMO)
+    found = count_samples(plan, works(plan))
+    assert not [one for one in found if not one.word and one.given < one.needed]
+    words = {(one.claim, one.model): one.word for one in found if one.model != "tiny-mamba"}
+    assert {model for _, model in words} == {"tiny-griffin", "tiny-jamba", "tiny-transformer"}
+    assert {key for key, word in words.items() if word} == {
+        ("double_dissociation", "tiny-transformer"),
+        ("memory", "tiny-transformer"),
+    }
+    acts = {text.text for experiment in plan.experiments for text in experiment.grids if "few" in experiment.name}
+    assert {"keep_heads(fraction=0.15)", "keep_heads(fraction=0.15, by='random', seed=0)"} <= acts
+    asked = {trial.id for work in works(plan) for trial in work.trials}
+    assert len(asked) < 10_500, "that is what a few minutes allow"
+
+
 @pytest.mark.parametrize("heads", [None, {"tiny-griffin": 10, "tiny-jamba": 32}], ids=["as they are", "10 and 32"])
 def test_the_demo_gives_every_rule_the_samples_that_it_needs(heads: dict[str, int] | None) -> None:
     plan = load(DEMO)
@@ -128,7 +145,7 @@ def test_a_shipped_plan_is_known_by_number_and_words(name: str, tmp_path: Path, 
 def test_a_file_wins_over_a_shipped_plan_and_a_directory_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("demo").mkdir()
-    assert plans.find("demo").samefile(DEMO)
+    assert plans.find("demo").samefile(SHORT_DEMO)
     Path("demo").rmdir()
     Path("demo").write_text("")
     assert plans.find("demo") == Path("demo")

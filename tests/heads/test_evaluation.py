@@ -169,9 +169,9 @@ def test_bad_input_is_told_before_anything_is_asked(call, says: str) -> None:  #
 
 
 def test_tasks_come_from_plans() -> None:
-    kinds = {task.kind for task in tasks_of("demo", subject())}
+    kinds = {task.kind for task in tasks_of("demo-full", subject())}
     assert kinds == {"niah"}
-    assert len(tasks_of("demo", subject())) > 1
+    assert len(tasks_of("demo-full", subject())) > 1
     assert [task.kind for task in tasks_of("recall", subject())] == ["mqar", "phone_book"]
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 import needlework as nw
 from needlework.cli import options
 from needlework.cli.options import FAILED, MODEL_HELP, cluster_options, command, loading_options, show
+from needlework.errors import short_repr
 from needlework.terminal import say
+
+_SHORT_PROMPT = 256  # tokens; up to these, transformers' own code is as fast as loading (and at first compiling) kernels
 
 
 @command("needlework inspect recurrentgemma-2b")
@@ -39,19 +43,44 @@ def ask(
 ) -> None:
     """Ask one prompt under several interventions and show the answers side by side, with their receipts.
 
+    A prompt of at most 256 tokens is answered by transformers' own code, which needs no compilation, unless --kernels is
+    given. Answers of zoo models end at the full stop.
+
     Exit codes: 0 all is done; 1 an answer failed; 2 bad input; 130 stopped.
     """
     from needlework.inspection import answers_table
+    from needlework.model.quick_import import load_quickly
+    from needlework.tasks.toy import is_toy
 
     interventions = [nw.parse(text) for text in intervene]
-    subject = nw.load(model, **loading_options(device, dtype, window, kernels))
-    answers = subject.generate([prompt] * len(interventions), interventions=interventions, max_new_tokens=max_new_tokens)
+    subject = load_quickly(lambda: nw.load(model, **loading_options(device, dtype, window, kernels or "stock")))
+    if kernels is None and subject.tokenizer is not None and len(subject.encode(prompt)) > _SHORT_PROMPT:
+        subject.body.kernels = "fast"
+    stop: tuple[str, ...] = ()
+    if subject.tokenizer is not None:
+        stop = (".",) if is_toy(subject.tokenizer) else ()
+        if unknown := _unknown_words(subject.tokenizer, prompt):
+            words = ", ".join(map(short_repr, unknown[:8])) + (", ..." if len(unknown) > 8 else "")
+            hint = "; models of the zoo speak a small toy language (`needlework zoo`); smollm2-135m knows English" if stop else ""
+            say(f"{model} does not know {words}: the answer means nothing{hint}", style="yellow")
+    answers = subject.generate(
+        [prompt] * len(interventions), interventions=interventions, max_new_tokens=max_new_tokens, stop=stop
+    )
     rows = [
         {"intervention": str(i), "text": a.text, "finish": a.finish, "error": a.error, "receipt": a.receipt.to_dict()}
         for i, a in zip(interventions, answers, strict=True)
     ]
     show(answers_table(interventions, answers), rows, as_json)
     raise typer.Exit(FAILED if any(answer.error for answer in answers) else 0)
+
+
+def _unknown_words(tokenizer: Any, prompt: str) -> list[str]:
+    """Return the words of a prompt that its tokenizer replaces by the token for unknown text."""
+    unknown = getattr(tokenizer, "unk_token_id", None)
+    if unknown is None or unknown not in tokenizer(prompt)["input_ids"]:
+        return []
+    words = dict.fromkeys(re.findall(r"\w+|[^\w\s]+", prompt))
+    return [word for word in words if unknown in tokenizer(word, add_special_tokens=False)["input_ids"]]
 
 
 @command("needlework doctor ./my-checkpoint --dtype bfloat16")

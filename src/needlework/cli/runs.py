@@ -177,21 +177,30 @@ def report(
 @command("needlework demo")
 def demo(
     out: options.Out = Path("runs/demo"),
+    full: Annotated[bool, typer.Option("--full", help="All conditions, more models and samples (plan demo-full).")] = False,
     device: options.Device = None,
     dtype: options.Dtype = None,
     window: options.Window = None,
     kernels: options.Kernels = None,
     threads: options.Threads = None,
 ) -> None:
-    """Run all experiments on the zoo in a reduced grid, print the main numbers and build the report."""
+    """Test the paper's claims on three small models, one after the other, and print what each decides; build the report.
+
+    With --full, all experiments run on more models of the zoo, with more samples, and the main numbers are printed at the end.
+    Give it a directory of its own.
+    """
+    loading = loading_options(device, dtype, window, kernels)
+    if not full:
+        from needlework.cli.demo import run_demo
+
+        raise typer.Exit(0 if run_demo("demo", out, **loading).sound else FAILED)
     from needlework.play.export import export
     from needlework.play.playground import Playground
     from needlework.reports import summary
     from needlework.reports.page import FILE_NAME, PLAYGROUND
 
     start = time.perf_counter()
-    loading = loading_options(device, dtype, window, kernels)
-    result = nw.run("demo", out, **loading)
+    result = nw.run("demo-full", out, **loading)
     export(Playground(nw.load("tiny-griffin", **loading), "tiny-griffin"), out / PLAYGROUND, FILE_NAME)
     report = result.report()
     Console().print(summary([out]))

@@ -157,6 +157,25 @@ class DiskModels:
         return LoadedSubject(subject, info.model)
 
 
+class KeptModels(DiskModels):
+    """Models that stay loaded, for several runs in this process; they must fit into memory together."""
+
+    def __init__(self, memory_bytes: int | None = None) -> None:
+        super().__init__(memory_bytes)
+        self._infos: dict[Model, ModelInfo] = {}
+        self._loaded: dict[Model, LoadedModel] = {}
+
+    def look(self, model: Model) -> ModelInfo:
+        if model not in self._infos:
+            self._infos[model] = super().look(model)
+        return self._infos[model]
+
+    def load(self, info: ModelInfo) -> LoadedModel:
+        if info.model not in self._loaded:
+            self._loaded[info.model] = super().load(info)
+        return self._loaded[info.model]
+
+
 class PublicModels(DiskModels):
     """Models for estimates: also presets, of which only the public configuration is known.
 

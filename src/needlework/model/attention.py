@@ -24,7 +24,6 @@ from transformers.masking_utils import and_masks, causal_mask_function, padding_
 
 from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
-from needlework.kernels.block_attention import attend, supports
 from needlework.model.edits import LayerEdits
 from needlework.model.keys import OwnKeys, SharedPrefix
 from needlework.model.pruned import Split, SplitKeys
@@ -372,6 +371,8 @@ def fuses(forward: Forward, layer: int, query: Tensor, keys: Keys, kwargs: dict[
     """Return whether the compiled kernel supports all edits of this layer; if not, tensor operations are used."""
     if not forward.fast or forward.observer is not None or kwargs.get("position_bias") is not None:
         return False
+    from needlework.kernels.block_attention import supports  # numba comes with it, which kernels="stock" does not need
+
     if not isinstance(keys, (OwnKeys, SharedPrefix)) or not supports(query, keys.value_dim):
         return False
     if isinstance(keys, OwnKeys) and query.shape[1] // keys.key.shape[1] * query.shape[2] < _FEWEST_READERS:
@@ -393,6 +394,8 @@ def fused_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor) 
     Returns:
         Head outputs [rows, queries, heads, dim].
     """
+    from needlework.kernels.block_attention import attend
+
     edits, keys = forward.edits.get(layer), block.source
     assert isinstance(keys, (OwnKeys, SharedPrefix))
     keep = edits.keep if edits is not None else None

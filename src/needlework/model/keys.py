@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from needlework.kernels.block_attention import TransposedKeyValues, transpose_keys_values
+if TYPE_CHECKING:
+    from needlework.kernels.block_attention import TransposedKeyValues
 
 
 def _grouped(x: Tensor, kv_heads: int) -> Tensor:
@@ -36,6 +37,8 @@ class OwnKeys:
 
     @functools.cached_property
     def lines(self) -> TransposedKeyValues:
+        from needlework.kernels.block_attention import TransposedKeyValues, transpose_keys_values
+
         rows = self.key.shape[0]
         nothing = (x.new_empty(*x.shape[:2], x.shape[3], 0) for x in (self.key, self.value))
         return TransposedKeyValues(*transpose_keys_values(self.key, self.value), torch.arange(rows), *nothing)
@@ -67,6 +70,8 @@ class Prefix:
     @functools.cached_property
     def lines(self) -> tuple[Tensor, Tensor]:
         """Transposed keys and values for the kernel, kept because every decode step reads them."""
+        from needlework.kernels.block_attention import transpose_keys_values
+
         return transpose_keys_values(self.key, self.value)
 
     @functools.cached_property
@@ -131,6 +136,8 @@ class SharedPrefix:
 
     @functools.cached_property
     def lines(self) -> TransposedKeyValues:
+        from needlework.kernels.block_attention import TransposedKeyValues, transpose_keys_values
+
         return TransposedKeyValues(*self.prefix.lines, self.prefix.prompt, *transpose_keys_values(self.own.key, self.own.value))
 
     def _gather(self, x: Tensor) -> Tensor:

@@ -134,7 +134,9 @@ def blueprint(source: str | Path, window: Window = "transformers", trust_remote_
 
 def without_weights(config: Any) -> Any:
     """Build the model of a configuration on the meta device."""
-    with torch.device("meta"):
+    from transformers.initialization import no_init_weights
+
+    with torch.device("meta"), no_init_weights():  # initialization would import torch's compiler, which takes a second
         return _model_class(config)(config)
 
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from needlework.errors import NeedleworkError
-from needlework.kernels import causal_conv, gated_rglru, selective_scan
-from needlework.kernels.devices import library_function
 from needlework.model.families import family
 
 # --- RecurrentGemma ---------------------------------------------------------------------------------------------------
@@ -37,6 +35,8 @@ def _recurrent_block(
 
     A row whose first position is 0 starts a new sequence, with zero states.
     """
+    from needlework.kernels import causal_conv  # numba comes with it, which kernels="stock" does not need
+
     gate = self.act_fn(self.linear_y(input_states))
     x = self.linear_x(input_states)  # [batch, time, width]
     weight, bias = self.conv_1d.weight[:, 0], self.conv_1d.bias
@@ -65,6 +65,8 @@ def _recurrent_block(
 
 def _rglru(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
     """Forward of RecurrentGemma's RG-LRU: gate projections per head, then needlework's kernel."""
+    from needlework.kernels import gated_rglru
+
     batch, length, width = activations.shape
     by_head = activations.reshape(batch * length, self.num_attention_heads, self.block_width).transpose(0, 1)
     gate_in, gate_keep = (
@@ -105,6 +107,7 @@ def _continuing(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _conv_for(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return a `causal_conv1d_fn` [batch, channels, time] for CPUs, with channels adjacent so that the scan needs no copy."""
+    from needlework.kernels import causal_conv
 
     def causal_conv1d_fn(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
@@ -119,6 +122,8 @@ def _conv_for(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _scan_for(stock: Callable[..., Any]) -> Callable[..., Any]:
     """Return a `mamba_selective_scan` [batch, channels, time] that continues from the layer's state."""
+    from needlework.kernels import selective_scan
+    from needlework.kernels.devices import library_function
 
     def mamba_selective_scan(
         hidden_states: Tensor,
