@@ -12,7 +12,8 @@ import cases
 import needlework as nw
 from needlework.engine.decode import Decoder
 from needlework.engine.engine import Engine
-from needlework.model import attention, keys
+from needlework.kernels import block_attention
+from needlework.model import attention
 from needlework.model.hooked_model import HookedModel
 from needlework.requests import Request, prepare
 
@@ -76,13 +77,13 @@ def test_a_long_option_is_read_in_chunks_that_the_budget_knows(monkeypatch: pyte
 
 def test_a_prompts_keys_are_turned_around_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many rows that read them leave, one by one."""
-    turned, stock = [0], keys.transpose_keys_values
+    turned, stock = [0], block_attention.transpose_keys_values
 
     def transpose(key: torch.Tensor, value: torch.Tensor) -> Any:
         turned[0] += key.shape[2] >= 60
         return stock(key, value)
 
-    monkeypatch.setattr(keys, "transpose_keys_values", transpose)
+    monkeypatch.setattr(block_attention, "transpose_keys_values", transpose)
     subject, prompt = cases.subject("llama"), tuple(cases.tokens(70, seed=1).tolist())
     subject.answer([Request(prompt, nw.KeepHeads(k=1 + i % 3, phase="decode"), 3 + i) for i in range(10)])
     assert turned[0] == len(subject.anatomy.attention_layers)
