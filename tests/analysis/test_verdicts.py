@@ -365,3 +365,34 @@ def test_the_table_of_the_method_page_is_that_of_the_rules() -> None:
     assert "after results of version 1 had been seen" in written
     assert "judged on fresh seeds" in written
     assert f"{len(RULES)} claims are judged at once" in written
+
+
+# The reason in a few words.
+
+
+def test_a_verdict_that_needs_more_samples_says_how_many() -> None:
+    gone = Silenced(wilson(0, 60), wilson(15, 60), 0.25)
+    assert verdict("segregation", Evidence("m", baseline=GOOD, silenced=gone)).reason == "too few samples (60 of 233)"
+    assert verdict("segregation", Evidence("m", baseline=wilson(8, 8), silenced=GONE)).reason == "too few samples (8 of 233)"
+
+
+def test_a_part_that_was_not_run_is_named_even_beside_too_few_samples() -> None:
+    unasked = verdict("segregation", Evidence("m", baseline=GOOD, silenced=Silenced(wilson(0, 60))))
+    assert unasked.reason == "too few samples (60 of 233); without heads no forced choice was run"
+    enough = verdict("segregation", Evidence("m", baseline=GOOD, silenced=Silenced(wilson(0, 300))))
+    assert enough.reason == "without heads no forced choice was run"
+
+
+def test_what_is_not_supported_names_the_part_that_failed() -> None:
+    found = verdict("segregation", Evidence("m", baseline=GOOD, silenced=Silenced(wilson(90, 300), wilson(75, 300), 0.25)))
+    assert (found.word, found.reason) == ("not supported", "without heads it finds more than 5 %")
+    known = verdict("segregation", Evidence("m", baseline=GOOD, silenced=Silenced(wilson(0, 300), wilson(200, 300), 0.25)))
+    assert known.reason == "without heads forced choice is above chance"
+    few = verdict("few_heads", replace(Evidence("m", baseline=GOOD), **thinned(wilson(150, 300))))  # type: ignore[arg-type]
+    assert few.reason == "2 of 12 heads (16.7 %) keep less than 95 %"
+    assert verdict("segregation", Evidence("m", baseline=GOOD, silenced=GONE)).reason == ""
+
+
+def test_enough_samples_across_the_line_say_which_line() -> None:
+    few = verdict("few_heads", replace(Evidence("m", baseline=GOOD), **thinned(wilson(285, 300))))  # type: ignore[arg-type]
+    assert (few.word, few.reason) == ("inconclusive", "2 of 12 heads (16.7 %) keep a share whose interval contains 95 %")

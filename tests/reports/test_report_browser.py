@@ -48,9 +48,27 @@ def visit(chromium: Any) -> Iterator[Any]:
     assert troubles == []
 
 
+def unfold(view: Any, name: str) -> Any:
+    """Open a figure as a reader does, by its heading."""
+    view.locator(f"#{name} > .part > summary").click()
+    return view.locator(f"#{name}")
+
+
+def test_the_page_as_opened_is_short_and_each_link_opens_its_part(visit: Any, page: Path) -> None:
+    view = visit(page, viewport={"width": 1280, "height": 900})
+    assert view.evaluate("document.documentElement.scrollHeight") < 14_900 / 3, "a third of what this run took before"
+    assert view.locator("#heads svg").first.is_visible()
+    assert not view.locator("#needles svg").first.is_visible()
+    view.locator("nav a[href='#needles']").click()
+    view.locator("#needles svg").first.wait_for(state="visible")
+    assert not view.locator("#claim-few_heads").is_visible()
+    view.locator(".overview a.chip[href='#claim-few_heads']").first.click()
+    view.locator("#claim-few_heads").wait_for(state="visible")
+
+
 def test_a_click_on_a_cell_shows_its_trials_with_the_needle_marked(visit: Any, page: Path) -> None:
     view = visit(page)
-    cell = view.locator("#needles [data-k]").first
+    cell = unfold(view, "needles").locator("[data-k]").first
     cell.click()
     dialog = view.locator("#trials")
     assert dialog.is_visible()
@@ -80,7 +98,7 @@ def test_filter_and_count_of_a_large_cell(visit: Any, page: Path) -> None:
 
 def test_the_keyboard_reaches_everything(visit: Any, page: Path) -> None:
     view = visit(page)
-    first = view.locator("#exposure svg").first.locator("[data-k]").first
+    first = unfold(view, "exposure").locator("svg").first.locator("[data-k]").first
     first.focus()
     view.keyboard.press("ArrowRight")
     view.keyboard.press("ArrowDown")
@@ -101,7 +119,7 @@ def test_every_mark_has_a_name_and_every_figure_a_table(visit: Any, page: Path) 
     assert view.evaluate("[...document.querySelectorAll('[data-k]')].every(e => e.getAttribute('aria-label'))")
     assert view.evaluate("[...document.querySelectorAll('svg')].every(e => e.getAttribute('aria-label'))")
     figures = view.evaluate("[...document.querySelectorAll('section:not(#findings)')].filter(s => s.querySelector('svg')).length")
-    tables = view.evaluate("[...document.querySelectorAll('section')].filter(s => s.querySelector('details table')).length")
+    tables = view.evaluate("[...document.querySelectorAll('section')].filter(s => s.querySelector('.numbers table')).length")
     assert figures == tables == 9
 
 
@@ -122,7 +140,7 @@ def test_dark_mode_by_system_and_by_button(visit: Any, page: Path) -> None:
 def test_nothing_runs_over_the_edge_of_a_phone(visit: Any, page: Path, width: int) -> None:
     view = visit(page, viewport={"width": width, "height": 800})
     assert view.evaluate("document.documentElement.scrollWidth") <= width
-    view.locator("#needles [data-k]").first.click()
+    unfold(view, "needles").locator("[data-k]").first.click()
     box = view.locator("#trials").bounding_box()
     assert box["x"] >= 0
     assert box["x"] + box["width"] <= width
@@ -156,10 +174,11 @@ def test_the_finding_needs_no_script(chromium: Any, page: Path) -> None:
     view = context.new_page()
     view.goto(page.as_uri())
     assert view.locator(".overview svg").first.is_visible()
+    view.locator("#sentences summary").click()
     assert view.locator(".claim").first.is_visible()
     assert view.locator("#heads svg").first.is_visible()
-    view.locator("#heads summary").click()
-    assert view.locator("#heads details table").first.is_visible()
+    view.locator("#heads .numbers summary").click()
+    assert view.locator("#heads .numbers table").first.is_visible()
     context.close()
 
 
@@ -207,7 +226,7 @@ def test_printing_leaves_out_what_paper_cannot_do(visit: Any, page: Path) -> Non
 
 def test_markup_in_an_answer_is_shown_as_text(visit: Any, hostile: Path) -> None:
     view = visit(hostile)
-    view.locator("#needles [data-k]").first.click()
+    unfold(view, "needles").locator("[data-k]").first.click()
     shown = view.locator("#trials-list dd").nth(1).inner_text()
     assert shown.startswith("</script><script>window.pwned=1</script><img src=x")
     assert shown.endswith("&amp; end")

@@ -181,11 +181,12 @@ def test_families_are_of_one_name_or_of_one_anatomy() -> None:
     assert families([*models[:1], *models[:1]], ["x", "x"]) == [], "one model in two runs"
 
 
-def test_plan_and_what_it_is_about_stand_on_top(pair: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_plans_name_stands_on_top_and_what_it_is_about_is_folded(pair: tuple[Path, Path], tmp_path: Path) -> None:
     text = build(list(pair), tmp_path, pictures=False).read_text(encoding="utf-8")
-    head = text.split("<nav")[0]
+    head, rest = text.split("<nav")
     assert "needlework report · again" in head
-    assert "The same &lt;once&gt; more." in head
+    assert "The same &lt;once&gt; more." not in head
+    assert "The same &lt;once&gt; more." in rest.split("<details><summary>About the trials</summary>")[1].split("</details>")[0]
 
 
 # Checkpoints side by side.

@@ -55,6 +55,7 @@ class Verdict:
     number: int = 0  # number of the rule
     why: str = ""  # reason for the outcome, starting with the rule's number
     points: tuple[VerdictPoint, ...] = ()  # numbers of the small figure; empty if nothing was judged
+    reason: str = ""  # unless supported, in a few words: the part that failed, was not run or has too few samples
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Clause:
 
     word: Word
     text: str
+    reason: str = ""  # the same in a few words, without numbers; the text by default
+    n: int = 0  # samples, if more of them may change the outcome
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,15 @@ class Finding:
     sentence: str
     estimate: Estimate = NOTHING
     points: tuple[VerdictPoint, ...] = ()
+    decisive: tuple[Clause, ...] = ()  # the conditions that gave the outcome
+
+    def reason(self, needed: int) -> str:
+        """Return why the claim is not supported, in a few words: parts that failed or were not run, or too few samples."""
+        if self.word == "supported":
+            return ""
+        few = [c for c in self.decisive if c.word == "inconclusive" and 0 < c.n < needed]
+        told = [f"too few samples ({min(c.n for c in few):,} of {needed:,})"] if few else []
+        return "; ".join([*told, *(clause.reason or clause.text for clause in self.decisive if clause not in few)])
 
 
 def side(estimate: Estimate, line: float, bound: Bound) -> Word:
@@ -90,8 +102,11 @@ def side(estimate: Estimate, line: float, bound: Bound) -> Word:
 
 def held(estimate: Estimate, line: float, bound: Bound, what: str) -> Clause:
     """Compare an estimate to a threshold and say so: `no heads find 0 % [0, 1.2; n = 315], at most 5 % allowed`."""
-    allowed = "needed" if bound == "at least" else "allowed"
-    return Clause(side(estimate, line, bound), f"{what} {share(estimate)}, {bound} {percent(line)} {allowed}")
+    allowed, word = "needed" if bound == "at least" else "allowed", side(estimate, line, bound)
+    reason = f"{what} {'less' if bound == 'at least' else 'more'} than {percent(line)}"
+    if word == "inconclusive":
+        reason = f"{what} a share whose interval contains {percent(line)}" if not estimate.why else f"{what} {estimate.why}"
+    return Clause(word, f"{what} {share(estimate)}, {bound} {percent(line)} {allowed}", reason, estimate.n)
 
 
 def share(e: Estimate, what: str = "") -> str:
@@ -107,9 +122,9 @@ def conclude(clauses: Sequence[Clause], sentence: str, estimate: Estimate, *poin
     """Return the outcome of all conditions together, that of the least favourable ones, and the points that have a value."""
     order: tuple[Word, ...] = ("not supported", "inconclusive", "supported")
     word = min((clause.word for clause in clauses), key=order.index)
-    why = "; ".join(clause.text for clause in clauses if clause.word == word)
+    decisive = tuple(clause for clause in clauses if clause.word == word)
     shown = tuple(point for point in points if point.estimate.n and point.estimate.value == point.estimate.value)
-    return Finding(word, why, sentence, estimate, shown)
+    return Finding(word, "; ".join(clause.text for clause in decisive), sentence, estimate, shown, decisive)
 
 
 NOT_RUN = Finding("not run", "not run", "This was not run.")
@@ -132,10 +147,12 @@ def _lost(silenced: Silenced, where: str) -> tuple[list[Clause], str]:
     bounds = f"[{percent(e.low, '')}, {percent(e.high, '')}; n = {e.n:,}]"
     text = f"{where} forced choice is {percent(e.value, '')} points from chance {bounds}"
     if e.low > MORE_THAN_CHANCE:
-        lost = Clause("not supported", f"{text}, a lower bound of at most {percent(MORE_THAN_CHANCE, '')} allowed")
+        above = f"{where} forced choice is above chance"
+        lost = Clause("not supported", f"{text}, a lower bound of at most {percent(MORE_THAN_CHANCE, '')} allowed", above)
     else:  # a wide interval alone does not show that information is left, so this is never "not supported"
         word: Word = "supported" if side(e, NEAR_CHANCE, "at most") == "supported" else "inconclusive"
-        lost = Clause(word, f"{text}, at most {percent(NEAR_CHANCE, '')} allowed")
+        near = f"{where} forced choice may be above chance"
+        lost = Clause(word, f"{text}, at most {percent(NEAR_CHANCE, '')} allowed", near, e.n)
     return [*clauses, lost], sentence
 
 
@@ -263,7 +280,10 @@ def judge_dissociation(e: Evidence) -> Finding:
         one_sided = " It is one-sided: not both effects point their own way, so this is no crossed dissociation."
         sentence += " Both effects point their own way." if e.interaction.crossed else one_sided
     why = f"the interaction is {contrast.text('')}, above 0 needed"
-    return conclude([Clause(word, why)], sentence, contrast, *(VerdictPoint(label, found) for label, found in e.dissociation))
+    reason = "the interaction is below 0" if word == "not supported" else "the interval of the interaction contains 0"
+    return conclude(
+        [Clause(word, why, reason)], sentence, contrast, *(VerdictPoint(label, found) for label, found in e.dissociation)
+    )
 
 
 def judge_memory(e: Evidence) -> Finding:
@@ -389,12 +409,16 @@ def _tested(rule: Rule, finding: Finding, baseline: Estimate) -> Finding:
     weak = f" But untouched it finds {share(baseline, 'the needles')}: the lower bound must be {percent(BASELINE)}."
     why = clause.text
     if clause.word == "inconclusive":  # the baseline's interval contains the threshold: more samples may help
-        chances = [point.line for point in finding.points if point.bound == "chance" and point.line]
-        needed = rule.needs(*chances[:1])
+        needed = _needed(rule, finding)
         few = "too few samples " + (f"({baseline.n:,} of {needed:,})" if needed else f"({baseline.n:,})")
         if baseline.n < (needed or math.inf):
             why, weak = f"{few}: {why}", f"{weak[:-1]}, and there are {few}."
-    return replace(finding, word="not testable", why=why, sentence=finding.sentence + weak)
+    return replace(finding, word="not testable", why=why, sentence=finding.sentence + weak, decisive=(clause,))
+
+
+def _needed(rule: Rule, finding: Finding) -> int:
+    """Return the number of samples that a rule needs, at the chance level of the forced choice that was run."""
+    return rule.needs(*[point.line for point in finding.points if point.bound == "chance" and point.line][:1])
 
 
 def judge(evidence: Evidence) -> list[Verdict]:
@@ -411,7 +435,9 @@ def judge(evidence: Evidence) -> list[Verdict]:
             asides = (f"Tasks: {names}" if (names := evidence.tasks.get(rule.claim)) else "", evidence.note.capitalize())
             sentence += "".join(f" ({aside}.)" for aside in asides if aside)
         about = (rule.claim, rule.title, evidence.model, found.word, sentence, found.estimate)
-        judged.append(Verdict(*about, rule.number, f"rule {rule.number}: {found.why}", found.points))
+        judged.append(
+            Verdict(*about, rule.number, f"rule {rule.number}: {found.why}", found.points, found.reason(_needed(rule, found)))
+        )
     return judged
 
 

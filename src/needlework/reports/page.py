@@ -19,6 +19,7 @@ from needlework.errors import NeedleworkError
 from needlework.files import atomic_write
 from needlework.reports import picture_files, svg, tables
 from needlework.reports.browser import Browser
+from needlework.reports.conclusion import conclusions, headline
 from needlework.reports.figures import FIGURES, make_figure
 from needlework.reports.panels import Figure, merge_checkpoints
 from needlework.reports.svg import PLAN_OF_CLAIM, UNJUDGED, Overview, overview, run_command
@@ -26,6 +27,7 @@ from needlework.tables import Table
 
 FILE_NAME = "report.html"
 PLAYGROUND = "play.html"  # an exported playground beside the report, which links to it
+PAPER = "https://arxiv.org/abs/2510.19861"
 OTHER_TASKS = "Tasks that declare no ability (retrieval, knowledge or perplexity): shown as they are, and judged by no rule."
 SCORES = (
     "Needles of all tasks of one kind, plain layout. The graded mean (0 to 5) is no success rate. Out of window: the needle is"
@@ -89,7 +91,10 @@ def page(frame: Frame, figures: Sequence[Figure], judged: Sequence[Verdict], bro
         "report.html",
         frame=frame,
         plan_names=[name for name, _ in frame.plans if name],
-        lede=[*abouts, f"{frame.trials:,} trials of {models}, with parts silenced while it answers."],
+        headline=headline(frame, judged),
+        conclusions=conclusions(frame, judged),
+        about=[*abouts, f"{frame.trials:,} trials of {models}."],
+        paper=PAPER,
         links={"findings": "Findings", **names, "models": "Scores", "method": "Method"},
         playground=playground,
         overview=overview(frame, judged),

@@ -43,6 +43,11 @@ class _Panel:
     title: str
     signed: bool = field(default=False, kw_only=True)  # values are differences of shares, in points
 
+    @property
+    def full_title(self) -> str:
+        """The title, with the model that the panel is about."""
+        return self.title if self.group in self.title else f"{self.group}: {self.title}"
+
     def marks(self) -> Sequence[Mark]:
         """Return all elements that show an estimate."""
         raise NotImplementedError
@@ -88,7 +93,7 @@ class Lines(_Panel):
         places = sorted({point.x for point in self.marks()})
         curves = [{point.x: self.format(point.y) for point in series.points} for series in self.series]
         rows = [[f"{100 * x:.0f} %" if self.share_x else f"{x:g}", *(curve.get(x, "–") for curve in curves)] for x in places]
-        return Table([self.x_label, *(series.label for series in self.series)], rows, f"{self.group}: {self.title}")
+        return Table([self.x_label, *(series.label for series in self.series)], rows, self.full_title)
 
 
 @dataclass(frozen=True)
@@ -118,7 +123,7 @@ class HeatMap(_Panel):
         for name, line in zip(self.rows, self.cells, strict=True):
             texts = ["–" if c is None else self.format(c.y) + " (out of window)" * c.outside for c in line]
             rows.append([name, *texts])
-        return Table([f"{self.row_title} \\ {self.col_title}", *self.cols], rows, f"{self.group}: {self.title}")
+        return Table([f"{self.row_title} \\ {self.col_title}", *self.cols], rows, self.full_title)
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Dots(_Panel):
 
     def table(self) -> Table:
         rows = [[dot.label, self.format(dot.y)] for dot in self.dots]
-        return Table(["", self.x_label], rows, f"{self.group}: {self.title}")
+        return Table(["", self.x_label], rows, self.full_title)
 
     def short_label(self, dot: Dot) -> str:
         """Return a dot's label without the checkpoint's name, which is in the legend."""
@@ -167,8 +172,8 @@ class Figure:
     caption: str
     panels: Sequence[Panel] = ()
 
-    def rows(self) -> list[tuple[str, Sequence[Panel], str]]:
-        """Return (heading, panels, kind) per row of panels: one row per model, or one in all if every model has one panel.
+    def rows(self) -> list[tuple[Sequence[Panel], str]]:
+        """Return (panels, kind) per row of panels: one row per model, or one in all if every model has one panel.
 
         The kind sets the width of panels: "small" for heat maps, "two" for two side by side, "" for the default.
         """
@@ -176,8 +181,8 @@ class Figure:
         for panel in self.panels:
             groups.setdefault(panel.group, []).append(panel)
         if all(len(panels) == 1 for panels in groups.values()):
-            return [("", self.panels, "")]
-        return [(name, panels, "small" if isinstance(panels[0], HeatMap) else "two") for name, panels in groups.items()]
+            return [(self.panels, "")]
+        return [(panels, "small" if isinstance(panels[0], HeatMap) else "two") for panels in groups.values()]
 
     def scale_top(self) -> float:
         """Return the value of the darkest colour over all heat maps, 0 if there are none."""

@@ -39,7 +39,7 @@ def draw_panel(panel: Panel, kind: str = "") -> Markup:
     else:
         height, body = _draw_heat_map(panel, width) if isinstance(panel, HeatMap) else _draw_dots(panel, width)
     style = ' class="dots"' if isinstance(panel, Dots) else ""
-    label = escape(f"{panel.group}: {panel.title}. The table below holds the same numbers.")
+    label = escape(f"{panel.full_title}. The table below holds the same numbers.")
     return Markup(
         f'<svg{style} viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{label}" xmlns="http://www.w3.org/2000/svg">'
         + "".join(body)
@@ -252,7 +252,7 @@ def _draw_dots(panel: Dots, width: int) -> tuple[float, list[str]]:
 def draw_figure(figure: Figure) -> Markup:
     """Draw a whole figure for a file: panels in rows, each with title and legend."""
     rows = []
-    for _, panels, kind in figure.rows():
+    for panels, kind in figure.rows():
         rows += [(panels[i : i + PANELS_ACROSS], kind) for i in range(0, len(panels), PANELS_ACROSS)]
     body: list[str] = []
     bottom, right = 0.0, 0.0
@@ -268,8 +268,7 @@ def draw_figure(figure: Figure) -> Markup:
 
 def _draw_titled(panel: Panel, kind: str, x: float, top: float) -> tuple[list[str], float]:
     """Draw a panel below its title and legend at (x, top); return its elements and the y of its lower end."""
-    title = panel.title if panel.title == panel.group else f"{panel.group}: {panel.title}"
-    lines = textwrap.wrap(title, int(WIDTHS[kind] / 7.2), break_on_hyphens=False)
+    lines = textwrap.wrap(panel.full_title, int(WIDTHS[kind] / 7.2), break_on_hyphens=False)
     body = [_text(x, top + 15 * (i + 1), line, "title", "start") for i, line in enumerate(lines)]
     y, at = top + 15 * len(lines), x
     if isinstance(panel, Lines):

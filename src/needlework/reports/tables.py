@@ -233,7 +233,10 @@ def _claims(frame: Frame, judged: Sequence[Verdict]) -> RenderableType:
         for verdict in of_model:
             if verdict.word not in UNJUDGED:
                 said = Text(f"{OUTCOMES[verdict.word][0]} {verdict.word:<14}".replace(" ", HARD_SPACE), OUTCOMES[verdict.word][1])
-                shown += [said + Text(verdict.title), Padding(Text(verdict.why, "dim"), (0, 0, 0, 2))]
+                shown += [
+                    said + Text(verdict.title + f": {verdict.reason}" * bool(verdict.reason)),
+                    Padding(Text(verdict.why, "dim"), (0, 0, 0, 2)),
+                ]
         unjudged: dict[tuple[Word, str], list[str]] = {}
         for verdict in of_model:
             if verdict.word in UNJUDGED:

@@ -18,6 +18,18 @@
   system.addEventListener("change", paint);
   paint();
 
+  // A link opens the folded part that it leads to; paper shows every part.
+  const unfold = () => {
+    const target = location.hash && document.getElementById(decodeURIComponent(location.hash.slice(1)));
+    if (!target) return;
+    const inside = target.querySelector(":scope > details.part");
+    for (let each = inside || target; each; each = each.parentElement) if (each.tagName === "DETAILS") each.open = true;
+    target.scrollIntoView();
+  };
+  addEventListener("hashchange", unfold);
+  addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => { each.open = true; }));
+  unfold();
+
   const data = JSON.parse(document.getElementById("data").textContent);
   const dialog = document.getElementById("trials");
   const list = document.getElementById("trials-list");
