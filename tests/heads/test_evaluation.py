@@ -106,6 +106,7 @@ def test_samples_are_of_their_seed_in_the_window_and_as_many_as_asked() -> None:
     anatomy = replace(subject().anatomy, layers=tuple(_narrow(layer) for layer in subject().anatomy.layers))
     narrow = nw.Subject.__new__(nw.Subject)
     narrow.body, narrow.tokenizer = _Body(subject(), anatomy), subject().tokenizer  # type: ignore[assignment]
+    narrow.model, narrow.anatomy = subject().model, anatomy
     some = samples.draw_samples(narrow, samples.named_tasks("niah", subject()), 30, 0)
     assert 0 < len(some) < 30
     assert all(len(s.item.prompt) - s.item.spans["needle"][0][0] <= 60 for s in some)
