@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import sqlite3
 from collections import defaultdict
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -19,9 +20,10 @@ from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import ModelTrials
 from needlework.analysis.reader import load
 from needlework.interventions import KeepHeads
-from needlework.reports import curves, figures
+from needlework.reports import curves, figures, svg
 from needlework.reports.browser import Browser, needle_characters, pieces, shortened
 from needlework.reports.figures import FIGURES, make_figure
+from needlework.reports.panels import CurvePoint, Lines, Series
 from needlework.results import Row, Store
 
 
@@ -297,3 +299,53 @@ def test_what_was_never_known_has_no_share_left(tmp_path: Path) -> None:
             (f"%{gone}%",),
         )
     assert left() == before - {gone}
+
+
+# Own interventions, and ranges without measurements.
+
+
+def test_no_line_and_no_band_cross_a_range_without_measurements() -> None:
+    def series(*places: float) -> Series:
+        return Series("s", 1, [CurvePoint(x, stats.wilson(5, 10)) for x in places])
+
+    heads = Lines("m", "m: t", "x", "y", [series(0, 0.25, 0.5, 1)])
+    assert [[p.x for p in run] for run in svg.runs(heads, heads.series[0])] == [[0, 0.25, 0.5], [1]]
+    assert str(svg.draw_panel(heads)).count('class="whisker"') == 1, "a point alone shows its interval"
+    tokens = replace(heads, share_x=False, series=[series(8, 32, 256)])
+    assert [[p.x for p in run] for run in svg.runs(tokens, tokens.series[0])] == [[8, 32], [256]]
+
+
+def test_labels_of_lines_stand_outside_the_plot_and_those_of_columns_have_space() -> None:
+    points = [CurvePoint(x / 4, stats.wilson(x, 4)) for x in range(5)]
+    level, mark = (0.25, "chance"), (0.15, "15 %")
+    drawn = str(svg.draw_panel(Lines("m", "m: t", "x", "y", [Series("s", 1, points)], level=level, mark=mark)))
+    right = max(float(x) for x in re.findall(r'<circle class="dot" cx="([\d.]+)"', drawn))
+    top = min(float(y) for y in re.findall(r'<circle class="dot" cx="[\d.]+" cy="([\d.]+)"', drawn))
+    assert float(re.search(r'<text x="([\d.]+)"[^>]*>chance<', drawn)[1]) > right  # type: ignore[index]
+    assert float(re.search(r'<text [^>]*y="([\d.]+)"[^>]*>15 %<', drawn)[1]) < top  # type: ignore[index]
+    names = [str(i) for i in range(32)]
+    cells = [[figures.Cell(stats.wilson(1, 2)) for _ in names]]
+    grid = str(svg.draw_panel(figures.HeatMap("m", "m", "layer", "head", ["3"], names, cells), "small"))
+    at = [float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*class="tick" text-anchor="middle">\d+<', grid)]
+    assert all(b - a >= 12 for a, b in pairwise(at))
+    assert len(at) >= 8
+
+
+def test_every_panel_names_its_model(frame: Frame) -> None:
+    browser = Browser(frame)
+    made = [make_figure(name, frame, browser) for name in FIGURES]
+    assert all(panel.group in panel.full_title for figure in made for panel in figure.panels)
+
+
+def test_own_interventions_are_drawn_beside_the_shipped_ones(tmp_path: Path, trials: list[Row]) -> None:
+    own = [t for t in trials if (t.model, t.task, t.intervention) == ("tiny-jamba", "niah", "none")]
+    shipped = [t for t in trials if (t.model, t.task, t.intervention) == ("tiny-jamba", "niah", "ablate_attention()")]
+    store = Store(tmp_path, create=True)
+    synthetic.sign(store, {"tiny-jamba": {"anatomy": synthetic.anatomy("tiny-jamba"), "weights": "w"}})
+    store.add([*own, *shipped, *(replace(t, id=f"own {t.id}", intervention="mine(k=3)") for t in own)])
+    store.close()
+    frame = load([tmp_path])
+    (dots,) = make_figure("dissociation", frame, Browser(frame)).panels
+    assert [mark.label for mark in dots.marks()] == ["attention off: retrieval", "mine(k=3): retrieval"]  # type: ignore[union-attr]
+    (grid,) = make_figure("tasks", frame, Browser(frame)).panels
+    assert grid.cols == ["untouched", "no heads", "mine(k=3)"]  # type: ignore[union-attr]

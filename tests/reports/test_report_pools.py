@@ -21,7 +21,7 @@ from needlework.analysis.verdicts import Verdict, verdicts
 from needlework.reports import build, summary
 from needlework.reports.browser import Browser
 from needlework.reports.figures import FIGURES, make_figure
-from needlework.reports.tables import other_tasks, scores, unplaced
+from needlework.reports.tables import other_tasks, scores
 from needlework.results import Row, Store
 from needlework.stats import wilson
 
@@ -236,8 +236,8 @@ def test_what_no_figure_places_is_listed_by_its_text(tmp_path: Path) -> None:
     text = "ablate_heads(heads=[[2, 1]])"
     store(tmp_path, [*rows(80, 80), *rows(20, 80, text)])
     frame = load([tmp_path])
-    assert [line[1:3] for line in scores(frame, unplaced).rows] == [[text, "25 % [16.8, 35.5], n = 80"]]
-    assert "interventions that no figure shows" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert [line[1:3] for line in scores(frame, lambda trials: trials.unplaced).rows] == [[text, "25 % [16.8, 35.5], n = 80"]]
+    assert "Retrieval under other interventions" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
 
 
 # B (d). Which model.
@@ -515,7 +515,7 @@ def test_heads_chosen_by_a_score_of_ones_own_are_judged_and_drawn(tmp_path: Path
     trials = [*rows(80, 80), *rows(79, 80, text.format(1)), *rows(80, 80, text.format(2)), *rows(9, 80, other)]
     frame = load([store(tmp_path, trials)])
     assert verdict(frame, "few_heads").word == "not run"  # a score of nobody: its trials are listed by their text
-    assert len(scores(frame, unplaced).rows) == 2
+    assert len(scores(frame, lambda trials: trials.unplaced).rows) == 2
 
     @nw.head_score(needs="outputs")
     def brightest(outputs: Any) -> Any:

@@ -16,6 +16,7 @@ from needlework.analysis.conditions import Condition, few_heads_rank, place, sam
 from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, Want
 from needlework.interventions import Intervention
 from needlework.stats import Estimate, Interaction
+from needlework.terminal import display_name
 
 Floats = NDArray[np.float64]
 Key = TypeVar("Key", bound=Hashable)
@@ -89,6 +90,11 @@ class ModelTrials:
         """Return the conditions of this kind whose fields have these values."""
         wanted["kind"] = kind
         return [c for c in self.conditions if all(getattr(c, field) == value for field, value in wanted.items())]
+
+    @property
+    def unplaced(self) -> list[tuple[str, str]]:
+        """Return (label, intervention) of the interventions that no rule reads: of plug-ins, of some layers only, and so on."""
+        return [(display_name(c.text, 60), c.text) for c in self.conditions if c.kind in ("other", "attention_block")]
 
     def text_by_place(self, pairs: Iterable[tuple[Key, Condition]]) -> dict[Key, str]:
         """Return one intervention per key (a place on a figure's axis): of equivalent texts, the one with more trials."""

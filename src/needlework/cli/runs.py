@@ -168,10 +168,13 @@ def export(
 def report(
     directories: Annotated[list[Path], typer.Argument(help="One or more run directories; several are put side by side.")],
     out: Annotated[Path | None, typer.Option(help="Directory for report.html; by default the first run's.")] = None,
+    against: Annotated[
+        str | None, typer.Option(help="Compare the other models with this run or model, sample by sample.")
+    ] = None,
     plugin: options.Plugins = [],  # noqa: B006
 ) -> None:
     """Build one self-contained report.html, and PNG and SVG of every figure."""
-    say(f"report: {nw.report(directories, out)}", stderr=False)
+    say(f"report: {nw.report(directories, out, against)}", stderr=False)
 
 
 @command("needlework demo")

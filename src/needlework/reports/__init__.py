@@ -11,7 +11,15 @@ from needlework.reports.tables import summary
 __all__ = ["build", "report", "summary"]
 
 
-def report(directories: str | Path | Sequence[str | Path], out: str | Path | None = None) -> Path:
-    """Write report.html for one or more runs and return its path; `out` defaults to the first run's directory."""
+def report(
+    directories: str | Path | Sequence[str | Path], out: str | Path | None = None, against: str | Path | None = None
+) -> Path:
+    """Write report.html for one or more runs and return its path.
+
+    Args:
+        directories: Directories of runs.
+        out: Output directory; the first run's directory by default.
+        against: Directory of one of the runs, or a model's name: the other models are compared with it, sample by sample.
+    """
     runs = [directories] if isinstance(directories, (str, Path)) else directories
-    return build([Path(run) for run in runs], None if out is None else Path(out))
+    return build([Path(run) for run in runs], None if out is None else Path(out), against=against)

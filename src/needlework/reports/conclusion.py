@@ -9,7 +9,6 @@ from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import by_boundary
 from needlework.analysis.verdicts import RULES, Verdict, share
 from needlework.reports.svg import UNJUDGED
-from needlework.reports.tables import unplaced
 
 MOST_MODELS = 4  # that have sentences of their own
 MOST_OWN = 2  # interventions outside all figures of the claims that a sentence names
@@ -54,7 +53,7 @@ def conclusions(frame: Frame, judged: Sequence[Verdict]) -> list[tuple[str, str]
         of_model = [v for v in judged if v.model == model and v.word not in UNJUDGED]
         said = [_first_clause(verdict.sentence) for verdict in of_model[:2]]
         trials = by_boundary(frame, model)[0]
-        own = [(label, trials.accuracy(trials.retrieval(text))) for label, text in unplaced(trials)]
+        own = [(label, trials.accuracy(trials.retrieval(text))) for label, text in trials.unplaced]
         said += [f"under {label}, it finds {share(e, 'the needles')}" for label, e in own if e.n][:MOST_OWN]
         if said:
             supported = sum(verdict.word == "supported" for verdict in of_model)

@@ -69,12 +69,19 @@ def _best_way(trials: ModelTrials) -> str:
     return next((way for way in ways() if way in run), ways()[0])
 
 
+def _other_ways(trials: ModelTrials) -> list[str]:
+    """Return the further ways to select heads that were run, scores of plug-ins among them."""
+    run = {c.way for c in trials.conditions_of("heads", phase="both")} - {_best_way(trials), "", RANDOM}
+    return [way for way in ways() if way in run] + sorted(run - set(ways()))
+
+
 def _retrieval(trials: ModelTrials, browser: Browser) -> Lines:
     way = _best_way(trials)
     curves = [
         (f"by {way}, every position", 1, way, "both", False),
         (f"by {way}, decode only", 2, way, "decode", True),
         (f"by {way}, prefill only", 3, way, "prefill", True),
+        *((f"by {other}, every position", 4 + i % 3, other, "both", False) for i, other in enumerate(_other_ways(trials))),
         ("random heads, every position", 0, RANDOM, "both", False),
     ]
     series = [

@@ -144,7 +144,7 @@ def tasks(frame: Frame, browser: Browser) -> list[HeatMap]:
                 rows = rows[~np.isnan(frame.values("correct", rows))]
                 key = browser.add(f"{model} · {label} · {name}", rows)
                 line.append(Cell(trials.accuracy(rows), key) if len(rows) else None)
-            if sum(cell is not None for cell in line) > 1:
+            if sum(cell is not None for cell in line) > (1 if pick.ability else 0):
                 lines.append((label, line))
         if lines:
             names = [name for name, _ in columns]
@@ -178,6 +178,7 @@ def _main_conditions(trials: ModelTrials) -> list[tuple[str, list[str]]]:
         columns += [(f"{of_heads} heads", [few.text]), (f"{of_heads}, random", as_many)]
     columns += [("no heads", [off.text])] if off else []
     columns += [("no recurrence", [recurrent.text])] if recurrent else []
+    columns += [(label, [text]) for label, text in trials.unplaced]
     return [(label, texts) for label, texts in columns if texts]
 
 
@@ -190,7 +191,8 @@ def dissociation(frame: Frame, browser: Browser) -> list[Dots]:
             conditions = trials.conditions_of(kind, phase="both", site=site)
             off[label] = max(conditions, key=lambda c: len(trials.retrieval(c.text)), default=None)
         dots = []
-        for label, text in ((label, condition.text) for label, condition in off.items() if condition):
+        ablated = [(label, condition.text) for label, condition in off.items() if condition]
+        for label, text in [*ablated, *trials.unplaced]:
             rows = trials.retrieval(text)
             key = browser.add(f"{trials.name} · {label} · retrieval", rows)
             dots += [Dot(f"{label}: retrieval", 1, trials.retained(text).raw, key)] * bool(len(rows))
@@ -199,7 +201,7 @@ def dissociation(frame: Frame, browser: Browser) -> list[Dots]:
                 key = browser.add(f"{trials.name} · {label} · knowledge, {form}", rows)
                 dots += [Dot(f"{label}: {form}", color, trials.retained_knowledge(text, form).corrected, key)] * bool(len(rows))
         dots = [dot for dot in dots if dot.y.value == dot.y.value]
-        if any("recurrent" in dot.label for dot in dots) and len(trials.retrieval("none")):
+        if (trials.unplaced or any("recurrent" in dot.label for dot in dots)) and len(trials.retrieval("none")):
             title = trials.titled(trials.model)
             panels.append(Dots(trials.model, title, "share of the baseline that is left", dots, (1.0, "baseline")))
     return panels
@@ -294,7 +296,8 @@ FIGURES = {
         "In every attention layer and at every token the k best heads are kept, by the negative entropy of their"
         " attention unless said otherwise; the others are silenced. Retrieval counts needles inside the window. Grey:"
         " as many heads drawn at random. Knowledge is asked as cloze (nothing to look up) and as letter choice (the"
-        " letter must be looked up in the prompt). Bands are 95 % intervals.",
+        " letter must be looked up in the prompt). Bands are 95 % intervals;"
+        " points are joined only where the numbers between them were measured, too: at most a quarter of the heads apart.",
         curves.heads,
     ),
     "needles": FigureKind(
@@ -315,9 +318,10 @@ FIGURES = {
     ),
     "dissociation": FigureKind(
         "Two sides",
-        "Each side silenced in turn",
+        "Each side silenced in turn, and other interventions",
         "What is left of retrieval and of knowledge without attention, without the recurrent memory (each token is"
-        " read alone), without the recurrent layers, and without both. Chance-corrected shares, paired 95 % intervals.",
+        " read alone), without the recurrent layers, without both, and under interventions of"
+        " your own. Chance-corrected shares, paired 95 % intervals.",
         dissociation,
     ),
     "memory": FigureKind(

@@ -17,7 +17,7 @@ from needlework.analysis.reader import load
 from needlework.analysis.verdicts import RULES, RULES_NOTE, Verdict, verdicts
 from needlework.errors import NeedleworkError
 from needlework.files import atomic_write
-from needlework.reports import picture_files, svg, tables
+from needlework.reports import comparison, picture_files, svg, tables
 from needlework.reports.browser import Browser
 from needlework.reports.conclusion import conclusions, headline
 from needlework.reports.figures import FIGURES, make_figure
@@ -38,15 +38,18 @@ LABELS_WIDTH, COLUMN_WIDTHS = 276, (164, 240)  # overview, in pixels: labels; mi
 PAPER_WIDTH = 660  # pixels between the margins of a printed page
 
 
-def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True) -> Path:
+def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True, against: str | Path | None = None) -> Path:
     """Write report.html and figures/*.png, *.svg for one or more runs; return the path of report.html.
 
     Args:
         dirs: Directories of runs.
         out: Output directory; the first run's directory by default.
         pictures: Whether to write figures as files, too.
+        against: Directory of one of the runs, or a model: the others are compared with it.
     """
     frame = load([Path(directory) for directory in dirs])
+    if against is not None:
+        comparison.pair_models(frame, against)
     browser = Browser(frame)
     figures = [merge_checkpoints(frame, browser, make_figure(name, frame, browser)) for name in FIGURES]
     judged = verdicts(frame)
@@ -54,7 +57,8 @@ def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True) 
         Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
     folder = Path(out) if out is not None else Path(dirs[0])
     path = folder / FILE_NAME
-    text = page(frame, figures, judged, browser, PLAYGROUND if (folder / PLAYGROUND).is_file() else "")
+    playground = PLAYGROUND if (folder / PLAYGROUND).is_file() else ""
+    text = page(frame, figures, judged, browser, playground, compared=against is not None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
@@ -70,11 +74,19 @@ def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True) 
     return path
 
 
-def page(frame: Frame, figures: Sequence[Figure], judged: Sequence[Verdict], browser: Browser, playground: str = "") -> str:
-    """Return the HTML: overview and sentences of the verdicts, figures, tables of all scores, the rules.
+def page(
+    frame: Frame,
+    figures: Sequence[Figure],
+    judged: Sequence[Verdict],
+    browser: Browser,
+    playground: str = "",
+    compared: bool = False,
+) -> str:
+    """Return the HTML: conclusion, overview and sentences of the verdicts, figures, tables of all scores, the rules.
 
     Args:
         playground: Relative address of an exported playground to link to.
+        compared: Whether models are compared with a base model.
     """
     shown = [figure for figure in figures if figure.panels]
     names = {figure.id: FIGURES[figure.id].link for figure in shown}
@@ -92,18 +104,25 @@ def page(frame: Frame, figures: Sequence[Figure], judged: Sequence[Verdict], bro
         frame=frame,
         plan_names=[name for name, _ in frame.plans if name],
         headline=headline(frame, judged),
-        conclusions=conclusions(frame, judged),
+        conclusions=comparison.findings(frame) if compared else conclusions(frame, judged),
+        comparisons=[*comparison.claim_tables(frame, judged), *comparison.head_tables(frame)] if compared else [],
         about=[*abouts, f"{frame.trials:,} trials of {models}."],
         paper=PAPER,
-        links={"findings": "Findings", **names, "models": "Scores", "method": "Method"},
         playground=playground,
+        links={
+            "findings": "Findings",
+            **({"comparison": "Comparison"} if compared else {}),
+            **names,
+            "models": "Scores",
+            "method": "Method",
+        },
         overview=overview(frame, judged),
         figures=shown,
         contrasts=tables.contrasts(frame),
         models=tables.models(frame),
         scores=[
             ("Retrieval: every score beside the others", tables.scores(frame), SCORES),
-            ("Retrieval under interventions that no figure shows", tables.scores(frame, tables.unplaced), ""),
+            ("Retrieval under other interventions", tables.scores(frame, lambda trials: trials.unplaced), ""),
             ("Knowledge: what is left of the baseline", tables.knowledge(frame), ""),
             ("Other tasks", tables.other_tasks(frame), OTHER_TASKS),
         ],

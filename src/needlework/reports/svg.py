@@ -79,7 +79,7 @@ class Scale:
 
 
 def _draw_lines(panel: Lines, width: int) -> tuple[float, list[str]]:
-    left, right, top, bottom, height = 44, 12, 12, 42, 252
+    left, right, top, bottom, height = 44, 14 + 6 * len(panel.level[1]) if panel.level else 12, 22, 42, 262
     x, y, x_ticks, y_ticks = _axes(panel, left, width - right, height - bottom, top)
     body = []
     base = height - bottom
@@ -92,25 +92,46 @@ def _draw_lines(panel: Lines, width: int) -> tuple[float, list[str]]:
     if panel.mark:
         body += [
             _line(x(panel.mark[0]), top, x(panel.mark[0]), base, "guide"),
-            _text(x(panel.mark[0]) + 3, base - 5, panel.mark[1], "note", "start"),
+            _text(x(panel.mark[0]), top - 6, panel.mark[1], "note"),
         ]
     if panel.level:
         body += [
             _line(left, y(panel.level[0]), width - right, y(panel.level[0]), "guide"),
-            _text(left + 2, y(panel.level[0]) - 4, panel.level[1], "note", "start"),
+            _text(width - right + 4, y(panel.level[0]) + 3.5, panel.level[1], "note", "start"),
         ]
     body.append(_text((left + width - right) / 2, height - 8, panel.x_label, "label"))
     controls_below = sorted(panel.series, key=lambda s: s.color != 0)
     for row, series in enumerate(controls_below):
-        upper = [f"{x(p.x):.1f},{y(p.y.high):.1f}" for p in series.points]
-        lower = [f"{x(p.x):.1f},{y(p.y.low):.1f}" for p in reversed(series.points)]
-        path = " ".join(f"{x(p.x):.1f},{y(p.y.value):.1f}" for p in series.points)
         marks = "".join(_draw_point(panel, series, p, x, y, (row, i)) for i, p in enumerate(series.points))
         body.append(
-            f'<g class="s{series.color}"><polygon class="band" points="{" ".join(upper + lower)}"/>'
-            f'<polyline class="curve{" dashed" * series.dashed}" points="{path}"/>{marks}</g>'
+            f'<g class="s{series.color}">{"".join(_draw_run(series, run, x, y) for run in runs(panel, series))}{marks}</g>'
         )
     return height, body
+
+
+def runs(panel: Lines, series: Series) -> list[list[CurvePoint]]:
+    """Split a curve where neighbours are further apart than a quarter of the heads, or a factor of 4 in tokens."""
+    parts: list[list[CurvePoint]] = []
+    for point in series.points:
+        near = parts and (point.x - parts[-1][-1].x <= 0.251 if panel.share_x else point.x <= 4 * parts[-1][-1].x)
+        if near:
+            parts[-1].append(point)
+        else:
+            parts.append([point])
+    return parts
+
+
+def _draw_run(series: Series, run: Sequence[CurvePoint], x: Scale, y: Scale) -> str:
+    """Draw the band and the line through measured points; a point alone has a whisker."""
+    if len(run) == 1:
+        return (
+            _line(x(run[0].x), y(run[0].y.low), x(run[0].x), y(run[0].y.high), "whisker") if run[0].y.low < run[0].y.high else ""
+        )
+    upper = [f"{x(p.x):.1f},{y(p.y.high):.1f}" for p in run]
+    lower = [f"{x(p.x):.1f},{y(p.y.low):.1f}" for p in reversed(run)]
+    path = " ".join(f"{x(p.x):.1f},{y(p.y.value):.1f}" for p in run)
+    band = f'<polygon class="band" points="{" ".join(upper + lower)}"/>'
+    return f'{band}<polyline class="curve{" dashed" * series.dashed}" points="{path}"/>'
 
 
 Ticks = list[tuple[float, str]]
@@ -123,7 +144,10 @@ def _axes(panel: Lines, left: float, right: float, bottom: float, top: float) ->
     else:
         places = sorted({point.x for point in points})
         x = Scale(places[0], max(places[-1], places[0] * 1.01), left + 8, right - 10, log=True)
-        x_ticks = [(v, f"{v:g}") for v in places]
+        x_ticks = []
+        for place in places:  # labels need space beside each other
+            if not x_ticks or x(place) - x(x_ticks[-1][0]) >= 26:
+                x_ticks.append((place, f"{place:g}"))
     if panel.signed:
         end = signed_limit(panel)
         return x, Scale(-end, end, bottom, top), x_ticks, [(v * end, in_points(v * end)) for v in (-1, -0.5, 0, 0.5, 1)]
@@ -160,7 +184,8 @@ def _draw_point(panel: Lines, series: Series, p: CurvePoint, x: Scale, y: Scale,
 
 def _draw_heat_map(panel: HeatMap, width: int) -> tuple[float, list[str]]:
     left = 16 + max(22, min(150, 5.8 * max(len(name) for name in panel.rows) + 8))
-    slanted = max(len(name) for name in panel.cols) * 6 > (width - left - 8) / len(panel.cols)
+    longest = max(len(name) for name in panel.cols) * 6
+    slanted = longest > (width - left - 8) / len(panel.cols) and not all(name.isdigit() for name in panel.cols)
     top, bottom = 4, (64 if slanted else 20) + (16 if panel.col_title else 0)
     wide = (width - left - 8) / len(panel.cols)
     tall = min(34.0, max(13.0, wide * 0.6))
@@ -170,7 +195,7 @@ def _draw_heat_map(panel: HeatMap, width: int) -> tuple[float, list[str]]:
         body.append(_text(left - 6, top + tall * (r + 0.5) + 3.5, panel.rows[r], anchor="end"))
         body += [_cell(panel, cell, r, c, left + wide * c, top + tall * r, wide, tall) for c, cell in enumerate(line)]
     under = top + tall * len(panel.rows)
-    step = max(1, math.ceil(26 / wide)) if not slanted else 1
+    step = 1 if slanted else max(1, math.ceil((longest + 6) / wide))
     for c, name in enumerate(panel.cols):
         at = left + wide * (c + 0.5)
         turn = f' transform="rotate(-35 {at:.1f} {under + 14:.1f})"' if slanted else ""

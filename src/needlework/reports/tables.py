@@ -83,11 +83,6 @@ def _conditions(trials: ModelTrials) -> list[tuple[str, str]]:
     return [("untouched", "none"), *((label, c.text) for label, c in named if c is not None)]
 
 
-def unplaced(trials: ModelTrials) -> list[tuple[str, str]]:
-    """Return (label, intervention) of the interventions that no figure shows."""
-    return [(display_name(c.text, 200), c.text) for c in trials.conditions if c.kind in ("other", "attention_block")]
-
-
 def scores(frame: Frame, conditions: Callable[[ModelTrials], list[tuple[str, str]]] = _conditions) -> Table:
     """Return a table of exact, graded and forced-choice scores of retrieval, by model and condition."""
     header = ["model", "condition", "exact, in window", "exact, out of window", "graded (0-5)", "forced choice", "chance"]

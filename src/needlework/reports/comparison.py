@@ -1,0 +1,159 @@
+"""Compare models with a base model: paired differences for every claim, and what became of the best heads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from needlework import stats
+from needlework.analysis.conditions import EXPOSURES, FEW_HEADS
+from needlework.analysis.evidence import NO_CONTEXT
+from needlework.analysis.frame import Frame, Ints
+from needlework.analysis.model_trials import ModelTrials, by_boundary
+from needlework.analysis.verdicts import Verdict
+from needlework.errors import NeedleworkError
+from needlework.stats import Estimate
+from needlework.tables import Table
+
+OMIT = EXPOSURES[1]
+Difference = tuple[str, str, Estimate, Estimate, Estimate]  # claim, label, share of the base and of the other, difference
+
+
+def pair_models(frame: Frame, against: str | Path) -> None:
+    """Set `frame.families` to the models that are compared, each with its base first.
+
+    Args:
+        against: The directory of one of the runs, or the name of a model.
+
+    Raises:
+        NeedleworkError: There is no such run or model, or nothing to compare it with.
+    """
+    directories = [Path(directory).resolve() for directory in frame.directories]
+    labels = list(frame.models)
+    if str(against) in labels:
+        bases = [str(against)]
+    elif Path(against).resolve() in directories:
+        source = directories.index(Path(against).resolve())
+        groups = frame.data["group"][frame.data["source"] == source].unique()
+        bases = [label for label in labels if label in set(frame.groups["model"].iloc[groups])]
+    else:
+        raise NeedleworkError(f"--against {against} is neither one of these runs nor a model in them: {', '.join(labels)}")
+    others = [label for label in labels if label not in bases]
+    related = {base: [o for o in others if any({base, o} <= set(f) for f in frame.families)] for base in bases}
+    if len(bases) == 1:
+        related = {bases[0]: others}
+    frame.families = [[base, *found] for base, found in related.items() if found]
+    if not frame.families:
+        raise NeedleworkError(f"nothing to compare with {against}: these runs hold no other model of the same name or layers")
+    for base, *found in frame.families:
+        for other in found:
+            if not _differences(frame, base, other):
+                raise NeedleworkError(f"{other} and {base} answered no sample in common: run the same plan on both")
+
+
+def _conditions(trials: ModelTrials) -> list[tuple[str, str, str | None]]:
+    """Return (claim, what was done, intervention) of the numbers that the rules read; None where it was not run."""
+    few, off, recurrent = trials.few_heads(), trials.heads_off(), trials.recurrent_off()
+    reading = trials.heads_off("prefill")
+    exposed = trials.text_by_place(((c.prefill, c.decode), c) for c in trials.conditions_of("expose"))
+    return [
+        ("", "untouched", "none"),
+        ("segregation", "no heads", off.text if off else None),
+        ("few_heads", f"about {stats.percent(FEW_HEADS)} of the heads", few.text if few else None),
+        ("exposure", "needle hidden while answering", exposed.get(("keep", OMIT))),
+        ("context", "heads off while reading", reading.text if reading else None),
+        ("context", "no context in either phase", trials.text_of(NO_CONTEXT)),
+        ("double_dissociation", "recurrent side off", recurrent.text if recurrent else None),
+        *(("", label, text) for label, text in trials.unplaced),
+    ]
+
+
+def _differences(frame: Frame, base: str, other: str) -> list[Difference]:
+    """Return (claim, label, base's share, the other's, their paired difference) where both answered the same samples."""
+    found: list[Difference] = []
+    before, after = by_boundary(frame, base)[0], by_boundary(frame, other)[0]
+    texts = {label: text for _, label, text in _conditions(after)}
+    for claim, label, text in _conditions(before):
+        if text is None or (other_text := texts.get(label)) is None:
+            continue
+        pairs: list[tuple[str, Ints, Ints]] = [("retrieval", before.retrieval(text), after.retrieval(other_text))]
+        pairs += [(form, before.knowledge(text, form), after.knowledge(other_text, form)) for form in before.forms()]
+        if claim == "segregation":
+            choices = (before.retrieval(text, "choices"), after.retrieval(other_text, "choices"))
+            pairs.append(("forced choice", *choices))
+        found += [(claim, f"{label}: {what}", *_paired(before, a, b)) for what, a, b in pairs if len(a) and len(b)]
+    for layout, words in (("jrt", "read twice"), ("question_first", "question first")):
+        off = [trials.heads_off() for trials in (before, after)]
+        rows = [t.retrieval(c.text, layout=layout) for t, c in zip((before, after), off, strict=True) if c]
+        if len(rows) == 2 and all(map(len, rows)):
+            found.append(("no_rescue", f"no heads, {words}: retrieval", *_paired(before, rows[0], rows[1])))
+    for half in ("kv", "recurrent"):
+        rows = [trials.swapped(half, in_window=True) for trials in (before, after)]
+        if all(map(len, rows)):
+            found.append(("memory", f"{half} half swapped: own answer", *_paired(before, rows[0], rows[1])))
+    return [row for row in found if row[-1].n]
+
+
+def _paired(trials: ModelTrials, a: Ints, b: Ints) -> tuple[Estimate, Estimate, Estimate]:
+    """Return both accuracies on the samples that are common, and the paired difference b - a."""
+    pairs = trials.pairs(b, a)
+    shares = stats.accuracy(pairs.before), stats.accuracy(pairs.after)
+    return *shares, stats.gain(pairs.after, pairs.before, pairs.clusters)
+
+
+def claim_tables(frame: Frame, judged: Sequence[Verdict]) -> list[Table]:
+    """Return one table per compared model: shares of both, the paired difference, and both verdicts."""
+    tables, words = [], {(v.model, v.claim): v.word for v in judged}
+    for base, *others in frame.families:
+        for other in others:
+            rows = []
+            for claim, label, a, b, gap in _differences(frame, base, other):
+                was, now = words.get((base, claim), ""), words.get((other, claim), "")
+                rows.append([label, a.text(), b.text(), points(gap), was if was == now else f"{was} → {now}"])
+            tables.append(Table(["", base, other, "difference, points", "verdict"], rows, f"{other} against {base}"))
+    return tables
+
+
+def points(gap: Estimate) -> str:
+    """Format a difference of shares in points."""
+    value, low, high = (f"{100 * v:+.1f}" for v in (gap.value, gap.low, gap.high))
+    return f"{value} ({gap.why})" if gap.why else f"{value} [{low}, {high}], n = {gap.n:,}"
+
+
+def findings(frame: Frame) -> list[tuple[str, str]]:
+    """Return (model, sentence) for each compared model: what is lost and gained beyond its interval."""
+    said = []
+    for base, *others in frame.families:
+        for other in others:
+            gaps = [(label, gap) for _, label, _, _, gap in _differences(frame, base, other)]
+            sure = [(label, gap) for label, gap in gaps if gap.high < 0 or gap.low > 0]
+            told = "; ".join(f"{label} {points(gap)} points" for label, gap in sorted(sure, key=lambda x: -abs(x[1].value))[:2])
+            same = f"no difference from {base} in {len(gaps)} paired numbers is beyond its 95 % interval"
+            said.append((other, f"against {base}, {told} ({len(sure)} of {len(gaps)} numbers differ)." if sure else f"{same}."))
+    return said
+
+
+def head_tables(frame: Frame) -> list[Table]:
+    """Return the best heads of both models side by side, by mean attention on the needle: kept, lost, new and moved."""
+    tables = []
+    masses = {watched.model: watched.mass for watched in reversed(frame.observations)}
+    for base, *others in frame.families:
+        for other in (o for o in others if o in masses and base in masses):
+            ranks = [_ranks(masses[model]) for model in (base, other)]
+            most = [max(1, round(FEW_HEADS * len(of_model))) for of_model in ranks]
+            best = [{head for head, rank in of_model.items() if rank <= k} for of_model, k in zip(ranks, most, strict=True)]
+            rows = []
+            for head in sorted(best[0] | best[1], key=lambda h: min(of.get(h, np.inf) for of in ranks)):
+                was, now = (of_model.get(head) for of_model in ranks)
+                word = "kept" if head in best[0] & best[1] else "lost" if head in best[0] else "new"
+                word += ", moved" if word == "kept" and was != now else ""
+                rows.append([f"{head[0]}.{head[1]}", str(was or "–"), str(now or "–"), word])
+            caption = f"Best heads of {base} and {other} (layer.head), ranked by attention on the needle"
+            tables.append(Table(["head", f"rank in {base}", f"rank in {other}", "in the best 15 %"], rows, caption))
+    return tables
+
+
+def _ranks(mass: dict[tuple[int, int], tuple[float, int]]) -> dict[tuple[int, int], int]:
+    return {head: i + 1 for i, head in enumerate(sorted(mass, key=lambda head: (-mass[head][0], head)))}
