@@ -129,9 +129,16 @@ def findings(frame: Frame) -> list[tuple[str, str]]:
         for other in others:
             gaps = [(label, gap) for _, label, _, _, gap in _differences(frame, base, other)]
             sure = [(label, gap) for label, gap in gaps if gap.high < 0 or gap.low > 0]
-            told = "; ".join(f"{label} {points(gap)} points" for label, gap in sorted(sure, key=lambda x: -abs(x[1].value))[:2])
+            told = "; ".join(f"{label} {points(gap)}" for label, gap in sorted(sure, key=lambda x: -abs(x[1].value))[:2])
             same = f"no difference from {base} in {len(gaps)} paired numbers is beyond its 95 % interval"
-            said.append((other, f"against {base}, {told} ({len(sure)} of {len(gaps)} numbers differ)." if sure else f"{same}."))
+            said.append(
+                (
+                    other,
+                    f"against {base}, {told} (in percentage points; {len(sure)} of {len(gaps)} numbers differ)."
+                    if sure
+                    else f"{same}.",
+                )
+            )
     return said
 
 
