@@ -219,6 +219,7 @@ class _Builder:
         for key in ("tasks", "interventions"):
             reduced = getattr(spec.fast, key) if self.fast and spec.fast else None
             own[key] = ((*place, key), getattr(spec, key)) if reduced is None else ((*place, "fast", key), reduced)
+        chosen, tasks = self._models(levels, place), self._tasks(*own["tasks"])  # their mistakes are told first
         where, texts = own["interventions"]
         grids = tuple(InterventionText(self._at((*where, i)), text) for i, text in enumerate(texts))
         for one in grids:
@@ -233,8 +234,8 @@ class _Builder:
             place=self._at(place),
             name=name,
             about=spec.about,
-            models=self._models(levels, place),
-            tasks=self._tasks(*own["tasks"]),
+            models=chosen,
+            tasks=tasks,
             grids=grids,
             seeds=tuple(dict.fromkeys(setting("seeds") or [0])),
             boundary=setting("boundary") or "decode",
