@@ -137,7 +137,9 @@ def without_weights(config: Any) -> Any:
     from transformers.initialization import no_init_weights
 
     with torch.device("meta"), no_init_weights():  # initialization would import torch's compiler, which takes a second
-        return _model_class(config)(config)
+        model = _model_class(config)(config)
+    model.tie_weights()  # it belongs to the initialization that was left out
+    return model
 
 
 def own_dtype(source: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> str:
