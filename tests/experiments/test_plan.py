@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from needlework.errors import NeedleworkError
+from needlework.experiments import models, run
 from needlework.experiments.plan import Model, Plan, load
 from needlework.experiments.schema import Loading, PlanError
 from needlework.experiments.trials import decoding, expand, item_digest, trial_id
@@ -369,3 +370,36 @@ def test_ids_depend_on_what_changes_an_answer_and_on_nothing_else() -> None:
     assert key(replace(one, model=replace(one.model, place="y:2"))) == key()
     scoring = {**base, "mode": "choices"}
     assert key(how=scoring) == key(how={**scoring, "max_new_tokens": 9, "boundary": "prefill"}), "scoring decodes nothing"
+
+
+@pytest.mark.parametrize(
+    "intervention, words",
+    [
+        ("keep_heads(k=8)", "model 'tiny-lfm': keep_heads(k=8): k=8 is more than the 4 heads there are; choose k from 0 to 4"),
+        ("ablate_recurrent_groups(groups=[[0, 99]])", "no such groups [(0, 99)]"),
+        ("ablate_attention(layers=[2])", "layers [2] are no attention layers of Lfm2ForCausalLM; choose from ["),
+    ],
+)
+def test_what_a_configuration_rules_out_is_refused_before_weights_are_read(
+    intervention: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "look", lambda *_: pytest.fail("weights were looked at"))
+    experiments = f"{{few: {{tasks: [niah], interventions: [none, '{intervention}']}}}}"
+    (tmp_path / "plan.yaml").write_text(f"models: [tiny-griffin, tiny-lfm]\nexperiments: {experiments}")
+    with pytest.raises(PlanError) as error:
+        run.run(tmp_path / "plan.yaml", tmp_path / "out")
+    told = str(error.value)
+    assert words in told
+    assert "experiment 'few'" in told
+    assert "out of this experiment (models: ...)" in told
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_experiment_that_leaves_a_model_nothing_is_refused_from_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(models, "look", lambda *_: pytest.fail("weights were looked at"))
+    text = "models: [tiny-mamba]\nexperiments: {few: {tasks: [niah], interventions: ['keep_heads(k=2)']}}"
+    (tmp_path / "plan.yaml").write_text(text)
+    with pytest.raises(PlanError, match=r"experiment 'few': tiny-mamba has no attention layers, and each .*keep_heads\(k=2\)"):
+        run.run(tmp_path / "plan.yaml", tmp_path / "out")

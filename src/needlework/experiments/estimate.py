@@ -18,7 +18,7 @@ from needlework.experiments.models import ModelSource, PublicModels
 from needlework.experiments.plan import Plan
 from needlework.experiments.provenance import describe_experiments
 from needlework.experiments.ray_executor import Cluster
-from needlework.experiments.trials import Trial, Work, chunked, expand, to_row
+from needlework.experiments.trials import Trial, Work, chunked, expand_all, to_row
 from needlework.model.load import torch_dtype
 from needlework.requests import Answer, prepare
 from needlework.stats import ONE_HAYSTACK
@@ -153,7 +153,7 @@ class Description:
 def describe(plan: Plan, source: ModelSource | None = None) -> Description:
     """Inspect every model, expand every trial and estimate the costs; no weights are loaded and nothing is written."""
     source = source or PublicModels()
-    works = [expand(plan, source.look(model)) for model in plan.models.values()]
+    works = expand_all(plan, source)
     notes = [note for work in works for note in work.skipped]
     repeated = [(work.repeated, work.model.name) for work in works if work.repeated]
     notes += [f"{count} samples of {name} are the same question twice and count once" for count, name in repeated]
@@ -271,7 +271,7 @@ def _hours(hours: float | None) -> str:
 def place(plan: Plan, cluster: Cluster | None) -> Placement:
     """Estimate where each model fits and how long it takes there; no weights are loaded and nothing is written."""
     source = PublicModels(elsewhere=True)
-    works = [expand(plan, source.look(model)) for model in plan.models.values()]
+    works = expand_all(plan, source)
     here = "this process" if cluster is None else f"Ray cluster {cluster.address}, {cluster.threads} threads a worker"
     counts = [1] * len(works) if cluster is None else cluster.room([work.model for work in works])
     return Placement(plan.name, here, tuple(map(_place, works, counts)))

@@ -50,12 +50,6 @@ class ModelInfo:
     def name(self) -> str:
         return self.model.name
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Values of the letters in a plan's ranges: H is the smallest number of query heads of a layer."""
-        heads = [part.query_heads for _, part in self.anatomy.attention_parts()]
-        return {"H": min(heads, default=0)}
-
     def stops(self, text: str | None) -> frozenset[int]:
         """Return the token ids that end an answer: the model's EOS and those of the task's stop text."""
         return stop_tokens(self.eos, () if text is None else (text,), partial(token_ids, self.tokenizer))
@@ -68,6 +62,11 @@ class ModelInfo:
             "dtype": self.model.loading.dtype,
             "window_rule": self.anatomy.window_rule,
         }
+
+
+def model_sizes(anatomy: Anatomy) -> dict[str, int]:
+    """Return the values of the letters in a plan's ranges: H is the smallest number of query heads of a layer."""
+    return {"H": min((part.query_heads for _, part in anatomy.attention_parts()), default=0)}
 
 
 def look(model: Model, elsewhere: bool = False) -> ModelInfo:
@@ -146,6 +145,15 @@ class DiskModels:
 
     def __init__(self, memory_bytes: int | None = None, elsewhere: bool = False) -> None:
         self.memory_bytes, self.elsewhere = memory_bytes, elsewhere
+
+    def anatomy(self, model: Model) -> Anatomy | None:
+        """Return a model's anatomy from its configuration alone; None if it has none that is readable: `look` says why."""
+        from needlework import zoo
+        from needlework.model.load import blueprint
+
+        with suppress(NeedleworkError):
+            return blueprint(zoo.resolve(model.source), model.loading.window, revision=model.revision).anatomy
+        return None
 
     def look(self, model: Model) -> ModelInfo:
         return look(model, self.elsewhere)

@@ -19,7 +19,7 @@ from needlework.experiments.progress import Tracker
 from needlework.experiments.provenance import Doctor, examine, record_provenance, summarize
 from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.result import Result
-from needlework.experiments.trials import RankingSamples, RecordedTask, Trial, Work, chunked, expand, to_row
+from needlework.experiments.trials import RankingSamples, RecordedTask, Trial, Work, chunked, expand_all, to_row
 from needlework.heads.methods import find_methods
 from needlework.interventions import Ranking
 from needlework.interventions.ranking import Recorded
@@ -80,7 +80,7 @@ def run(
         raise NeedleworkError(f"doctor={doctor!r} is not known; choose from {', '.join(get_args(Doctor))}")
     asked = get(plan, fast=fast, models=models, device=device, dtype=dtype, window=window, kernels=kernels)
     source = source or (WorkerModels(memory_bytes, cluster) if cluster else DiskModels(memory_bytes))
-    works = [expand(asked, source.look(model)) for model in asked.models.values()]
+    works = expand_all(asked, source)
     for work in works:
         if work.model.costs is not None:
             work.model.costs.within(source.memory_bytes, _largest_requests(work))

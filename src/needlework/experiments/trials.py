@@ -11,8 +11,9 @@ from os.path import commonprefix
 from types import MappingProxyType
 from typing import Any
 
+from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.experiments.models import ModelInfo
+from needlework.experiments.models import DiskModels, ModelInfo, ModelSource, model_sizes
 from needlework.experiments.plan import Experiment, InterventionText, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
 from needlework.interventions.acts import Phase
@@ -148,6 +149,20 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+def expand_all(plan: Plan, source: ModelSource) -> list[Work]:
+    """Return the trials of each model of a plan. Nothing is loaded or written.
+
+    Interventions that a model cannot have are refused from the configurations of all models, before the weights of any are
+    downloaded or hashed.
+    """
+    for model in plan.models.values():
+        if isinstance(source, DiskModels) and (anatomy := source.anatomy(model)):
+            for experiment in plan.experiments:
+                if model.name in experiment.models:
+                    applicable(experiment, model.name, anatomy)
+    return [expand(plan, source.look(model)) for model in plan.models.values()]
+
+
 # [walk 2] docs/architecture.md
 def expand(plan: Plan, model: ModelInfo) -> Work:
     """Return all trials of one model, in the order of the plan; raise PlanError for requests that are invalid."""
@@ -161,6 +176,38 @@ def expand(plan: Plan, model: ModelInfo) -> Work:
 _SIDES = {"kv": "attention"}  # the side of a half of memory, where their names differ
 
 
+def applicable(
+    experiment: Experiment, model: str, anatomy: Anatomy
+) -> tuple[list[tuple[InterventionText, Intervention]], list[str]]:
+    """Return an experiment's interventions that act on this model, and a note for each that is left out.
+
+    An intervention on a side that the model lacks is left out. One on heads, groups or layers that it lacks raises PlanError,
+    and so does an experiment of which nothing remains.
+    """
+    chosen: dict[str, tuple[InterventionText, Intervention]] = {}
+    notes: dict[str, None] = {}
+    layers = {"attention": anatomy.attention_layers, "recurrent": anatomy.recurrent_layers}
+    lacking = {side for side, indices in layers.items() if not indices}
+    for text in experiment.grids:
+        try:
+            for act in expand_text(text.text, model_sizes(anatomy)):
+                halves = (part.half if isinstance(part, SwapMemory) else part.side for part in act.parts)
+                if missing := next((side for half in halves if (side := _SIDES.get(half, half)) in lacking), None):
+                    notes[f"{experiment.name}: {model} has no {missing} layers, so {act} is left out"] = None
+                else:
+                    act.check(anatomy)
+                    chosen.setdefault(str(act), (text, act))
+        except NeedleworkError as error:
+            hint = f"or leave {model} out of this experiment (models: ...)"
+            raise text.error(f"experiment {experiment.name!r}, model {model!r}: {error}; {hint}") from None
+    if not chosen:
+        raise experiment.error(
+            f"experiment {experiment.name!r}: {model} has no {' and no '.join(sorted(lacking))} layers, and each of the"
+            f" interventions acts on such ({', '.join(grid.text for grid in experiment.grids)}); leave this model out"
+        )
+    return list(chosen.values()), list(notes)
+
+
 class _Expander:
     """Expansion of a plan's experiments for one model; samples are generated once per task and seed."""
 
@@ -172,7 +219,9 @@ class _Expander:
 
     def add(self, experiment: Experiment) -> None:
         """Add the trials of an experiment: every sample under every intervention."""
-        chosen = self._interventions(experiment)
+        possible, skipped = applicable(experiment, self.model.name, self.model.anatomy)
+        self.work.skipped += [note for note in skipped if note not in self.work.skipped]
+        chosen = [(text, self._ranked(act, text, experiment)) for text, act in possible]
         self._check_limits(experiment, len(chosen))
         for named in experiment.tasks:
             try:
@@ -223,45 +272,20 @@ class _Expander:
         if self.model.anatomy.attention_layers:
             self.work.recordings.append(RecordedTask(experiment.name, named.name, untouched))
 
-    def _interventions(self, experiment: Experiment) -> list[tuple[InterventionText, Intervention]]:
-        """Return the interventions of an experiment, without those that act on parts that the model lacks."""
-        chosen: dict[str, tuple[InterventionText, Intervention]] = {}
-        layers = {"attention": self.model.anatomy.attention_layers, "recurrent": self.model.anatomy.recurrent_layers}
-        lacking = {side for side, indices in layers.items() if not indices}
-        for text in experiment.grids:
-            try:
-                for act in expand_text(text.text, self.model.sizes):
-                    halves = (part.half if isinstance(part, SwapMemory) else part.side for part in act.parts)
-                    if missing := next((side for half in halves if (side := _SIDES.get(half, half)) in lacking), None):
-                        note = f"{experiment.name}: {self.model.name} has no {missing} layers, so {act} is left out"
-                        if note not in self.work.skipped:
-                            self.work.skipped.append(note)
-                    else:
-                        act = self._ranked(act, experiment)
-                        chosen.setdefault(str(act), (text, act))
-            except NeedleworkError as error:
-                raise text.error(f"for {self.model.name}: {error}") from None
-        if not chosen:
-            raise experiment.error(
-                f"{self.model.name} has no parts that any intervention of {experiment.name!r} acts on; leave this model out"
-            )
-        return list(chosen.values())
-
-    def _ranked(self, act: Intervention, experiment: Experiment) -> Intervention:
+    def _ranked(self, act: Intervention, text: InterventionText, experiment: Experiment) -> Intervention:
         """Return the intervention with the content hash of each ranking that it names; the orders are computed later."""
         named: dict[Recorded, Ranking | Recorded] = {}
         for by in recorded(act):
             source = self.sources.get(by.name)
             if source is None:
-                raise NeedleworkError(
-                    f"there is no ranking {by.name!r} in this plan; {did_you_mean(by.name, list(self.sources))}"
-                )
+                raise text.error(f"there is no ranking {by.name!r} in this plan; {did_you_mean(by.name, list(self.sources))}")
             if shared := sorted(set(source.seeds) & set(experiment.seeds)):
-                raise NeedleworkError(
-                    f"the ranking {by.name!r} is recorded on seed {shared[0]}, which is judged here; take others"
-                )
+                raise text.error(f"the ranking {by.name!r} is recorded on seed {shared[0]}, which is judged here; take others")
             if by.name not in self.work.rankings:
-                self.work.rankings[by.name] = self._watched(source)
+                try:
+                    self.work.rankings[by.name] = self._watched(source)
+                except NeedleworkError as error:
+                    raise text.error(f"for {self.model.name}: {error}") from None
             named[by] = self.work.rankings[by.name].source
         return with_rankings(act, named)
 

@@ -114,12 +114,14 @@ def hook_model(model: Any, window: Window = "transformers", kernels: Kernels = "
         return HookedModel(model, kind, probe(model, kind, window), kernels)
 
 
-def blueprint(source: str | Path, window: Window = "transformers", trust_remote_code: bool = False) -> HookedModel:
+def blueprint(
+    source: str | Path, window: Window = "transformers", trust_remote_code: bool = False, revision: str | None = None
+) -> HookedModel:
     """Build a HookedModel without weights (meta device) from a preset, a config.json or a GGUF header."""
     if str(source) in files.presets():
         published, dtype = files.preset_config(str(source)), torch.bfloat16
     else:
-        published = _config(_origin(source), trust_remote_code=trust_remote_code)
+        published = _config(_origin(source), revision, trust_remote_code)
         dtype = published.get_text_config(decoder=True).dtype or published.dtype or torch.float32
     config = causal_config(published)
     _set_window(config, window)
