@@ -90,13 +90,13 @@ def time_first(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
 def selective_sides() -> dict[str, Callable[..., tuple[Tensor, Tensor]]]:
     from transformers.models.mamba import modeling_mamba
 
-    from needlework.model import patches
+    from needlework.model import families
 
     stock = modeling_mamba.mamba_selective_scan
     options: dict[str, Any] = {"delta_softplus": True, "return_last_state": True}
     return {
         "loop": lambda **inputs: stock(**inputs, **options),
-        "kernel": lambda **inputs: patches._scan_for(stock)(**inputs, **options),
+        "kernel": lambda **inputs: families._scan_for(stock)(**inputs, **options),
     }
 
 
@@ -217,7 +217,7 @@ def shares(run: Callable[[], Any]) -> str:
 
 def train(what: str, make: Callable[[], Any], target: float) -> bool:
     """Forward and backward at T = 256, batch 16: tokens a second, stock against `fast_kernels`."""
-    from needlework.model.patches import fast_kernels
+    from needlework.model.families import fast_kernels
 
     torch.manual_seed(0)
     model = make().train()

@@ -56,12 +56,12 @@ def measure(way: str, act: str, tokens: int) -> dict[str, Any]:
     import torch
 
     import needlework as nw
+    from needlework.model import hooked_model
 
     torch.set_num_threads(1)
-    body = nw.wrap(jamba()).body
     if way == "one piece":
-        body.chunk = 1 << 30
-    subject = nw.Subject(body)
+        hooked_model.CHUNK_TOKENS = 1 << 30
+    subject = nw.wrap(jamba())
     draw = torch.Generator().manual_seed(1)
     ids = torch.randint(3, foundation.SIZES["vocab_size"], (1, tokens), generator=draw).tolist()
     subject.generate([ids[0][:600]], ACTS[act], max_new_tokens=NEW_TOKENS)  # lazy imports, compiled kernels, proofs

@@ -25,7 +25,7 @@ from transformers.models.recurrent_gemma.modeling_recurrent_gemma import Recurre
 
 from harness import report_goals
 from needlework import zoo
-from needlework.model.patches import fast_kernels
+from needlework.model.families import fast_kernels
 from needlework.stats import Estimate
 from needlework.training import card, documents, recipes
 from needlework.training.train import build_model, fixed_threads

@@ -19,7 +19,7 @@ from needlework import zoo
 from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import ModelTrials, by_boundary
 from needlework.analysis.reader import load
-from needlework.interventions.scores import RANDOM
+from needlework.interventions.acts import RANDOM
 from needlework.stats import NOTHING, Estimate
 from needlework.tables import Table
 from needlework.training import card

@@ -37,10 +37,10 @@ def _same_random_start() -> None:
 @pytest.fixture
 def registries() -> Iterator[None]:
     """Interventions, head scores and tasks that a test registers are gone after it."""
-    from needlework.interventions import base, scores
+    from needlework.interventions import acts, base
     from needlework.tasks import TASKS
 
-    known: tuple[dict[str, Any], ...] = (base._REGISTRY, scores.HEAD_SCORES, TASKS)
+    known: tuple[dict[str, Any], ...] = (base._REGISTRY, acts.HEAD_SCORES, TASKS)
     before = [dict(table) for table in known]
     yield
     for table, kept in zip(known, before, strict=True):

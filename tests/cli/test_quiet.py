@@ -12,7 +12,7 @@ from huggingface_hub.utils import logging as hub_logging
 
 import cases
 import needlework as nw
-from needlework.model.session import withheld
+from needlework.model.hooked_model import withheld
 
 HINT = "is falling back to its reference"
 

@@ -54,7 +54,7 @@ def test_masks_of_fused_blocks_are_bounded_in_windowed_layers(monkeypatch: pytes
 
 def test_a_long_option_is_read_in_chunks_that_the_budget_knows(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = cases.subject("llama")
-    monkeypatch.setattr(subject.body, "chunk", 64)
+    monkeypatch.setattr("needlework.model.hooked_model.CHUNK_TOKENS", 64)
     monkeypatch.setattr("needlework.engine.budget.LEAST_CHUNK", 4)
     text = tuple(cases.tokens(200, seed=3).tolist())
     request = Request(text[:1], options=(text[1:],))

@@ -41,12 +41,12 @@ DECODE_ONLY = ("keep in decode", "keys swapped", "state swapped")  # nothing tha
 @contextmanager
 def in_chunks(subject: nw.Subject, tokens: int) -> Iterator[None]:
     """Chunks of so many tokens, and masks in blocks from the first chunk that goes on."""
-    before, whole = subject.body.chunk, attention.WHOLE_MASK
-    subject.body.chunk, attention.WHOLE_MASK = tokens, 1
+    before, whole = hooked_model.CHUNK_TOKENS, attention.WHOLE_MASK
+    hooked_model.CHUNK_TOKENS, attention.WHOLE_MASK = tokens, 1
     try:
         yield
     finally:
-        subject.body.chunk, attention.WHOLE_MASK = before, whole
+        hooked_model.CHUNK_TOKENS, attention.WHOLE_MASK = before, whole
 
 
 def asked(subject: nw.Subject, name: str) -> tuple[list[str], list[Request]]:
@@ -142,7 +142,7 @@ def test_a_shared_beginning_goes_on_in_chunks(name: str, monkeypatch: pytest.Mon
     requests = [Request(prompt, act, 2) for prompt in prompts for act in (nw.NONE, nw.KeepHeads(k=2))]
     expected = [answers(subject, [request])[0] for request in requests]
     monkeypatch.setattr(prefill, "forward_overhead", lambda body: 0.0)  # one more forward costs nothing
-    monkeypatch.setattr(SharedLayers, "worthwhile", lambda self, readings: {})
+    monkeypatch.setattr(SharedLayers, "worthwhile", lambda self, readings, chunk: {})
     with in_chunks(subject, 7):
         for found, whole in zip(answers(subject, requests), expected, strict=True):
             assert_equal(found, whole, 1e-4, name)
@@ -289,9 +289,8 @@ def test_a_prompt_costs_its_cache_and_one_chunk() -> None:
 def small(monkeypatch: pytest.MonkeyPatch) -> nw.Subject:
     """Chunks of 16 tokens, which may become as small as 4."""
     monkeypatch.setattr(budget, "LEAST_CHUNK", 4)
-    shared = cases.subject("llama").body
-    monkeypatch.setattr(shared, "chunk", 16)
-    return nw.Subject(shared)
+    monkeypatch.setattr(hooked_model, "CHUNK_TOKENS", 16)
+    return nw.Subject(cases.subject("llama").body)
 
 
 def test_a_limit_makes_chunks_smaller_before_it_refuses(small: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -308,7 +307,6 @@ def test_a_limit_makes_chunks_smaller_before_it_refuses(small: nw.Subject, monke
     forwards = Forwards(limited, monkeypatch)
     assert answers(limited, [request])[0].tokens == answers(small, [request])[0].tokens
     assert forwards.tokens[:2] == [3, 4]
-    assert small.body.chunk == 16  # as it was
     assert 15 in forwards.tokens
 
 
@@ -327,7 +325,6 @@ def test_out_of_memory_with_one_prompt_makes_chunks_smaller(small: nw.Subject, m
     assert_equal(small.generate([LONG], max_new_tokens=2)[0], expected, 1e-5, "generate")
     assert [max(tried[:1]), max(tried[1:2])] == [15, 7]
     assert_equal(small.choices([LONG], [[[5], [6, 7]]])[0], choice, 1e-5, "choices")
-    assert small.body.chunk == 16
 
     def empty(self: hooked_model.HookedModel, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory")

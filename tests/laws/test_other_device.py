@@ -22,7 +22,7 @@ from needlework.engine import budget as budget_module
 from needlework.engine import shared_layers as layers_module
 from needlework.heads import samples
 from needlework.heads.methods import find_methods
-from needlework.model import keys
+from needlework.model import hooked_model, memory
 from needlework.model.attention import Forward
 from needlework.requests import Answer, Request
 from tiny import build
@@ -86,10 +86,11 @@ def test_a_model_on_two_devices_equals_the_cpu(name: str) -> None:
 
 
 @two_devices
-def test_chunks_of_a_model_on_two_devices_go_on_from_its_state() -> None:
+def test_chunks_of_a_model_on_two_devices_go_on_from_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate wraps each module's own method, which the code that continues a prefill must take the place of, too."""
     for name in ("jamba", "recurrent_gemma", "mamba"):
-        with spread(name).body.chunks_of(5):
+        with monkeypatch.context() as patch:
+            patch.setattr(hooked_model, "CHUNK_TOKENS", 5)
             chunked = spread(name).logits([cases.PROMPT])
         assert cases.apart(chunked.cpu(), cases.subject(name, device="cpu").logits([cases.PROMPT])) < 1e-4
 
@@ -105,7 +106,7 @@ def test_a_hand_over_that_is_forgotten_is_caught(monkeypatch: pytest.MonkeyPatch
 def test_a_tensor_made_without_its_device_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     subject = cases.subject("llama")
     made = lambda own, q_positions: q_positions[:, -1:] + torch.arange(1 - own.count, 1)  # noqa: E731
-    monkeypatch.setattr(keys.OwnKeys, "positions", made)
+    monkeypatch.setattr(memory.OwnKeys, "positions", made)
     with pytest.raises(RuntimeError, match="device"):
         subject.generate([cases.PROMPT], nw.LimitContext(tokens=4), max_new_tokens=2)
 
@@ -126,8 +127,8 @@ def test_shared_beginnings_shared_depth_and_chunks(name: str, monkeypatch: pytes
     for request, x, y in zip(requests, a, b, strict=True):
         assert (x.error, x.receipt) == ("", y.receipt)
         assert (x.totals or x.logprobs[:1]) == pytest.approx(y.totals or y.logprobs[:1], abs=1e-3), request
-    with there.body.chunks_of(5):
-        assert_equal(a[: len(acts)], there.answer(requests[: len(acts)]), acts)
+    monkeypatch.setattr(hooked_model, "CHUNK_TOKENS", 5)
+    assert_equal(a[: len(acts)], there.answer(requests[: len(acts)]), acts)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -13,7 +13,7 @@ import needlework as nw
 from needlework.engine import budget as budget_module
 from needlework.engine import shared_layers as layers_module
 from needlework.engine.budget import Costs, group
-from needlework.engine.prefill import Prefiller
+from needlework.engine.prefill import Padding, Prefiller
 from needlework.engine.shared_layers import SharedLayers
 from needlework.model.depth import EntryPoint
 from needlework.requests import Answer, Request, prepare
@@ -87,7 +87,7 @@ def both_ways(subject: nw.Subject, requests: list[Request]) -> tuple[dict[int, T
     assert [place["own"] for place in places] == list(range(len(requests)))
     with subject.body.session():
         depth = SharedLayers(subject.body)
-        reader = Prefiller(subject.body, depth)
+        reader = Prefiller(subject.body, lambda: depth, Padding(subject.body), 0)
         chosen = {i: readings[i] for i in depth.worthwhile(readings)}
         deep = {i: read.logits[row] for some, read in depth.run(chosen, True) for row, i in enumerate(some)} if chosen else {}
         return deep, [reader.run([one]).logits[0] for one in readings]

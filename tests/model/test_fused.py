@@ -12,7 +12,7 @@ from needlework.engine import shared_layers as layers_module
 from needlework.interventions.acts import Act, ChangeOutputs, ExposeColumns, KeepBest, LimitKeys, SilenceHeads
 from needlework.model import attention
 from needlework.model.attention import Forward, QueryBlock, fuses
-from needlework.model.keys import OwnKeys
+from needlework.model.memory import OwnKeys
 from needlework.receipts import Tally
 from needlework.requests import Answer, Request
 

@@ -24,7 +24,7 @@ import needlework as nw
 from needlework import terminal
 from needlework.cli import app
 from needlework.errors import ZooError
-from needlework.model.patches import fast_kernels
+from needlework.model.families import fast_kernels
 from needlework.training import card, recipes
 from needlework.training import train as training
 from needlework.training.train import fixed_threads, learning_rate, train, train_step

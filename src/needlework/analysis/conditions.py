@@ -25,8 +25,8 @@ from needlework.interventions import (
     SwapMemory,
     parse,
 )
+from needlework.interventions.acts import RANDOM, known_scores
 from needlework.interventions.ranking import Ranking, Recorded
-from needlework.interventions.scores import RANDOM, known_scores
 
 Kind = Literal["none", "heads", "attention_block", "recurrent", "both_off", "expose", "limit", "swap", "other"]
 EXPOSURES = ("keep", "omit", "only", "null", "balanced")

@@ -11,7 +11,7 @@ from needlework.analysis.conditions import RANKING, Condition, ranking_name, wit
 from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import ModelTrials, by_boundary
 from needlework.interventions import parse
-from needlework.interventions.scores import RANDOM
+from needlework.interventions.acts import RANDOM
 from needlework.stats import NOTHING, Estimate, Interaction, percent
 
 NO_CONTEXT = parse("ablate_attention(phase='prefill') + expose_tokens('only', phase='decode')")

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from needlework.anatomy import Anatomy
 from needlework.interventions.base import NONE, Intervention
+from needlework.model.hooked_model import exclusive_use, slow_kernel_hints
 from needlework.model.probe import attention_switched
-from needlework.model.session import exclusive_use, slow_kernel_hints
 from needlework.requests import Answer, Request
 from needlework.subject import Subject
 

@@ -18,7 +18,7 @@ from needlework.experiments.models import KeptModels, ModelSource
 from needlework.experiments.plan import Plan, get
 from needlework.experiments.result import Result
 from needlework.experiments.run import run
-from needlework.interventions.scores import RANDOM
+from needlework.interventions.acts import RANDOM
 from needlework.stats import NOTHING, Estimate
 from needlework.tables import Table
 from needlework.terminal import say

@@ -146,7 +146,7 @@ class Costs:
             embedding,
             experts / anatomy.parameters,
             active,
-            body.chunk if body.continues else 0,
+            body.chunk,
         )
 
     def prompt(self, tokens: int, one_piece: bool = False) -> int:

@@ -183,7 +183,8 @@ def score(body: HookedModel, prefiller: Prefiller, batch: Sequence[tuple[int, Pr
             assert result.memory is not None
             forked = result.memory.share(place) if body.shareable else result.memory.select(place)
             compiled = compile_items(body, [rows[r][1] for r in alike], "prefill", torch.tensor(alike, device=body.device))
-            later = body.feed(tokens[:, :-1], forked, "prefill", compiled, tally, keep="all").log_softmax(-1)
+            later = body.feed(tokens[:, :-1], forked, "prefill", compiled, tally, keep="all", chunk=prefiller.chunk)
+            later = later.log_softmax(-1)
             logprobs = torch.cat([logprobs, later.gather(2, tokens[:, 1:, None])[..., 0]], 1)
             greedy &= (later.argmax(-1) == tokens[:, 1:]).all(1)
         for r, logs, best in zip(alike, logprobs.tolist(), greedy.tolist(), strict=True):

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -34,9 +35,17 @@ class Engine:
 
     def __init__(self, body: HookedModel, memory_bytes: int | None = None) -> None:
         self.body, self.budget = body, Budget(body, memory_bytes)
-        self.shared_layers, self.padding = SharedLayers(body), Padding(body)
-        self.prefiller = Prefiller(body, self.shared_layers, self.padding)  # of the latest run
+        self.padding = Padding(body)
+        self.prefiller = self._new_prefiller()  # of the latest run
         self._active: _Run | None = None
+
+    @cached_property
+    def shared_layers(self) -> SharedLayers:
+        """Shares lower layers; made when a prompt is first read under several acts, and kept with what it proved."""
+        return SharedLayers(self.body)
+
+    def _new_prefiller(self) -> Prefiller:
+        return Prefiller(self.body, lambda: self.shared_layers, self.padding, self.budget.costs.chunk)
 
     @property
     def share(self) -> float:
@@ -65,9 +74,9 @@ class Engine:
             self.body.check_length(item.tokens_read)
             self.body.check_rankings(item.request.intervention)
         costs = self.budget.check(prepared)
-        with self.body.session(), self.body.chunks_of(costs.chunk):  # opened before this engine's state is set, because
-            self.budget.costs = costs  # another thread's run may still be active
-            self.prefiller = Prefiller(self.body, self.shared_layers, self.padding)
+        with self.body.session():  # opened before this engine's state is set: another thread's run may still be active
+            self.budget.costs = costs
+            self.prefiller = self._new_prefiller()
             self._active = _Run(self.body, self.budget, self.prefiller, prepared)
             try:
                 yield from self._active.answers()
@@ -181,7 +190,7 @@ class _Run:
         helps = prefilling and costs and not item.one_piece and max(item.prefill_tokens, item.request.steps - 1) > costs.chunk
         if not helps or costs is None:
             raise MemoryError(f"one trial of {len(item.request.prompt)} prompt tokens does not fit into memory") from error
-        self.budget.costs, self.body.chunk = costs, costs.chunk  # for the rest of the run
+        self.budget.costs, self.prefiller.chunk = costs, costs.chunk  # for the rest of the run
         logger.warning("out of memory with one prompt: going on in chunks of %d tokens", costs.chunk)
         pending.appendleft(batch)
 

@@ -51,8 +51,9 @@ def compile_items(body: HookedModel, items: Sequence[Prepared], phase: Phase, sl
 class Prefiller:
     """Prefills prompts for the engine. The cache of a shared prefix is kept until its last prompt has started from it."""
 
-    def __init__(self, body: HookedModel, shared_layers: SharedLayers, padding: Padding | None = None) -> None:
-        self.body, self.shared_layers, self.padding = body, shared_layers, padding or Padding(body)
+    def __init__(self, body: HookedModel, shared_layers: Callable[[], SharedLayers], padding: Padding, chunk: int) -> None:
+        self.body, self.shared_layers, self.padding = body, shared_layers, padding
+        self.chunk = min(chunk, body.chunk)  # maximum tokens of one forward; 0: no limit
         self.prompts_read = self.tokens_asked = 0
         self.tokens_read = 0.0  # each weighted by the share of the model that was computed for it
         self._prefixes: dict[tuple[object, ...], SharedPrefix] = {}  # key of a prefill -> shared prefix that it starts from
@@ -103,7 +104,7 @@ class Prefiller:
         """Return the acts whose prefills gain most from shared prefixes over shared layers; None if no group gains."""
         if not prefixes_of:
             return None
-        deep = self.shared_layers.worthwhile(list(whole.values()))
+        deep = self._share_layers(list(whole.values()))
         shares = {key: deep.get(i, 0.0) for i, key in enumerate(whole)}
         gains = {
             acts: _saved(prefixes) - sum(len(prefill.tokens) * shares[key] for key, prefill in by_acts[acts].items())
@@ -111,6 +112,11 @@ class Prefiller:
         }
         best = max(gains, key=lambda acts: gains[acts])
         return best if gains[best] > 0 else None
+
+    def _share_layers(self, prefills: Sequence[Prefill]) -> dict[int, float]:
+        """Return the share of compute that shared layers save, for each prefill that uses them."""
+        repeated = len({prefill.tokens for prefill in prefills}) < len(prefills)
+        return self.shared_layers().worthwhile(prefills, self.chunk) if repeated else {}
 
     def run(self, prefills: Sequence[Prefill], remember: bool = True) -> PrefillResult:
         """Prefill prompts, each under its own acts, and return logits, receipts and cache in the order given.
@@ -121,12 +127,13 @@ class Prefiller:
         """
         done: list[tuple[list[int], PrefillResult]] = []
         whole = [i for i, prefill in enumerate(prefills) if prefill.key not in self._prefixes]
-        deep = self.shared_layers.worthwhile([prefills[i] for i in whole])
+        deep = self._share_layers([prefills[i] for i in whole])
         together = {whole[i]: prefills[whole[i]] for i in deep}
         for length in dict.fromkeys(len(prefill.tokens) for prefill in together.values()):
-            before = self.shared_layers.whole_passes
-            done += self.shared_layers.run({i: x for i, x in together.items() if len(x.tokens) == length}, remember)
-            self.tokens_read += self.shared_layers.whole_passes - before
+            shared_layers = self.shared_layers()
+            before = shared_layers.whole_passes
+            done += shared_layers.run({i: x for i, x in together.items() if len(x.tokens) == length}, remember)
+            self.tokens_read += shared_layers.whole_passes - before
         parts: dict[int, list[int]] = defaultdict(list)  # length of the shared prefix -> indices of prefills
         for i, prefill in enumerate(prefills):
             if i not in together:
@@ -167,7 +174,7 @@ class Prefiller:
         tally = Tally(len(prefills))
         ends = torch.tensor([len(tokens) - 1 for tokens in rest], device=body.device)
         padded = min(map(len, rest)) < fed
-        logits = body.feed(ids, memory, "prefill", rows, tally, keep=ends if padded else "last")[:, 0]
+        logits = body.feed(ids, memory, "prefill", rows, tally, keep=ends if padded else "last", chunk=self.chunk)[:, 0]
         self.tokens_read += sum(map(len, rest))
         return logits, [without_padding(tally.receipt(i), len(tokens), fed) for i, tokens in enumerate(rest)]
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from needlework.engine.budget import Prefill, PrefillResult, forward_overhead, is_observed, split_rows, try_proof
-from needlework.interventions.acts import Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
-from needlework.interventions.scores import RANDOM
+from needlework.interventions.acts import RANDOM, Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
 from needlework.model.depth import EntryPoint, PrefillRecording, Stack
 from needlework.model.edits import keeps_from_sdpa
 from needlework.model.hooked_model import HookedModel, Rows
@@ -63,8 +62,11 @@ class SharedLayers:
             self._proven[entry] = passed
         return self._proven.get(entry, False)
 
-    def worthwhile(self, prefills: Sequence[Prefill]) -> dict[int, float]:
+    def worthwhile(self, prefills: Sequence[Prefill], chunk: int = 0) -> dict[int, float]:
         """Choose the prefills for which sharing layers saves compute.
+
+        Args:
+            chunk: maximum number of tokens of a prefill; 0: no limit.
 
         Returns:
             Index of each chosen prefill -> share of the model's compute that it saves. Prefills without acts save all of it,
@@ -72,7 +74,7 @@ class SharedLayers:
         """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, prefill in enumerate(prefills):
-            if len(prefill.tokens) <= self.body.chunk or not self.body.continues:  # longer recordings take much memory
+            if not chunk or len(prefill.tokens) <= chunk:  # longer recordings take much memory
                 prompts[prefill.tokens].append(i)
         shared = [i for members in prompts.values() if len(members) > 1 for i in members]
         if not shared or self._stack is None or is_observed(self.body):  # an observer must see each layer once per row

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from functools import cached_property
+from inspect import signature
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
-from needlework.interventions.scores import RANDOM
 
 Phase = Literal["prefill", "decode"]
 Half = Literal["kv", "recurrent"]
 Span = tuple[tuple[int, int], ...]  # half-open token ranges; several if the text occurs more than once
+Needs = Literal["probabilities", "outputs"]
+RANDOM = "random"  # not in the table: `model/edits.py` draws heads by a hash of sample, layer, position and head
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class KeepBest(Act):
 
     count = "heads_zeroed"
     k: int
-    by: str  # a name of `scores.known_scores()`
+    by: str  # a name of `known_scores()`
     seed: int = 0
     sinks: int = 0  # number of first tokens left out of the score
 
@@ -208,3 +212,71 @@ def draw(*keys: int) -> int:
     for key in keys:
         state = mix(state ^ (key & _MASK))
     return state
+
+
+# --- Head scores that `KeepHeads` can rank heads by: functions that return [rows, heads, queries], the highest are kept ---
+
+
+@dataclass(frozen=True)
+class HeadScore:
+    """A named score function of heads.
+
+    The function is `function(p)` or `function(p, log_p)` of attention probabilities and their logarithms [rows, heads, queries,
+    keys], or `function(outputs)` of head outputs [rows, heads, queries, dim]. p is exactly 0 where a key is masked. The function
+    may overwrite `log_p`, but not `p` or `outputs`.
+    """
+
+    name: str
+    needs: Needs
+    function: Callable[..., Any]
+
+    @property
+    def built_in(self) -> bool:
+        return self.name in _TAKEN
+
+    @cached_property
+    def takes_log_p(self) -> bool:
+        return self.needs == "probabilities" and len(signature(self.function).parameters) > 1
+
+
+def _negative_entropy(p: Any, log_p: Any) -> Any:
+    return log_p.mul_(p).sum(-1)
+
+
+HEAD_SCORES = {
+    score.name: score
+    for score in (
+        HeadScore("entropy", "probabilities", _negative_entropy),
+        HeadScore("l2", "probabilities", lambda p: p.norm(dim=-1)),
+        HeadScore("norm", "outputs", lambda outputs: outputs.float().norm(dim=-1)),
+    )
+}
+_TAKEN = frozenset({*HEAD_SCORES, RANDOM, "ranking"})
+
+
+def known_scores() -> tuple[str, ...]:
+    """Return the names that `KeepHeads(by=...)` accepts."""
+    return *HEAD_SCORES, RANDOM
+
+
+def scores_attention(name: str) -> bool:
+    """Return whether a score is computed from attention probabilities."""
+    return name in HEAD_SCORES and HEAD_SCORES[name].needs == "probabilities"
+
+
+def head_score(needs: Needs = "probabilities") -> Callable[[F], F]:
+    """Return a decorator that registers a score function under its own name, for `KeepHeads`, `parse` and plans.
+
+    Results are stored under that name, so rename a function when it computes something else.
+    """
+    if needs not in get_args(Needs):
+        raise NeedleworkError(f"head_score: needs={needs!r} is not known; write @nw.head_score('probabilities') or ('outputs')")
+
+    def register(function: F) -> F:
+        name = function.__name__
+        if name in _TAKEN or not name.isidentifier():
+            raise NeedleworkError(f"head_score: {name!r} is no name for a score of one's own; call the function otherwise")
+        HEAD_SCORES[name] = HeadScore(name, needs, function)
+        return function
+
+    return register

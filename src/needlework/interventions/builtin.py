@@ -10,10 +10,9 @@ from pydantic import AfterValidator, BeforeValidator, Field
 from needlework.anatomy import Anatomy, Group, Head, heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions import acts
-from needlework.interventions.acts import Act, Half, LoweringContext
+from needlework.interventions.acts import RANDOM, Act, Half, LoweringContext, known_scores, scores_attention
 from needlework.interventions.base import Intervention, Part, When, combine, register
 from needlework.interventions.ranking import Ranking, Recorded, as_heads
-from needlework.interventions.scores import RANDOM, known_scores, scores_attention
 
 
 def _check_score(by: str | Ranking | Recorded) -> str | Ranking | Recorded:

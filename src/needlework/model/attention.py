@@ -25,7 +25,7 @@ from transformers.masking_utils import and_masks, causal_mask_function, padding_
 from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
 from needlework.model.edits import LayerEdits
-from needlework.model.keys import OwnKeys, SharedPrefix
+from needlework.model.memory import OwnKeys, SharedPrefix
 from needlework.model.pruned import Split, SplitKeys
 from needlework.receipts import Tally
 from needlework.requests import Request

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from needlework.model.attention import get_current
 from needlework.model.memory import Memory
-from needlework.model.mixers import first, replace_first
+from needlework.model.probe import first, replace_first
 from needlework.receipts import Receipt
 
 _HEADS = 0.4  # share of a layer's compute that comes before its head outputs are known

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from needlework.errors import NeedleworkError
 from needlework.interventions import acts
-from needlework.interventions.acts import Act, Place
-from needlework.interventions.scores import HEAD_SCORES, RANDOM, HeadScore, Needs, scores_attention
+from needlework.interventions.acts import HEAD_SCORES, RANDOM, Act, HeadScore, Needs, Place, scores_attention
 
 if TYPE_CHECKING:
     from needlework.model.attention import Forward, QueryBlock

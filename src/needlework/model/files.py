@@ -23,7 +23,6 @@ from typing import Any
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import atomic_write
-from needlework.model.session import replaced_value
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.tiktoken", "*.txt", "*.jinja")
@@ -336,8 +335,11 @@ def header_only() -> Iterator[None]:
                     return end - orig_offs, [first[1][-1]], [0] * length, types
             return super()._get_field_parts(orig_offs, raw_type)  # type: ignore[no-any-return]
 
-    with replaced_value(vars(gguf), "GGUFReader", HeaderReader):
+    stock, gguf.GGUFReader = gguf.GGUFReader, HeaderReader
+    try:
         yield
+    finally:
+        gguf.GGUFReader = stock
 
 
 def convert_once(file: Path, convert: Callable[[Path, Path], None]) -> Path:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import logging
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -23,14 +26,12 @@ from needlework.interventions.builtin import rankings
 from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
 from needlework.model.attention import NAME, Forward, Observer, current
 from needlework.model.edits import LayerEdits, compile_layer
-from needlework.model.families import Family
+from needlework.model.families import Family, fast_kernels
 from needlework.model.files import config_hash, weights_hash
-from needlework.model.memory import Memory, preallocated_cache
-from needlework.model.mixers import Mixer, MixerEdits, compile_mixer, device_of, hooked, states_on_modules
-from needlework.model.patches import fast_kernels
+from needlework.model.memory import Memory, Mixer, preallocated_cache, states_on_modules
+from needlework.model.mixers import MixerEdits, compile_mixer, hooked
 from needlework.model.probe import Findings, attention_switched, run_model
 from needlework.model.pruned import ENTRY
-from needlework.model.session import exclusive_use, replaced_value, slow_kernel_hints
 from needlework.receipts import Tally
 
 Kernels = Literal["fast", "stock"]
@@ -76,10 +77,9 @@ class HookedModel:
         self.device = next(model.parameters()).device
         self.source: Path | None = None  # the directory or file that the model was loaded from
         self._windows = {layer: part.window for layer, part in self.anatomy.attention_parts()}
-        self._devices = {layer: device_of(module) for module, layer in self.attention.items()}
+        self._devices = {layer: next(module.parameters()).device for module, layer in self.attention.items()}
         self._open = False
         self._trusted = False  # needlework's attention agreed with the model's own (`check_own_maths`)
-        self.chunk = CHUNK_TOKENS  # maximum tokens per prefill forward, if the model can continue a prefill
 
     @property
     def observer(self) -> Observer | None:
@@ -122,6 +122,11 @@ class HookedModel:
         """Whether several tokens per forward can follow a prefill; if not, they are fed one by one."""
         return self.family.continues_prefill(self.kernels == "fast")
 
+    @property
+    def chunk(self) -> int:
+        """The maximum number of tokens per prefill forward; 0: no limit, because the model cannot continue a prefill."""
+        return CHUNK_TOKENS if self.continues else 0
+
     @contextmanager
     def session(self, gradients: bool = False) -> Iterator[None]:
         """Install needlework's attention function and kernels; restore the model on exit, also after an exception.
@@ -146,10 +151,6 @@ class HookedModel:
                     stack.callback(setattr, module, "training", True)  # of this module, but not of its submodules
             self.model.eval()
             yield
-
-    def chunks_of(self, tokens: int) -> AbstractContextManager[None]:
-        """Limit prefill chunks to this many tokens while the context is open; 0 keeps the current limit."""
-        return replaced_value(vars(self), "chunk", min(self.chunk, tokens or self.chunk))
 
     def _empty(self, mixer: Mixer, rows: int) -> Memory:
         """Return an empty memory for a single mixer."""
@@ -179,7 +180,7 @@ class HookedModel:
                     compiled.attention[layer] = edits
         for mixer in self.mixers:
             if mixer.layer in touched:
-                mixer_edits = compile_mixer(by_layer[mixer.layer], mixer.groups, device_of(mixer.module))
+                mixer_edits = compile_mixer(by_layer[mixer.layer], mixer.groups, mixer.device)
                 if not mixer_edits.idle:
                     compiled.mixers[mixer.layer] = mixer_edits
         for i, row in enumerate(rows):
@@ -199,6 +200,7 @@ class HookedModel:
         keep: Literal["last", "all"] | Tensor = "last",
         last_only: int | None = None,
         recorded_scores: dict[int, list[Any]] | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """Run the model on the next tokens, in as many forwards as needed, and update the memory in place.
 
@@ -208,17 +210,17 @@ class HookedModel:
             keep: tokens whose logits are returned: the last, all, or one per row, given by its index in `ids` [rows].
             last_only: layer of which only the last query's output is used later, so that others need not be computed.
             recorded_scores: if given, head scores of layers with a KeepBest act are appended to it, by layer.
+            chunk: maximum number of tokens per prefill forward; 0: the usual one.
 
         Returns:
             Logits [rows, 1 or n, vocabulary] in float32.
         """
-        n = ids.shape[1]
-        start = memory.length
+        n, start, chunk = ids.shape[1], memory.length, chunk or CHUNK_TOKENS
         if positions is None:
             positions = torch.arange(start, start + n, device=self.device).expand(ids.shape[0], -1)
         logits: list[Tensor] = []
-        with preallocated_cache(memory.cache, start + n) if n > self.chunk else nullcontext():
-            for part in self._parts(start, n, rows, phase):
+        with preallocated_cache(memory.cache, start + n) if n > chunk else nullcontext():
+            for part in self._parts(start, n, rows, phase, chunk):
                 for row, position in enumerate(positions[:, part.start].tolist() if rows.clears else ()):
                     for layer in (layer for layer, cleared in rows.clears.get(position, {}).items() if row in cleared):
                         mask = torch.arange(memory.rows, device=self.device) == row
@@ -249,7 +251,7 @@ class HookedModel:
                     logits.append(out)
         return torch.cat(logits, 1) if len(logits) > 1 else logits[0]
 
-    def _parts(self, start: int, n: int, rows: Rows, phase: Phase) -> list[slice]:
+    def _parts(self, start: int, n: int, rows: Rows, phase: Phase, chunk: int) -> list[slice]:
         """Return the slices of the n tokens that are fed in one forward each.
 
         Slices end before positions where a state is cleared. Models that can continue a prefill get long prompts in chunks;
@@ -259,7 +261,7 @@ class HookedModel:
             return [slice(i, i + 1) for i in range(n)]
         long = phase == "prefill" and self.continues and not any(x.needs_all_queries for x in rows.attention.values())
         ends = sorted(
-            {0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(chunk_boundaries(n, self.chunk) if long else ())}
+            {0, n, *(p - start for p in rows.clears if 0 < p - start < n), *(chunk_boundaries(n, chunk) if long else ())}
         )
         parts = [slice(a, b) for a, b in pairwise(ends)]
         if len(parts) > 1 and not self.continues:
@@ -387,3 +389,62 @@ def chunk_boundaries(tokens: int, most: int) -> set[int]:
     """
     count = -(-tokens // most)
     return {tokens * i // count for i in range(1, count)}
+
+
+# --- Exclusive use: while a model runs, code of its family is replaced for all its models, and states may lie on modules -----
+
+_taken = threading.Lock()
+_holder: int | None = None  # the thread that holds the lock
+
+
+@contextmanager
+def exclusive_use() -> Iterator[None]:
+    """Wait until no other thread uses a model, then hold the lock while the context is open.
+
+    Raises:
+        NeedleworkError: If the calling thread holds the lock already; it would wait for itself.
+    """
+    global _holder
+    thread = threading.get_ident()
+    if _holder == thread:
+        gc.collect()  # closes an abandoned engine.run(...) iterator that a reference cycle keeps alive
+    if _holder == thread:
+        raise NeedleworkError(
+            "a model is already answering in this thread: inside an intervention no model can be asked, and an iteration over"
+            " engine.run(...) must be finished or closed first"
+        )
+    with _taken:
+        _holder = thread
+        try:
+            yield
+        finally:
+            _holder = None
+
+
+@contextmanager
+def withheld(logger: str, part: str) -> Iterator[list[str]]:
+    """Collect a logger's messages that contain `part` instead of showing them, at any verbosity."""
+    log = logging.getLogger(logger)
+    level, shown = log.level, log.isEnabledFor(logging.WARNING)
+    collected: list[str] = []
+
+    def let_through(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if part not in text:
+            return shown or record.levelno > logging.WARNING
+        collected.append(text)
+        return False
+
+    log.addFilter(let_through)
+    if not shown:
+        log.setLevel(logging.WARNING)
+    try:
+        yield collected
+    finally:
+        log.setLevel(level)
+        log.removeFilter(let_through)
+
+
+def slow_kernel_hints() -> AbstractContextManager[list[str]]:
+    """Suppress advice to install GPU kernels: they do not run on a CPU, where needlework has kernels of its own."""
+    return withheld("transformers.integrations.hub_kernels", "is falling back to its reference")

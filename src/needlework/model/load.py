@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Collection
-from contextlib import nullcontext
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -15,12 +15,11 @@ import torch
 import torch.fx.experimental._config
 
 from needlework.errors import NeedleworkError, short_repr
-from needlework.model import files, session
+from needlework.model import files
 from needlework.model.families import family
-from needlework.model.hooked_model import HookedModel, Kernels
+from needlework.model.hooked_model import HookedModel, Kernels, exclusive_use, slow_kernel_hints, withheld
 from needlework.model.probe import probe
-from needlework.model.pruned import cut_class, cuts_of
-from needlework.model.session import exclusive_use
+from needlework.model.pruned import ENTRY, cut_class, cuts_of
 from needlework.terminal import say
 
 Window = Literal["transformers", "deepmind"]
@@ -79,7 +78,7 @@ def _convert_gguf(file: Path, into: Path) -> None:
 
     config = causal_config(_config(_Origin(str(file.parent), True, file.name)))
     say(f"converting {file.name} to safetensors, once, into {into.parent} (float32; later commands read it from there)")
-    with exclusive_use(), session.progress_bar(True):
+    with exclusive_use(), progress_bar(True):
         model = _weights(file.parent, file.name, config, dtype=torch.float32)
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     tensors = {name: t.detach().float().contiguous() for name, t in model.state_dict().items() if name not in tied}
@@ -109,7 +108,7 @@ def hook_model(model: Any, window: Window = "transformers", kernels: Kernels = "
     model.eval()
     kind = family(model.config.get_text_config(decoder=True).model_type)
     on_gpu = next(model.parameters()).device.type == "cuda"
-    hints = nullcontext() if on_gpu else session.slow_kernel_hints()
+    hints = nullcontext() if on_gpu else slow_kernel_hints()
     with exclusive_use(), hints:  # exclusive, because the probe registers global module hooks
         return HookedModel(model, kind, probe(model, kind, window), kernels)
 
@@ -198,7 +197,7 @@ def _config(origin: _Origin, revision: str | None = None, trust_remote_code: boo
     if origin.gguf:
         options["gguf_file"] = origin.gguf
     try:
-        with session.hub_retries(), files.header_only() if origin.gguf else nullcontext():
+        with hub_retries(), files.header_only() if origin.gguf else nullcontext():
             files.check_config(origin.name, PreTrainedConfig.get_config_dict(origin.name, **options)[0])
             config = AutoConfig.from_pretrained(origin.name, trust_remote_code=trust_remote_code, **options)
             files.check_sizes(origin.name, config.get_text_config(decoder=True))
@@ -268,7 +267,7 @@ def _model_class(config: Any) -> Any:
         raise NeedleworkError(
             f"transformers has no causal language model for {config.model_type!r}, and config.architectures names none"
         )
-    cuts = cuts_of(config)
+    cuts = cuts_of(config) if hasattr(config, ENTRY) else ()
     return cut_class(candidates[0], cuts) if cuts else candidates[0]
 
 
@@ -277,11 +276,11 @@ def _weights(folder: Path, gguf: str, config: Any, trust_remote_code: bool = Fal
     from transformers import AutoModelForCausalLM
 
     known = type(config) in AutoModelForCausalLM._model_mapping or trust_remote_code
-    loader = AutoModelForCausalLM if known and not cuts_of(config) else _model_class(config)
+    loader = AutoModelForCausalLM if known and not hasattr(config, ENTRY) else _model_class(config)
     options |= {"gguf_file": gguf} if gguf else {"use_safetensors": True}
     options |= {"config": config, "trust_remote_code": trust_remote_code, "ignore_mismatched_sizes": True}
     stored = [folder / gguf] if gguf else files.weight_files(folder)
-    with session.no_bar_for(sum(file.stat().st_size for file in stored)), session.withheld(*_LOAD_REPORT) as report:
+    with no_bar_for(sum(file.stat().st_size for file in stored)), withheld(*_LOAD_REPORT) as report:
         try:
             model, loading_info = loader.from_pretrained(str(folder), output_loading_info=True, **options)
         except Exception as error:  # SafetensorError, OSError, KeyError...
@@ -382,3 +381,38 @@ def torch_device(device: str) -> torch.device:
         why = files.first_line(error)
         raise NeedleworkError(f"device {device!r}: torch cannot use it on this machine ({why}); choose device='cpu'") from None
     return place
+
+
+@contextmanager
+def hub_retries() -> Iterator[None]:
+    """Suppress the hub's messages about retries, so that needlework's error is visible without a network."""
+    from huggingface_hub.utils import logging as hub_logging
+
+    before = hub_logging.get_verbosity()  # type: ignore[no-untyped-call]
+    hub_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        hub_logging.set_verbosity(before)  # type: ignore[no-untyped-call]
+
+
+_WORTH_A_BAR = 2**30  # bytes of weights; fewer are loaded in less than two seconds
+
+
+@contextmanager
+def progress_bar(shown: bool) -> Iterator[None]:
+    """Show or hide transformers' progress bar while the context is open."""
+    from transformers.utils import logging as transformers_logging
+
+    switch = {True: transformers_logging.enable_progress_bar, False: transformers_logging.disable_progress_bar}
+    before = bool(transformers_logging.is_progress_bar_enabled())
+    switch[shown]()
+    try:
+        yield
+    finally:
+        switch[before]()
+
+
+def no_bar_for(weight_bytes: int) -> AbstractContextManager[None]:
+    """Hide transformers' progress bar while small weights are loaded."""
+    return progress_bar(False) if weight_bytes < _WORTH_A_BAR else nullcontext()

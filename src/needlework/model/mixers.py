@@ -1,4 +1,4 @@
-"""Ablations of recurrent mixers and of whole attention modules by forward hooks, and the discovery of a mixer's parts.
+"""Ablations of recurrent mixers and of whole attention modules by forward hooks.
 
 A mixer runs unchanged on the whole batch; for rows with an ablation, its output is then replaced by that of a second call. Groups
 of channels are zeroed at the input of the output projection, in both calls. No ablation depends on how a mixer computes:
@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from needlework.anatomy import GroupKind
 from needlework.interventions import acts
 from needlework.interventions.acts import Act
 from needlework.model.attention import Forward, get_current
 from needlework.model.edits import select_rows
-from needlework.model.memory import Memory
-from needlework.model.session import replaced_value
+from needlework.model.memory import Memory, Mixer, holder
+from needlework.model.probe import first, replace_first
 
 _CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> name of its receipt count
 
@@ -81,26 +80,15 @@ def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.devi
     )
 
 
-@dataclass(frozen=True)
-class Mixer:
-    """A recurrent mixer of the model, its parts, and where its state is kept."""
-
-    layer: int
-    module: nn.Module
-    cache_layer: int
-    state_names: tuple[str, ...] = ()  # attributes that hold its state, if it is not in the cache
-    groups: int = 0  # groups of channels that can be zeroed; 0 if there is no single output projection
-    output: nn.Module | None = None  # the output projection
-    convolution: nn.Conv1d | None = None  # its short convolution
-
-
-def states_on_modules(mixers: Sequence[Mixer]) -> dict[str, tuple[int, nn.Module, str]]:
-    """Return the states that mixers keep on modules instead of in the cache: path -> (cache layer, module, attribute)."""
-    return {
-        f"{mixer.layer}.{name}": (mixer.cache_layer, *holder(mixer.module, name))
-        for mixer in mixers
-        for name in mixer.state_names
-    }
+@contextmanager
+def replaced_value(holder: dict[str, Any], name: str, value: Any) -> Iterator[None]:
+    """Replace an entry of a dict, such as an object's `vars`, while the context is open."""
+    before = holder[name]
+    holder[name] = value
+    try:
+        yield
+    finally:
+        holder[name] = before
 
 
 @contextmanager
@@ -139,7 +127,7 @@ class _MixerHooks:
         forward = get_current()
         if forward is None:
             return None, None
-        return forward.on(device_of(self.mixer.module)), forward.mixers.get(self.mixer.layer)
+        return forward.on(self.mixer.device), forward.mixers.get(self.mixer.layer)
 
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Copy the states that a second call starts from (forward pre-hook of the mixer)."""
@@ -248,10 +236,6 @@ class _MixerHooks:
             self.chosen, self.output_used = None, True
 
 
-def device_of(module: nn.Module) -> torch.device:
-    return next(module.parameters()).device
-
-
 def _block_hook(layer: int) -> Callable[..., Any]:
     """Return a forward hook that zeroes the output of an attention module for dropped rows, and counts them."""
 
@@ -269,42 +253,6 @@ def _drop_rows(forward: Forward, layer: int, output: Any, dropped: Tensor) -> An
     forward.tally.add(layer, forward.phase, "blocks_dropped", forward.slots, amount)
     hidden = first(output)
     return replace_first(output, hidden.masked_fill(dropped.view(-1, *[1] * (hidden.dim() - 1)), 0.0))
-
-
-def holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Split the path of a state into the submodule that holds it and the attribute there."""
-    path, _, leaf = name.rpartition(".")
-    return module.get_submodule(path), leaf
-
-
-# --- parts of a mixer ---
-
-# Attributes with the number of heads and their width. A pair is used only if their product is the input width of the output
-# projection, so that an attribute with another meaning in some family is not mistaken for heads.
-_HEADS = (
-    *(("num_v_heads", "head_v_dim"), ("num_heads", "head_dim"), ("n_mamba_heads", "mamba_head_dim")),
-    ("num_attention_heads", "head_dim"),
-)
-_BLOCKS = (("num_attention_heads", "block_width"),)  # of RG-LRU, whose gates are block-diagonal
-MOST_CHANNEL_GROUPS = 16
-NO_GROUPS = "what the mixer says is not the output of one linear map over its channels, so none can be silenced before it"
-
-
-def groups_of(mixer: nn.Module, width: int) -> tuple[GroupKind, int]:
-    """Return kind and number of groups of the `width` inputs of the output projection: heads, RG-LRU blocks or channels."""
-    for kind, names in (("heads", _HEADS), ("blocks", _BLOCKS)):
-        for module in mixer.modules() if kind == "blocks" else (mixer,):
-            for count, size in names:
-                heads, dim = (getattr(module, name, None) for name in (count, size))
-                if isinstance(heads, int) and isinstance(dim, int) and heads > 1 and heads * dim == width:
-                    return kind, heads  # type: ignore[return-value]
-    return "channels", max(n for n in range(1, MOST_CHANNEL_GROUPS + 1) if width % n == 0)
-
-
-def short_convolution(mixer: nn.Module) -> nn.Conv1d | None:
-    """Return the mixer's depthwise convolution over tokens; None if it has none, or several."""
-    found = [m for m in mixer.modules() if isinstance(m, nn.Conv1d) and m.groups == m.in_channels == m.out_channels]
-    return found[0] if len(found) == 1 else None
 
 
 # --- a second call of a mixer, with less memory ---
@@ -361,14 +309,3 @@ class Call:
         with replaced_value(vars(self.module), "chunk_size", 1) if alone and chunked else nullcontext():
             out = first(self.module.forward(*plain, **named))
         return out.reshape(len(chosen), part.stop - part.start, *out.shape[2:])
-
-
-def first(output: Any) -> Tensor:
-    """Return a module's output, or the first entry if it is a tuple."""
-    hidden: Tensor = output[0] if isinstance(output, tuple) else output
-    return hidden
-
-
-def replace_first(output: Any, hidden: Tensor | None) -> Any:
-    """Return a module's output with its tensor, or the first entry of its tuple, replaced."""
-    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

@@ -18,12 +18,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
+from needlework.anatomy import Anatomy, AttentionPart, GroupKind, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
 from needlework.model.families import Family
-from needlework.model.memory import Memory
-from needlework.model.mixers import NO_GROUPS, Mixer, first, groups_of, short_convolution, states_on_modules
-from needlework.model.pruned import Streams, streams_of
+from needlework.model.memory import Memory, Mixer, states_on_modules
+from needlework.model.pruned import ENTRY, Streams, streams_of
 
 PROBE = "needlework_probe"
 PROBE_TOKENS = 6
@@ -197,7 +196,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
             f"{type(model).__name__} is not supported: none of its layers was seen to call transformers' attention or to use its"
             " cache, so that nothing could be ablated"
         )
-    streams = streams_of(model.config)
+    streams = streams_of(model.config) if hasattr(model.config, ENTRY) else None
     anatomy = Anatomy(
         model_type=config.model_type,
         architecture=type(model).__name__,
@@ -301,3 +300,44 @@ def _streaming(layers: tuple[Layer, ...], streams: Streams | None) -> tuple[Laye
 
 def _parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+# --- Parts of a mixer ---
+
+# Attributes with the number of heads and their width. A pair is used only if their product is the input width of the output
+# projection, so that an attribute with another meaning in some family is not mistaken for heads.
+_HEADS = (
+    *(("num_v_heads", "head_v_dim"), ("num_heads", "head_dim"), ("n_mamba_heads", "mamba_head_dim")),
+    ("num_attention_heads", "head_dim"),
+)
+_BLOCKS = (("num_attention_heads", "block_width"),)  # of RG-LRU, whose gates are block-diagonal
+MOST_CHANNEL_GROUPS = 16
+NO_GROUPS = "what the mixer says is not the output of one linear map over its channels, so none can be silenced before it"
+
+
+def groups_of(mixer: nn.Module, width: int) -> tuple[GroupKind, int]:
+    """Return kind and number of groups of the `width` inputs of the output projection: heads, RG-LRU blocks or channels."""
+    for kind, names in (("heads", _HEADS), ("blocks", _BLOCKS)):
+        for module in mixer.modules() if kind == "blocks" else (mixer,):
+            for count, size in names:
+                heads, dim = (getattr(module, name, None) for name in (count, size))
+                if isinstance(heads, int) and isinstance(dim, int) and heads > 1 and heads * dim == width:
+                    return kind, heads  # type: ignore[return-value]
+    return "channels", max(n for n in range(1, MOST_CHANNEL_GROUPS + 1) if width % n == 0)
+
+
+def short_convolution(mixer: nn.Module) -> nn.Conv1d | None:
+    """Return the mixer's depthwise convolution over tokens; None if it has none, or several."""
+    found = [m for m in mixer.modules() if isinstance(m, nn.Conv1d) and m.groups == m.in_channels == m.out_channels]
+    return found[0] if len(found) == 1 else None
+
+
+def first(output: Any) -> Tensor:
+    """Return a module's output, or the first entry if it is a tuple."""
+    hidden: Tensor = output[0] if isinstance(output, tuple) else output
+    return hidden
+
+
+def replace_first(output: Any, hidden: Tensor | None) -> Any:
+    """Return a module's output with its tensor, or the first entry of its tuple, replaced."""
+    return (hidden, *output[1:]) if isinstance(output, tuple) else hidden

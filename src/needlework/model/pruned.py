@@ -22,13 +22,12 @@ from torch import Tensor, nn
 
 from needlework.anatomy import AttentionPart
 from needlework.errors import NeedleworkError, short_repr
-from needlework.model.keys import OwnKeys, SharedPrefix, convert_layer
+from needlework.model.memory import BUFFER, OwnKeys, SharedPrefix, convert_layer
 
 ENTRY = "needlework"  # key of config.json with the pruned and streaming heads of a model
 
 # --- Streaming heads -------------------------------------------------------------------------------------------------
 
-BUFFER = ("recent_keys", "recent_values", "recent_positions", "next_position")  # tensors of a cache layer, per row
 HIDDEN = -1  # position of an empty buffer entry
 
 
@@ -223,7 +222,7 @@ class SplitKeys:
 
 def streams_of(config: Any) -> Streams | None:
     """Read and check the streaming heads in a configuration, which is untrusted; None if it has none."""
-    entry = getattr(config, ENTRY, None)
+    entry = getattr(config, ENTRY)
     said = entry.get("streaming") if isinstance(entry, Mapping) else None
     if said is None:
         return None
@@ -407,9 +406,9 @@ def entry_of(cuts: Iterable[Cut]) -> list[dict[str, Any]]:
 
 def cuts_of(config: Any) -> tuple[Cut, ...]:
     """Read and check the cuts in a configuration, which is untrusted. Only numbers of heads are known, not their indices."""
-    entry = getattr(config, ENTRY, None)
+    entry = getattr(config, ENTRY)
     rows = entry.get("layers", []) if isinstance(entry, Mapping) else []
-    if entry is not None and not isinstance(rows, list):
+    if not isinstance(rows, list):
         raise NeedleworkError(f"config.json: {ENTRY} has no list of layers; copy or prune the model again")
     cuts = []
     for row in rows:

@@ -23,9 +23,8 @@ from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.builtin import LimitContext, OnlyHeads
 from needlework.interventions.ranking import Ranking, as_heads
 from needlework.model.files import read_config
-from needlework.model.load import hook_model, without_weights
+from needlework.model.load import hook_model, no_bar_for, without_weights
 from needlework.model.pruned import ENTRY, Cut, Streams, cut_model, entry_of, whole_groups
-from needlework.model.session import no_bar_for
 from needlework.pruning.card import compare, costs, render_card
 
 if TYPE_CHECKING:

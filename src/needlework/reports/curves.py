@@ -12,7 +12,7 @@ from needlework import stats
 from needlework.analysis.conditions import FEW_HEADS, RANKING, Condition, ways
 from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
 from needlework.analysis.model_trials import ModelTrials, by_model_and_boundary
-from needlework.interventions.scores import RANDOM
+from needlework.interventions.acts import RANDOM
 from needlework.reports.browser import Browser
 from needlework.reports.panels import FORM_COLORS, Cell, CurvePoint, HeatMap, Lines, Series
 from needlework.stats import Estimate

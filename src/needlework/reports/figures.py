@@ -16,7 +16,7 @@ from needlework import stats
 from needlework.analysis.conditions import EXPOSURES, ways
 from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
 from needlework.analysis.model_trials import ModelTrials, by_boundary, by_model_and_boundary
-from needlework.interventions.scores import RANDOM
+from needlework.interventions.acts import RANDOM
 from needlework.reports import curves
 from needlework.reports.browser import Browser
 from needlework.reports.curves import retrieval_cell

@@ -20,7 +20,7 @@ import transformers
 from needlework.files import atomic_write
 from needlework.interventions import parse
 from needlework.measure import make_samples, measure
-from needlework.model.patches import fast_kernels
+from needlework.model.families import fast_kernels
 from needlework.stats import Estimate, wilson
 from needlework.subject import load
 from needlework.tables import Table

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from needlework.errors import NeedleworkError, ZooError, did_you_mean
 from needlework.files import atomic_path, write_error
-from needlework.model.patches import fast_kernels
+from needlework.model.families import fast_kernels
 from needlework.terminal import Bar, say
 from needlework.toy import tokenizer
 from needlework.toy import words as w

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from needlework.model import patches
-from needlework.model.families import FAMILIES, family
-from needlework.model.patches import fast_kernels
+from needlework.model import families
+from needlework.model.families import FAMILIES, family, fast_kernels
 from tiny import ARCHITECTURES, build
 
 SPLITS = [(21,), (12, 9), (1, 20), (5, 2, 14), (20, 1), (3, 3, 15)]
@@ -299,7 +298,7 @@ def test_a_replacement_that_fails_half_way_is_undone(monkeypatch: pytest.MonkeyP
     model, before = build("jamba"), code("jamba")
     modeling = importlib.import_module("transformers.models.jamba.modeling_jamba")
     broken = [(modeling, "mamba_selective_scan", None), (modeling, "no_such_function", None)]
-    monkeypatch.setattr(patches, "_replacements", lambda model_type: broken)
+    monkeypatch.setattr(families, "_replacements", lambda model_type: broken)
     with pytest.raises(KeyError, match="no_such_function"), fast_kernels(model):
         pass
     monkeypatch.undo()
