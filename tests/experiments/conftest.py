@@ -17,3 +17,9 @@ def plan_file(tmp_path: Path) -> Path:
     path = tmp_path / "plan.yaml"
     path.write_text(fakes.PLAN)
     return path
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have runs submit batches of at most 16 trials."""
+    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)

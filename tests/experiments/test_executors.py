@@ -23,8 +23,7 @@ from needlework.results import Row, Store
 
 
 @pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
+def _no_wait(small_chunks: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_executor, "TICK", 0.0)
 
 

@@ -21,9 +21,7 @@ from needlework.results import Store, StoreError, claimed, is_full
 PLAN_ARGUMENTS = ["run", "plan.yaml", "--out", "out"]
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 class Failing(fakes.FakeActor):

@@ -34,9 +34,7 @@ from needlework.results.store import FILE_NAME
 SRC = Path(run.__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 @pytest.fixture

@@ -15,10 +15,7 @@ from test_run import go, table
 from needlework.experiments import run
 from needlework.results import LM_EVAL, Store
 
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def asked(out: Path) -> list[Any]:

@@ -33,10 +33,7 @@ from needlework.experiments.plan import Model
 from needlework.experiments.ray_executor import Cluster, RayConnection, WorkerModels
 from needlework.results import Store, compare
 
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 # --- without Ray -------------------------------------------------------------------------------------------------------

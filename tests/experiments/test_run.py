@@ -40,9 +40,7 @@ def table(out: Path) -> list[Any]:
     return [*rows, *observed]
 
 
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("needlework.experiments.trials.CHUNK_TRIALS", 16)
+pytestmark = pytest.mark.usefixtures("small_chunks")
 
 
 def test_every_trial_of_the_plan_has_a_row(plan_file: Path, tmp_path: Path) -> None:
