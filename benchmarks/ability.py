@@ -37,7 +37,7 @@ def checkpoint(folder: Path) -> Path:
     torch.manual_seed(0)
     config = RecurrentGemmaConfig(
         num_hidden_layers=6,
-        vocab_size=tokenizer.size(),
+        vocab_size=len(tokenizer.build()),
         hidden_size=128,
         intermediate_size=768,
         num_attention_heads=16,
@@ -55,7 +55,7 @@ def checkpoint(folder: Path) -> Path:
         if p.dim() == 2:
             torch.nn.init.normal_(p, std=p.shape[1] ** -0.5)
     model.save_pretrained(folder)
-    tokenizer.save(folder)
+    tokenizer.build().save_pretrained(folder)
     return folder
 
 

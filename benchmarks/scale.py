@@ -61,7 +61,7 @@ def random_model(folder: Path) -> None:
     model = AutoModelForCausalLM.from_config(preset_config("recurrentgemma-2b"), dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     model.save_pretrained(folder)
-    tokenizer.save(folder)
+    tokenizer.build().save_pretrained(folder)
 
 
 def loaded() -> str:

@@ -46,7 +46,7 @@ def small_model(folder: Path, name: str, seed: int) -> None:
     small = {**recipe.config, "hidden_size": 32, "lru_width": 32, "intermediate_size": 64, "num_attention_heads": 4}
     torch.manual_seed(seed)
     build_model(recipe.model_copy(update={"config": small, "seed": seed})).save_pretrained(folder / name)
-    tokenizer.save(folder / name)
+    tokenizer.build().save_pretrained(folder / name)
 
 
 @pytest.fixture(scope="module")

@@ -48,7 +48,7 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = recipes.find_recipe("tiny-griffin")
     small = {**recipe.config, "hidden_size": 32, "lru_width": 32, "intermediate_size": 64, "num_attention_heads": 4}
     build_model(recipe.model_copy(update={"config": small})).save_pretrained(folder / "griffin")
-    tokenizer.save(folder / "griffin")
+    tokenizer.build().save_pretrained(folder / "griffin")
     (folder / "plan.yaml").write_text(PLAN)
     return folder / "plan.yaml"
 

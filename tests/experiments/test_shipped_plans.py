@@ -46,7 +46,7 @@ def works(plan: Plan, heads: Mapping[str, int] = NO_HEADS) -> list[Work]:
         config = recipes.find_recipe(name).config
         pattern = {"tiny-transformer": (4, 0), "tiny-mamba": (0, 4), "tiny-lfm": (3, 3)}.get(name, (2, 4))
         shape = fakes.anatomy(*pattern, heads=heads.get(name, config.get("num_attention_heads", 0)))
-        shape = type(shape)(**{**vars(shape), "max_tokens": None, "vocabulary": tokenizer.size()})
+        shape = type(shape)(**{**vars(shape), "max_tokens": None, "vocabulary": len(tokenizer.build())})
         found.append(expand(plan, ModelInfo(Model("zoo:1", name, name), name, "t", shape, tokenizer.build())))
     return found
 

@@ -16,7 +16,7 @@ def save(name: str, folder: Path, chat: bool = False, **changes: Any) -> Path:
     from needlework.toy import tokenizer
     from tiny import build
 
-    model = build(name, vocab_size=tokenizer.size(), bos_token_id=1, eos_token_id=2, **changes)
+    model = build(name, vocab_size=len(tokenizer.build()), bos_token_id=1, eos_token_id=2, **changes)
     model.save_pretrained(folder)
     words = tokenizer.build()
     words.chat_template = CHAT if chat else None

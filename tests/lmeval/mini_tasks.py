@@ -42,7 +42,7 @@ def doc(name: str, sample: ToySample) -> dict[str, Any]:
         "form": sample.form,
         "prompt": sample.text,
         "choices": [" ".join(words) for words in sample.choices],
-        "answer": sample.answer,
+        "answer": sample.choices.index(sample.target),
     }
 
 

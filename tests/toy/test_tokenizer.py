@@ -16,13 +16,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> object:
     from transformers import AutoTokenizer
 
     folder: Path = tmp_path_factory.mktemp("tokenizer")
-    tokenizer.save(folder)
+    tokenizer.build().save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)
 
 
 def test_ids_are_the_vocabulary(loaded) -> None:  # type: ignore[no-untyped-def]
     assert loaded.get_vocab() == WORD_ID
-    assert len(loaded) == tokenizer.size()
+    assert len(loaded) == len(tokenizer.build())
     assert [loaded.pad_token, loaded.bos_token, loaded.eos_token, loaded.unk_token] == list(VOCABULARY[:4])
 
 

@@ -38,7 +38,7 @@ def test_exact_match_is_what_greedy_decoding_gives() -> None:
     for i in range(30):
         last = VOCABULARY[10 + i]
         target = (last,) * (1 + i % 3) if i % 2 else (VOCABULARY[100 + i],)
-        group.append(ToySample(task="echo", prompt=("the",) * (i % 5) + (last,), target=target))
+        group.append(ToySample(prompt=("the",) * (i % 5) + (last,), target=target))
     greedy = []
     for sample in group:
         ids = torch.tensor([[WORD_ID[word] for word in (BOS, *sample.prompt)]])
@@ -100,8 +100,7 @@ def test_card_figures_are_what_task_and_engine_give(told: dict[str, Any]) -> Non
     bos = subject.tokenizer.bos_token_id
     words = [subject.tokenizer.convert_ids_to_tokens([t for t in item.prompt if t != bos]) for item in items]
     group = [
-        ToySample(task="any", prompt=tuple(prompt), target=tuple(item.target.split()))
-        for prompt, item in zip(words, items, strict=True)
+        ToySample(prompt=tuple(prompt), target=tuple(item.target.split())) for prompt, item in zip(words, items, strict=True)
     ]
     torch.manual_seed(0)
     right = answered(subject, task, items)

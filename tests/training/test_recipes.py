@@ -64,7 +64,7 @@ def test_the_paper_classes_are_all_there() -> None:
         ({"seed": -1}, "seed: Input should be greater than or equal to 0"),
         ({"optimiser": {"lr": float("inf")}}, "optimiser.lr: Input should be a finite number"),
         ({"optimiser": {}}, "optimiser.lr"),
-        ({"optimiser": {"lr": 1e-3, "cycles": [{"until": 0.5}]}}, "cycles must rise and end at 1.0"),
+        ({"optimiser": {"lr": 1e-3, "cycles": [{"until": 0.5}]}}, "cycles: .*must rise and end at 1.0"),
     ],
 )
 def test_a_bad_recipe_is_told_what_is_wrong(change: dict[str, Any], message: str) -> None:

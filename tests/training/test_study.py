@@ -80,7 +80,7 @@ def test_a_grid_is_every_combination_with_every_seed_and_nothing_else_differs(tm
     ("changes", "says"),
     [
         ({"varies": {}}, "unknown key 'varies'.*'vary'"),
-        ({"vary": {"heads": {"2": {}}}}, "one level"),
+        ({"vary": {"heads": {"2": {}}}}, "at least 2 items"),
         ({"vary": {"heads": {"2": {"confg": {}}, "4": {}}}}, "confg"),
         ({"training_seeds": []}, "training_seeds"),
         ({"vary": {"a/b": {"2": {}, "4": {}}}}, "is no name"),
@@ -328,7 +328,7 @@ def test_factors_are_compared_between_models_that_differ_in_nothing_else(tmp_pat
         lost = one.name == "muon-24-seed1"
         made += rows(one.name, kept, base=50 if lost else 100)
     models = curves(tmp_path, cells, made)
-    by_factor = {(d.factor, d.way): d.points for d in study.compare_levels(models)}
+    by_factor = {(factor, way): points for (factor, _, _, way), points in study.compare_levels(models).items()}
     assert by_factor["optimiser", "entropy"].value == pytest.approx(0.5)
     assert by_factor["optimiser", "entropy"].n == 3  # of four pairs one has a model that does not retrieve
     assert by_factor["heads", "random"].value == pytest.approx(0)

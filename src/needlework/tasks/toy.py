@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.requests import Answer
@@ -96,7 +96,7 @@ def toy_item(
             words[start:stop] = sample.absent[0]
         twin = encoded(tokenizer, words), " ".join((*lead, *sample.absent[0]))
     if sample.choices:
-        options = [("true" if i == sample.answer else "other", words) for i, words in enumerate(sample.choices)]
+        options = [("true" if words == sample.target else "other", words) for words in sample.choices]
     elif len(sample.absent) < absent:
         raise NeedleworkError(f"absent: {absent} is more than the {len(sample.absent)} values that can be offered")
     else:
@@ -108,7 +108,7 @@ def toy_item(
         tokenizer,
         name,
         Encoded(prompt, sample.text, spans),
-        sample.target_text,
+        " ".join(sample.target),
         [(kind, " ".join(words)) for kind, words in options],
         known,
         window,
@@ -128,12 +128,12 @@ class Questions(Task):
     options: ClassVar[int] = 4  # of the tasks that score options
     shots: int = Field(0, ge=0, le=MOST_SHOTS)  # few-shot examples before the question
 
-    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
-        """Yield (item id, sample) of one seed. mini-mmlu and mini-glue are exported from these."""
-        raise TypeError(f"{type(self).__name__} must define named_samples()")
+    def topics(self, seed: int) -> Iterator[tuple[str, str, Any]]:
+        """Yield for each question of one seed: the item's id, the seed of its stream, and the topic."""
+        raise TypeError(f"{type(self).__name__} must define topics()")
 
     def count(self) -> int:
-        """Return the largest number of questions of one seed."""
+        """Return the number of questions of one seed."""
         raise TypeError(f"{type(self).__name__} must define count()")
 
     def make(self, stream: Stream, topic: Any, before: Sequence[str] = ()) -> ToySample:
@@ -144,20 +144,20 @@ class Questions(Task):
         """Return the topic of a few-shot example for a question about `topic`."""
         return topic
 
-    def make_with_examples(self, stream: Stream, topic: Any) -> ToySample:
-        words: list[str] = []
-        for _ in range(self.shots):
-            shown = self.make(stream, self.example_topic(stream, topic))
-            words += (*shown.prompt, *shown.target, shown.stop)
-        return self.make(stream, topic, words)
+    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
+        """Yield (item id, sample) of one seed. mini-mmlu and mini-glue are exported from these."""
+        for name, stream_seed, topic in self.topics(seed):
+            stream, words = Stream(EVAL_SPLIT, stream_seed), list[str]()
+            for _ in range(self.shots):
+                shown = self.make(stream, self.example_topic(stream, topic))
+                words += (*shown.prompt, *shown.target, shown.stop)
+            yield name, self.make(stream, topic, words)
 
     def items(self, tokenizer: Tokenizer, seed: int, window: int | None, max_tokens: int | None) -> Iterator[Item]:
         demand_toy(tokenizer, self.kind)
         for name, sample in self.named_samples(seed):
             item = toy_item(tokenizer, sample, name, absent=0, facts={"shots": self.shots}, window=window)
-            if max_tokens is not None and len(item.prompt) + 1 > max_tokens:
-                raise NeedleworkError(f"{name}: {len(item.prompt)} tokens, the model holds {max_tokens}; use fewer shots")
-            yield item
+            yield self.fitted(item, 1, max_tokens, "use fewer shots")
 
     def extent(self) -> TaskExtent:
         return TaskExtent(self.count(), SHOT_TOKENS * (1 + self.shots))
@@ -171,26 +171,29 @@ class Questions(Task):
         return 1 / self.options if self.mode == "choices" else 0.0
 
 
+def _check_subject(name: str) -> str:
+    if name not in facts.SUBJECTS:
+        raise ValueError(f"unknown subject {name!r}; {did_you_mean(name, facts.SUBJECTS)}")
+    return name
+
+
 class Facts(Questions):
     """Base class of tasks with one question for each fact (subject, key) of the chosen subjects."""
 
-    subjects: tuple[str, ...] | None = None  # None: all
+    subjects: tuple[Annotated[str, AfterValidator(_check_subject)], ...] | None = None  # None: all
     per_subject: int | None = Field(None, ge=1)  # None: all facts
     rounds: int = Field(1, ge=1)  # questions for each fact, with different wording and wrong options
 
-    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
-        if wrong := [name for name in self.subjects or () if name not in facts.SUBJECTS]:
-            raise NeedleworkError(f"{self.kind}: unknown subject {wrong[0]!r}; {did_you_mean(wrong[0], list(facts.SUBJECTS))}")
-        kind = self.kind.removesuffix("_choice")  # cloze and cloze_choice share ids and samples
+    def topics(self, seed: int) -> Iterator[tuple[str, str, Any]]:
         for subject in self.subjects or facts.SUBJECT_NAMES:
             keys = Stream("subject", subject, seed).mixed(facts.SUBJECTS[subject].keys)
             for key, i in product(sorted(keys[: self.per_subject]), range(self.rounds)):
-                name = f"{subject}/{key}/{i}"
-                yield f"{kind}/{name}", self.make_with_examples(Stream(EVAL_SPLIT, kind, name, seed), (subject, key))
+                name = f"{self.kind.removesuffix('_choice')}/{subject}/{key}/{i}"  # cloze and cloze_choice share ids and samples
+                yield name, f"{name}/{seed}", (subject, key)
 
     def count(self) -> int:
-        keys = [len(facts.SUBJECTS[name].keys) for name in self.subjects or facts.SUBJECT_NAMES if name in facts.SUBJECTS]
-        return self.rounds * sum(min(count, self.per_subject or count) for count in keys)
+        keys = [len(facts.SUBJECTS[name].keys[: self.per_subject]) for name in self.subjects or facts.SUBJECT_NAMES]
+        return self.rounds * sum(keys)
 
     def example_topic(self, stream: Stream, topic: tuple[str, str]) -> tuple[str, str]:
         """Return another fact of the same subject."""
@@ -234,15 +237,14 @@ class LetterLookup(ChoiceMixin, Questions):
     kind = "letter_lookup"
     samples: int = Field(100, ge=1)
 
-    def count(self) -> int:
-        return self.samples
-
     def make(self, stream: Stream, topic: None, before: Sequence[str] = ()) -> ToySample:
         return facts.make_letter_lookup(stream, before=before)
 
-    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
-        for i in range(self.samples):
-            yield f"{self.kind}/{i}", self.make_with_examples(Stream(EVAL_SPLIT, self.kind, seed, i), None)
+    def topics(self, seed: int) -> Iterator[tuple[str, str, Any]]:
+        return ((f"{self.kind}/{i}", f"{self.kind}/{seed}/{i}", None) for i in range(self.samples))
+
+    def count(self) -> int:
+        return self.samples
 
 
 @task
@@ -254,12 +256,11 @@ class Judgements(ChoiceMixin, Questions):
     judgements: tuple[Literal["acceptability", "entailment", "paraphrase"], ...] = facts.JUDGEMENTS  # type: ignore[assignment]
     samples: int = Field(50, ge=1)  # of each kind of judgement
 
-    def count(self) -> int:
-        return len(self.judgements) * self.samples
-
     def make(self, stream: Stream, topic: str, before: Sequence[str] = ()) -> ToySample:
         return facts.make_judgement(stream, topic, before=before)
 
-    def named_samples(self, seed: int) -> Iterator[tuple[str, ToySample]]:
-        for kind, i in product(self.judgements, range(self.samples)):
-            yield f"{kind}/{i}", self.make_with_examples(Stream(EVAL_SPLIT, kind, seed, i), kind)
+    def topics(self, seed: int) -> Iterator[tuple[str, str, Any]]:
+        return ((f"{kind}/{i}", f"{kind}/{seed}/{i}", kind) for kind in self.judgements for i in range(self.samples))
+
+    def count(self) -> int:
+        return len(self.judgements) * self.samples

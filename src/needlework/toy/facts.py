@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from needlework.toy import words as w
-from needlework.toy.sample import Stream, ToySample, Words, WordSpan
+from needlework.toy.sample import Stream, ToySample, Words, WordSpan, fill_words
 
 JUDGEMENTS = ("acceptability", "entailment", "paraphrase")  # as in GLUE
 
@@ -26,7 +25,7 @@ class FactSubject:
         return tuple(dict.fromkeys(self.values))
 
     def ask(self, stream: Stream, key: str) -> list[str]:
-        return ["question", ":", *_fill(stream.pick(self.questions), key), "answer", ":"]
+        return ["question", ":", *fill_words(stream.pick(self.questions), k=key), "answer", ":"]
 
 
 _WORDS = {  # keys and values
@@ -66,14 +65,10 @@ ALL_FACTS: tuple[tuple[str, str], ...] = tuple((s.name, key) for s in SUBJECTS.v
 _VALUE = {(s.name, key): value for s in SUBJECTS.values() for key, value in zip(s.keys, s.values, strict=True)}
 
 
-def _fill(template: Sequence[str], key: str) -> list[str]:
-    return [key if word == "{k}" else word for word in template]
-
-
 def make_statement(stream: Stream, fact: tuple[str, str] | None = None) -> list[str]:
     """Return the words of a true statement with its full stop; the default is a random fact."""
     subject, key = fact or stream.pick(ALL_FACTS)
-    return [*_fill(stream.pick(SUBJECTS[subject].statements), key), _VALUE[subject, key], "."]
+    return [*fill_words(stream.pick(SUBJECTS[subject].statements), k=key), _VALUE[subject, key], "."]
 
 
 def _mix_options(stream: Stream, subject: str, right: str) -> list[str]:
@@ -88,15 +83,13 @@ def make_cloze(
     subject, key = fact or stream.pick(ALL_FACTS)
     as_question = stream.chance(0.5) if asked is None else asked
     known = SUBJECTS[subject]
-    body = known.ask(stream, key) if as_question else _fill(stream.pick(known.statements), key)
+    body = known.ask(stream, key) if as_question else fill_words(stream.pick(known.statements), k=key)
     value = _VALUE[subject, key]
     options = _mix_options(stream, subject, value)
     return ToySample(
-        task="cloze",
         prompt=(*before, *body),
         target=(value,),
         choices=tuple((option,) for option in options),
-        answer=options.index(value),
         subject=subject,
         key=key,
         form="question" if as_question else "statement",
@@ -108,19 +101,10 @@ def list_options(options: Sequence[str]) -> list[str]:
     return [word for letter, option in zip(w.LETTERS, options, strict=False) for word in (option, letter)]
 
 
-def _letter_sample(task: str, form: str, prompt: Words, right: int, subject: str, key: str | None = None) -> ToySample:
+def _letter_sample(form: str, prompt: Words, right: int, subject: str, key: str | None = None) -> ToySample:
     """Return a sample whose options are the four letters."""
-    return ToySample(
-        task=task,
-        prompt=prompt,
-        target=(w.LETTERS[right],),
-        choices=tuple((letter,) for letter in w.LETTERS),
-        answer=right,
-        distractors=tuple((letter,) for i, letter in enumerate(w.LETTERS) if i != right),
-        subject=subject,
-        key=key,
-        form=form,
-    )
+    letters = tuple((letter,) for letter in w.LETTERS)
+    return ToySample(prompt=prompt, target=letters[right], choices=letters, subject=subject, key=key, form=form)
 
 
 def make_letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, before: Sequence[str] = ()) -> ToySample:
@@ -129,7 +113,7 @@ def make_letter_choice(stream: Stream, *, fact: tuple[str, str] | None = None, b
     value = _VALUE[subject, key]
     options = _mix_options(stream, subject, value)
     prompt = (*before, *list_options(options), *SUBJECTS[subject].ask(stream, key))
-    return _letter_sample("letter", "letter", prompt, options.index(value), subject, key)
+    return _letter_sample("letter", prompt, options.index(value), subject, key)
 
 
 def ask_by_name(option: str) -> list[str]:
@@ -143,7 +127,7 @@ def make_letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> ToySamp
     options = stream.distinct(SUBJECTS[subject].options(), 4)
     right = stream.below(4)
     prompt = (*before, *list_options(options), *ask_by_name(options[right]))
-    return _letter_sample("letter_lookup", "lookup", prompt, right, subject)
+    return _letter_sample("lookup", prompt, right, subject)
 
 
 def make_letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], Words]]:
@@ -173,38 +157,12 @@ def make_letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[st
 _SAME = {a: b for pair in w.SAME_VERBS for a, b in (pair, pair[::-1])}
 
 
-@dataclass(frozen=True)
-class SentenceParts:
-    """The constituents of a sentence, so that they can be reordered, omitted or replaced."""
-
-    subject: Words
-    verb: str
-    thing: Words
-    place: Words
-    time: Words
-
-
-def make_clause(stream: Stream) -> SentenceParts:
-    manner = (stream.pick(w.MANNERS),) if stream.chance(0.3) else ()
-    look = (stream.pick(w.LOOKS),) if stream.chance(0.3) else ()
-    return SentenceParts(
-        subject=(stream.pick(w.DETERMINERS), *manner, stream.pick(w.PEOPLE)),
-        verb=stream.pick(w.VERBS),
-        thing=(stream.pick(w.DETERMINERS), *look, stream.pick(w.THINGS)),
-        place=(stream.pick(w.SIDES), "the", stream.pick(w.PLACES)),
-        time=stream.pick(w.TIMES) if stream.chance(0.4) else (),
-    )
-
-
-def change_one_word(stream: Stream, c: SentenceParts) -> SentenceParts:
+def change_one_word(stream: Stream, clause: dict[str, Words]) -> dict[str, Words]:
     """Replace the verb or a noun by another word of its class that is no synonym, so that the meaning changes."""
-    part = stream.pick(("subject", "verb", "thing", "place"))
-    if part == "verb":
-        return replace(c, verb=stream.pick([verb for verb in w.VERBS if verb not in (c.verb, _SAME[c.verb])]))
-    *before, last = getattr(c, part)
-    nouns = {"subject": w.PEOPLE, "thing": w.THINGS, "place": w.PLACES}[part]
-    words: dict[str, Any] = {part: (*before, stream.pick([noun for noun in nouns if noun != last]))}
-    return replace(c, **words)
+    kinds = {"subject": w.PEOPLE, "verb": w.VERBS, "thing": w.THINGS, "place": w.PLACES}
+    part = stream.pick(tuple(kinds))
+    *before, last = clause[part]
+    return {**clause, part: (*before, stream.pick([word for word in kinds[part] if word not in (last, _SAME.get(last))]))}
 
 
 def make_judgement(stream: Stream, kind: str, *, before: Sequence[str] = ()) -> ToySample:
@@ -214,20 +172,29 @@ def make_judgement(stream: Stream, kind: str, *, before: Sequence[str] = ()) -> 
     entailment: two sentences; "yes": the second only omits parts of the first; "no": one word was replaced as well.
     paraphrase: two sentences; "yes": the second has a synonymous verb and perhaps another order; "no": one word differs, too.
     """
-    c = make_clause(stream)
+    manner = (stream.pick(w.MANNERS),) if stream.chance(0.3) else ()
+    look = (stream.pick(w.LOOKS),) if stream.chance(0.3) else ()
+    clause: dict[str, Words] = {
+        "subject": (stream.pick(w.DETERMINERS), *manner, stream.pick(w.PEOPLE)),
+        "verb": (stream.pick(w.VERBS),),
+        "thing": (stream.pick(w.DETERMINERS), *look, stream.pick(w.THINGS)),
+        "place": (stream.pick(w.SIDES), "the", stream.pick(w.PLACES)),
+        "time": stream.pick(w.TIMES) if stream.chance(0.4) else (),
+    }
+    subject, verb, thing, place, time = clause.values()
     yes = stream.chance(0.5)
-    first = (*c.subject, c.verb, *c.thing, *c.place, *c.time)
+    first = (*subject, *verb, *thing, *place, *time)
     if kind == "acceptability":
-        swapped = (c.verb, *c.subject, *c.thing), (*c.subject, *c.thing, c.verb), (*c.subject, c.verb, *c.thing[1:], c.thing[0])
-        parts = [("judge", first if yes else (*stream.pick(swapped), *c.place, *c.time))]
+        swapped = (*verb, *subject, *thing), (*subject, *thing, *verb), (*subject, *verb, *thing[1:], thing[0])
+        parts = [("judge", first if yes else (*stream.pick(swapped), *place, *time))]
     else:
-        d = c if yes else change_one_word(stream, c)
+        subject, verb, thing, other_place, time = (clause if yes else change_one_word(stream, clause)).values()
         if kind == "entailment":
-            place = d.place if d.place != c.place or stream.chance(0.5) else ()
-            second = ("so", (*d.subject, d.verb, *d.thing, *place))
+            kept = other_place if other_place != place or stream.chance(0.5) else ()
+            second = ("so", (*subject, *verb, *thing, *kept))
         else:
-            core = (*d.subject, _SAME[d.verb], *d.thing)
-            orders = (*core, *d.place, *d.time), (*d.time, *core, *d.place), (*d.place, *core, *d.time)
+            core = (*subject, _SAME[verb[0]], *thing)
+            orders = (*core, *other_place, *time), (*time, *core, *other_place), (*other_place, *core, *time)
             second = ("same", stream.pick(orders))
         parts = [("first", first), second]
     prompt, spans = list(before), []
@@ -235,12 +202,10 @@ def make_judgement(stream: Stream, kind: str, *, before: Sequence[str] = ()) -> 
         spans.append(WordSpan(name, len(prompt) + 2, len(prompt) + 2 + len(words)))
         prompt += [opening, ":", *words, "."]
     return ToySample(
-        task=kind,
         prompt=(*prompt, "answer", ":"),
         target=("yes" if yes else "no",),
         spans=tuple(spans),
         choices=(("no",), ("yes",)),
-        answer=int(yes),
         subject=kind,
         form=kind,
     )

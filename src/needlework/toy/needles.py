@@ -10,7 +10,7 @@ from typing import Any
 
 from needlework.toy import facts
 from needlework.toy import words as w
-from needlework.toy.sample import Stream, ToySample, Words, WordSpan
+from needlework.toy.sample import Stream, ToySample, Words, WordSpan, fill_words
 
 LAYOUTS = ("plain", "jrt", "question_first")
 FACT_SHARE = 0.2  # fraction of haystack sentences that state a fact of `toy.facts`
@@ -71,14 +71,15 @@ class Needle:
 
     def sentence(self) -> list[str]:
         kind = RELATIONS[self.relation]
-        if self.like:
-            words = [{"{n}": self.name, "{m}": self.like}.get(word, word) for word in kind.link]
-            return [*words, *(self.value if self.said else ()), "."]
-        return [*(self.name if word == "{n}" else word for word in kind.sentence), *self.value, "."]
+        words = fill_words(kind.link if self.like else kind.sentence, n=self.name, m=self.like)
+        return [*words, *(self.value if self.said or not self.like else ()), "."]
 
     def question(self, form: int) -> list[str]:
-        forms = RELATIONS[self.relation].questions
-        return ["question", ":", *(self.name if word == "{n}" else word for word in forms[form % len(forms)])]
+        return ["question", ":", *fill_words(RELATIONS[self.relation].questions[form], n=self.name)]
+
+    def answer(self, quote: bool = False) -> Words:
+        """Return the value, or with `quote` the sentence without its full stop."""
+        return tuple(self.sentence()[:-1]) if quote else self.value
 
 
 def make_sentence(stream: Stream) -> list[str]:
@@ -96,18 +97,6 @@ def make_sentence(stream: Stream) -> list[str]:
         words += stream.pick(w.TIMES)
     words.append(".")
     return words
-
-
-def make_haystack(stream: Stream, words: int) -> list[list[str]]:
-    """Generate sentences of at most `words` words in total, and of at least `words - SHORTEST_SENTENCE + 1`."""
-    sentences: list[list[str]] = []
-    left = words
-    while left >= SHORTEST_SENTENCE:
-        new = facts.make_statement(stream) if stream.chance(FACT_SHARE) else make_sentence(stream)
-        if len(new) <= left:
-            sentences.append(new)
-            left -= len(new)
-    return sentences
 
 
 def draw_values(stream: Stream, relation: str, count: int, taken: Sequence[Words] = ()) -> list[Words]:
@@ -140,7 +129,6 @@ def hide_needles(
     """Generate a haystack and insert needles into it, with at most `context_tokens` words in total.
 
     Args:
-        stream: random generator.
         hidden: needles to insert; with `ordered`, a link must come after the needle that it refers to.
         context_tokens: number of words (= tokens) of haystack and needles.
         depth_percent: depth of the first needle, rounded down to a sentence end; None: random, as for the other needles.
@@ -150,13 +138,18 @@ def hide_needles(
         ValueError: the needles alone have more than `context_tokens` words.
     """
     sentences = [needle.sentence() for needle in hidden]
-    room = context_tokens - sum(map(len, sentences))
-    if room < 0:
+    left = context_tokens - sum(map(len, sentences))
+    if left < 0:
         raise ValueError(
-            f"{len(hidden)} needles need {context_tokens - room} words, context_tokens is {context_tokens}: "
+            f"{len(hidden)} needles need {context_tokens - left} words, context_tokens is {context_tokens}: "
             "take fewer needles or a longer context"
         )
-    hay = make_haystack(stream, room)
+    hay: list[list[str]] = []
+    while left >= SHORTEST_SENTENCE:
+        new = facts.make_statement(stream) if stream.chance(FACT_SHARE) else make_sentence(stream)
+        if len(new) <= left:
+            hay.append(new)
+            left -= len(new)
     slots = [stream.below(len(hay) + 1) for _ in hidden]
     if depth_percent is not None:
         slots[0] = bisect_right(list(accumulate(map(len, hay))), sum(map(len, hay)) * depth_percent / 100)
@@ -187,7 +180,6 @@ def ask_about(
 
     Args:
         stream: random generator for the absent values.
-        place: the context with its needles.
         index: the needle to ask about; if it is a link, all needles of its chain become spans.
         layout: "plain": context, question; "jrt": context and question twice (both copies become spans); "question_first":
             question, context.
@@ -218,9 +210,8 @@ def ask_about(
     prompt += ["quote" if quote else "answer", ":"]
     stated = [n.value for n in place.needles if n.relation == needle.relation]
     return ToySample(
-        task="niah",
         prompt=tuple(prompt),
-        target=tuple(needle.sentence()[:-1]) if quote else needle.value,
+        target=needle.answer(quote),
         spans=tuple(spans),
         distractors=tuple(dict.fromkeys(v for v in stated if v != needle.value)),
         absent=tuple(draw_values(stream, needle.relation, ABSENT_VALUES, stated)),
@@ -248,35 +239,43 @@ def make_niah(
 
     With `hops` > 1, a chain of `hops - 1` links follows every needle, and the question names the last link of the first chain.
     """
-    hidden = add_links(stream, make_needles(stream, relation, 1 + distractors), hops - 1)
+    plain = make_needles(stream, relation, 1 + distractors)
+    hidden = add_links(stream, plain, (hops - 1) * len(plain))
     place = hide_needles(stream, hidden, context_tokens, depth_percent, ordered=hops > 1)
     return ask_about(stream, place, len(hidden) - 1 - distractors, layout=layout, form=stream.below(2), quote=quote)
 
 
-def add_links(stream: Stream, hidden: Sequence[Needle], links: int) -> list[Needle]:
-    """Return the needles followed by `links` layers of links: one link to each needle, one to each of those links, and so on."""
-    taken = {needle.name for needle in hidden}
-    spare = [name for name in w.NAMES if name not in taken]
-    names = iter(stream.distinct(spare, links * len(hidden)))
-    chained, latest = list(hidden), list(hidden)
-    for _ in range(links):
-        latest = [Needle(needle.relation, next(names), needle.value, like=needle.name) for needle in latest]
-        chained += latest
-    return chained
+def add_links(
+    stream: Stream,
+    plain: Sequence[Needle],
+    links: int,
+    choose: Callable[[list[Needle]], Needle] | None = None,  # returns which needle or earlier link the next link refers to
+    names: Sequence[str] = w.NAMES,
+    said: bool = False,  # whether links state their value
+) -> list[Needle]:
+    """Return the needles followed by links with names of their own.
+
+    By default, the links form layers: one link to each needle, then one to each of these links, and so on.
+    """
+    hidden, taken = list(plain), {needle.name for needle in plain}
+    for name in stream.distinct([name for name in names if name not in taken], links):
+        other = choose(hidden) if choose else hidden[-len(plain)]
+        hidden.append(Needle(other.relation, name, other.value, other.name, said))
+    return hidden
 
 
-def make_variable_chains(stream: Stream, *, chains: int, hops: int, room: int) -> list[ToySample]:
+def make_variable_chains(stream: Stream, *, chains: int, hops: int, words: int) -> list[ToySample]:
     """Generate chains of names that share a code (RULER's variable tracking), with one sample that asks for the names of each.
 
-    Each prompt contains the questions and answers before it; the longest has about `room` words. The target lists a chain from
+    Each prompt contains the questions and answers before it; the longest has about `words` words. The target lists a chain from
     its last link to its first needle, because the last link is the hardest to find.
     """
-    hidden = add_links(stream, make_needles(stream, "code", chains), hops)
+    hidden = add_links(stream, make_needles(stream, "code", chains), hops * chains)
     asked = stream.mixed(range(chains))
     names = [[hidden[c + chains * hop].name for hop in range(hops, -1, -1)] for c in range(chains)]
     questions = [["question", ":", "who", "has", "the", "secret", "code", *needle.value, "?"] for needle in hidden[:chains]]
     spent = 2 + sum(len(questions[c]) + 2 + len(names[c]) + 1 for c in asked)
-    place = hide_needles(stream, hidden, max(room - spent, sum(len(needle.sentence()) for needle in hidden)), ordered=True)
+    place = hide_needles(stream, hidden, max(words - spent, sum(len(needle.sentence()) for needle in hidden)), ordered=True)
     starts = list(enumerate(start + 2 for start in place.starts))
     prompt = ["context", ":", *place.words]
     samples = []
@@ -285,7 +284,6 @@ def make_variable_chains(stream: Stream, *, chains: int, hops: int, room: int) -
         spans = [WordSpan("needle", at, at + len(hidden[i].sentence()) - 1) for i, at in starts if i % chains == c]
         samples.append(
             ToySample(
-                task="variables",
                 prompt=tuple(prompt),
                 target=tuple(names[c]),
                 spans=tuple(spans),
@@ -305,22 +303,13 @@ PLAIN_WORDS: Words = (*w.THINGS, *w.PLACES, *w.LOOKS, *w.PEOPLE)
 
 def _make_list(
     stream: Stream,
-    frame: tuple[str, str, str],
-    entries: Mapping[str, Words],
-    queries: int,
-    absent: Callable[[], Sequence[Words]],
-    **fields: Any,
+    frame: tuple[str, str, str],  # words before the list, after it, and of a question with the key as {k}
+    entries: Mapping[str, Words],  # value of each key
+    queries: int,  # number of keys to ask for
+    absent: Callable[[], Sequence[Words]],  # returns values that are not in the list
+    **fields: Any,  # further fields of the samples; `stop` ends every entry and answer
 ) -> list[ToySample]:
-    """Generate a list and one sample for each query; prompts contain the earlier queries and answers.
-
-    Args:
-        stream: random generator.
-        frame: words before the list, after it, and of a question with the key as {k}.
-        entries: value of each key.
-        queries: number of keys to ask for.
-        absent: returns values that are not in the list.
-        fields: further fields of the samples. `stop` ends every entry and answer.
-    """
+    """Generate a list and one sample for each query; prompts contain the earlier queries and answers."""
     opening, closing, question = (text.split() for text in frame)
     prompt, places = list(opening), {}
     for key, value in entries.items():
@@ -330,7 +319,7 @@ def _make_list(
     prompt += closing
     samples = []
     for key in stream.distinct(list(entries), queries):
-        prompt += (key if word == "{k}" else word for word in question)
+        prompt += fill_words(question, k=key)
         samples.append(
             ToySample(
                 prompt=tuple(prompt),
@@ -352,7 +341,7 @@ def make_key_values(stream: Stream, pairs: int, queries: int = 1) -> list[ToySam
     keys, values = stream.distinct(w.NAMES, pairs), stream.distinct(PLAIN_WORDS, pairs)
     entries = {key: (value,) for key, value in zip(keys, values, strict=True)}
     spare = [(word,) for word in PLAIN_WORDS if word not in values]
-    frame, about = ("pairs :", ". ask :", "{k}"), {"task": "recall", "relation": "pair", "stop": ""}
+    frame, about = ("pairs :", ". ask :", "{k}"), {"relation": "pair", "stop": ""}
     return _make_list(stream, frame, entries, queries, lambda: stream.distinct(spare, ABSENT_VALUES), **about)
 
 
@@ -383,14 +372,13 @@ def make_phone_book(stream: Stream, entries: int, queries: int = 1) -> list[ToyS
     numbers = stream.unique(lambda: tuple(stream.pick(w.DIGITS) for _ in range(4)), entries + ABSENT_VALUES)
     book, absent = dict(zip(names, numbers, strict=False)), numbers[entries:]
     frame = "phone book :", "", "question : what is the phone number of {k} ? answer :"
-    return _make_list(stream, frame, book, queries, lambda: absent, task="phone_book", relation="phone", stop=".")
+    return _make_list(stream, frame, book, queries, lambda: absent, relation="phone", stop=".")
 
 
 def make_copy(stream: Stream, length: int) -> ToySample:
     """Generate a sample that asks to repeat `length` random words."""
     text = tuple(stream.pick(PLAIN_WORDS) for _ in range(length))
     return ToySample(
-        task="copy",
         prompt=("copy", ":", *text, ".", "again", ":"),
         target=text,
         spans=(WordSpan("needle", 2, 2 + length),),

@@ -73,6 +73,11 @@ class Stream(random.Random):
         return [*found][first:]
 
 
+def fill_words(template: Sequence[str], **words: str) -> list[str]:
+    """Return the words of a template with each {name} replaced."""
+    return [words.get(word[1:-1], word) if word.startswith("{") else word for word in template]
+
+
 @dataclass(frozen=True, slots=True)
 class WordSpan:
     """A named half-open range of words of a prompt. A word is one token; word i is token i + 1, because BOS comes first."""
@@ -87,16 +92,14 @@ class ToySample:
     """One sample of the toy language: a prompt, its target, and what is needed to score an answer.
 
     `target` is the continuation of `prompt` without the word that ends it (`stop`). `choices` are the options of a
-    multiple-choice question, with the right one at index `answer`. `distractors` are wrong values that occur in the context and
+    multiple-choice question, the target among them. `distractors` are wrong values that occur in the context and
     `absent` are values of the same kind that do not; both serve as wrong options of a forced choice.
     """
 
-    task: str
     prompt: Words
     target: Words
     spans: tuple[WordSpan, ...] = ()
     choices: tuple[Words, ...] = ()
-    answer: int | None = None
     distractors: tuple[Words, ...] = ()
     absent: tuple[Words, ...] = ()
     subject: str | None = None
@@ -111,10 +114,6 @@ class ToySample:
     @property
     def text(self) -> str:
         return " ".join(self.prompt)
-
-    @property
-    def target_text(self) -> str:
-        return " ".join(self.target)
 
     def named(self, name: str) -> tuple[WordSpan, ...]:
         return tuple(span for span in self.spans if span.name == name)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from needlework.toy.words import BOS, EOS, PAD, UNK, VOCABULARY, WORD_ID
+from needlework.toy.words import BOS, EOS, PAD, UNK, WORD_ID
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -33,11 +32,3 @@ def build() -> PreTrainedTokenizerFast:
         model_max_length=CONTEXT_LIMIT,
         padding_side="left",
     )
-
-
-def save(directory: Path) -> None:
-    build().save_pretrained(directory)
-
-
-def size() -> int:
-    return len(VOCABULARY)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -21,7 +22,7 @@ from needlework.files import atomic_write
 from needlework.interventions import parse
 from needlework.measure import make_samples, measure
 from needlework.model.families import fast_kernels
-from needlework.stats import Estimate, wilson
+from needlework.stats import Estimate, accuracy, wilson
 from needlework.subject import load
 from needlework.tables import Table
 from needlework.tasks import make_task
@@ -53,12 +54,9 @@ PHASES = {
     "ablate_attention(phase='decode')": "no attention heads while answering",
 }
 DEFAULT_RELATION = "code"
-QUESTION_ROOM = 24  # most words that question and answer add to the context of a figure
-TASK_ROOM = 40  # the same for tasks
+QUESTION_WORDS = 24  # most words that question and answer add to the context of a figure
+TASK_WORDS = 40  # the same for tasks
 TOKENS_AT_ONCE = 8192  # in one batch
-NOT_MEASURED = (
-    "No card was measured: nothing is known of what this model can do. `python -m needlework.training.card DIR` measures it."
-)
 
 
 # --- Figures: held-out samples, answered in one forward pass of the plain model ---
@@ -66,7 +64,7 @@ NOT_MEASURED = (
 
 def suite(longest: int, relations: Sequence[str] = RELATION_NAMES) -> dict[str, Maker]:
     """Return the makers of the card's figures by name, for a longest training document and the kinds of needle trained on."""
-    at, twice = longest - QUESTION_ROOM, 2 * longest - QUESTION_ROOM
+    at, twice = longest - QUESTION_WORDS, 2 * longest - QUESTION_WORDS
 
     def niah(context_tokens: int, distractors: int, **options: Any) -> Maker:
         return lambda stream: needles.make_niah(
@@ -87,7 +85,7 @@ def suite(longest: int, relations: Sequence[str] = RELATION_NAMES) -> dict[str, 
         f"niah_{longest}_8_distractors": niah(at, 8),
         f"niah_{2 * longest}_1_needle": niah(twice, 0),
         f"niah_{2 * longest}_8_distractors": niah(twice, 8),
-        f"niah_{longest}_3_distractors_jrt": niah((longest - 2 * QUESTION_ROOM) // 2, 3, layout="jrt"),
+        f"niah_{longest}_3_distractors_jrt": niah((longest - 2 * QUESTION_WORDS) // 2, 3, layout="jrt"),
         f"niah_{longest}_3_distractors_question_first": niah(at, 3, layout="question_first"),
         f"niah_{longest}_3_distractors_quote": niah(at, 3, quote=True),
         f"niah_{longest}_3_distractors_two_hops": niah(at, 3, hops=2),
@@ -99,13 +97,13 @@ def suite(longest: int, relations: Sequence[str] = RELATION_NAMES) -> dict[str, 
         "recall_16_pairs": lambda stream: needles.make_key_values(stream, 16)[0],
         "phone_book_8": lambda stream: needles.make_phone_book(stream, 8)[0],
         "copy_16": partial(needles.make_copy, length=16),
-        "variables_2_chains": lambda stream: needles.make_variable_chains(stream, chains=2, hops=1, room=at)[0],
+        "variables_2_chains": lambda stream: needles.make_variable_chains(stream, chains=2, hops=1, words=at)[0],
     }
 
 
-def samples(name: str, make: Maker, n: int, seed: int = 0) -> Iterable[ToySample]:
+def samples(name: str, make: Maker, n: int, seed: int = 0) -> list[ToySample]:
     """Return `n` held-out samples of a figure, each a function of (name, seed, index)."""
-    return (make(Stream(EVAL_SPLIT, name, seed, i)) for i in range(n))
+    return [make(Stream(EVAL_SPLIT, name, seed, i)) for i in range(n)]
 
 
 def exact_matches(model: Any, group: Sequence[ToySample]) -> list[bool]:
@@ -120,11 +118,8 @@ def exact_matches(model: Any, group: Sequence[ToySample]) -> list[bool]:
         ids[i, : len(row)] = torch.tensor(row)
     with torch.inference_mode():
         best = model(input_ids=ids, use_cache=False).logits.argmax(-1)
-    right = []
-    for i, (row, sample) in enumerate(zip(rows, group, strict=True)):
-        start = len(row) - len(sample.target)
-        right.append(best[i, start - 1 : len(row) - 1].tolist() == row[start:])
-    return right
+    starts = [len(row) - len(sample.target) for row, sample in zip(rows, group, strict=True)]
+    return [best[i, a - 1 : len(row) - 1].tolist() == row[a:] for i, (a, row) in enumerate(zip(starts, rows, strict=True))]
 
 
 def measure_figures(
@@ -139,7 +134,7 @@ def measure_figures(
 ) -> Figures:
     """Measure all figures of the suite, or those in `names`, on `n` samples each; the model's training mode is restored."""
     makers = {name: make for name, make in suite(longest, relations).items() if names is None or name in names}
-    lengths = {name: len(next(iter(samples(name, make, 1))).prompt) for name, make in makers.items()}
+    lengths = {name: len(samples(name, make, 1)[0].prompt) for name, make in makers.items()}
     found, was_training = {}, model.training
     model.eval()
     try:
@@ -156,12 +151,14 @@ def measure_figures(
     return found
 
 
-def measure_figures_of(folder: Path, longest: int, n: int, names: Sequence[str] | None = None, seed: int = 0) -> Figures:
+def measure_figures_of(
+    folder: Path, longest: int, n: int, names: Sequence[str] | None = None, seed: int = 0, progress: bool = False
+) -> Figures:
     """Measure the figures of a model on disk, with the kinds of needle of its recipe's last stage."""
     relations = read_recipe(folder / "recipe.yaml").stages[-1].relations
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False)
     with fast_kernels(model):
-        return measure_figures(model, longest, n, names, seed=seed, relations=relations)
+        return measure_figures(model, longest, n, names, seed=seed, relations=relations, progress=progress)
 
 
 # --- Effects of interventions ---
@@ -170,20 +167,15 @@ def measure_figures_of(folder: Path, longest: int, n: int, names: Sequence[str] 
 def measure_effects(
     folder: Path,
     longest: int,
-    per_depth: int = 40,
-    per_subject: int | None = None,
+    per_depth: int = 40,  # needles
+    per_subject: int | None = None,  # facts; None: all
     seed: int = 0,
     progress: bool = False,
     relation: str = DEFAULT_RELATION,
-    by_phase: bool = False,
+    by_phase: bool = False,  # measure needles of one and of two hops instead, under all PHASES
 ) -> Effects:
-    """Measure needles with three distractors and closed-book facts under all CONDITIONS that apply to the model.
-
-    Args:
-        per_depth, per_subject: Numbers of needles and of facts; None: all facts.
-        by_phase: Measure needles of one and of two hops instead, under all PHASES.
-    """
-    options = {"relation": relation, "lengths": [longest - TASK_ROOM], "depths": [0, 25, 50, 75, 100]}
+    """Measure needles with three distractors and closed-book facts under all CONDITIONS that apply to the model."""
+    options = {"relation": relation, "lengths": [longest - TASK_WORDS], "depths": [0, 25, 50, 75, 100]}
     needle = {**options, "kind": "niah", "samples": per_depth, "distractors": 3}
     if by_phase:
         conditions, tasks = PHASES, {"one_hop": needle, "two_hops": {**needle, "kind": "linked"}}
@@ -191,8 +183,7 @@ def measure_effects(
         conditions, tasks = CONDITIONS, {"niah": needle, "cloze": {"kind": "cloze", "per_subject": per_subject}}
     subject = load(folder)
     sides = {"attention": subject.anatomy.attention_layers, "recurrent": subject.anatomy.recurrent_layers}
-    every = {text: parse(text) for text in conditions}
-    acts = {text: act for text, act in every.items() if all(sides[part.side] for part in act.parts)}
+    acts = [act for act in map(parse, conditions) if all(sides[part.side] for part in act.parts)]
     by_task = {name: make_samples(subject, make_task(task), seed) for name, task in tasks.items()}
     asked = [sample for of_task in by_task.values() for sample in of_task]
     with Bar(len(acts) * len(asked), "trials", shown=progress) as bar:
@@ -201,14 +192,12 @@ def measure_effects(
         def advance(share: float) -> None:
             bar.advance(round(share * bar.total) - bar.count)
 
-        correct = measure(subject, asked, [*acts.values()], progress=advance).values("correct")
-    effects: Effects = {text: {} for text in acts}
-    start = 0
-    for name, of_task in by_task.items():
-        for figures, values in zip(effects.values(), correct[:, start : start + len(of_task)], strict=True):
-            figures[name] = wilson(int(values.sum()), len(of_task))
-        start += len(of_task)
-    return effects
+        correct = measure(subject, asked, acts, progress=advance).values("correct")
+    ends = np.cumsum([len(of_task) for of_task in by_task.values()])[:-1]
+    return {
+        text: {name: accuracy(values) for name, values in zip(by_task, np.split(row, ends), strict=True)}
+        for text, row in zip(map(str, acts), correct, strict=True)
+    }
 
 
 def relation_of(recipe: Recipe) -> str:
@@ -238,13 +227,8 @@ def to_record(figures: Any) -> Record:
     return {name: to_record(figure) for name, figure in figures.items()}
 
 
-def make_record(
-    recipe: Recipe,
-    progress: TrainingProgress,
-    parameters: int,
-    figures: Figures,
-    interventions: dict[str, Effects],
-) -> Record:
+def make_record(recipe: Recipe, progress: TrainingProgress, parameters: int) -> Record:
+    """Return the record of a trained model of which nothing is measured yet."""
     # Optimiser and dropout may explain an effect as well as the architecture does.
     settings = recipe.optimiser
     with_muon = f", linear maps by Muon at {settings.matrix_lr:g}" if settings.matrix_lr else ""
@@ -262,21 +246,33 @@ def make_record(
         "optimiser": f"AdamW at {settings.lr:g}{with_muon}, weight decay {settings.weight_decay:g}{dropout}",
         "train_minutes": round(progress.seconds / 60, 1),
         "longest_document_tokens": recipe.longest,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "measured": bool(figures),
-        "figures": to_record(figures),
+        "versions": {"python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__},
+        "measured": False,
+        "figures": {},
         "effects": {},
-        **to_record(interventions),
     }
+
+
+def measure_card(folder: Path, record: Record, recipe: Recipe, samples: int, progress: bool = False) -> Record:
+    """Return the record of a model on disk with new figures and effects."""
+    figures = measure_figures_of(folder, recipe.longest, samples, progress=progress)
+    interventions = measure_interventions(folder, recipe, samples, progress)
+    return {**record, "measured": True, "figures": to_record(figures), **to_record(interventions)}
 
 
 def card_text(record: Record) -> str:
     """Return the model card as Markdown."""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+
+    def interval(f: dict[str, float], to: str = ", ") -> str:
+        return f"{100 * f['low']:.1f}{to}{100 * f['high']:.1f}"
+
+    def effects(part: str, names: dict[str, str], *columns: str) -> str:
+        table = Table(["", "intervention", *columns])
+        for text, by_task in record[part].items():
+            shown = (f"{100 * f['value']:.1f} % [{interval(f)}] (n = {f['n']})" for f in by_task.values())
+            table.add_row(names[text], f"`{text}`", *shown)
+        return table.to_markdown()
+
     training = [
         ["recipe hash", f"`{record['recipe_hash']}` (`recipe.yaml` beside this card)"],
         ["seed", str(record["seed"])],
@@ -285,9 +281,9 @@ def card_text(record: Record) -> str:
         ["optimiser", record.get("optimiser", "see `recipe.yaml`")],
         ["wall time", f"{record['train_minutes']} minutes"],
         ["longest document", f"{record['longest_document_tokens']} tokens"],
-        ["versions", versions],
+        ["versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())],
     ]
-    return f"""# {record["name"]}
+    text = f"""# {record["name"]}
 
 {record["about"]}
 
@@ -297,34 +293,21 @@ A {record["architecture"]} of {record["parameters"]:,} parameters, trained from 
 
 {Table(["training", ""], training).to_markdown()}
 
-{_measured_text(record) if record["figures"] else NOT_MEASURED}
-
-![training curve](curve.png)
 """
-
-
-def _measured_text(record: Record) -> str:
-    def interval(f: dict[str, float]) -> str:
-        return f"{100 * f['low']:.1f}, {100 * f['high']:.1f}"
-
-    def effects(part: str, names: dict[str, str], *columns: str) -> str:
-        rows = [
-            [names[text], f"`{text}`", *(f"{100 * f['value']:.1f} % [{interval(f)}] (n = {f['n']})" for f in by_task.values())]
-            for text, by_task in record[part].items()
-        ]
-        return Table(["", "intervention", *columns], rows).to_markdown()
-
-    figures = [
-        [name, f"{100 * f['value']:.1f} %", f"{interval(f).replace(', ', ' to ')} %", str(f["n"])]
-        for name, f in record["figures"].items()
-    ]
-    text = f"""## Held-out figures
+    if not record["figures"]:
+        text += """No card was measured: nothing is known of what this model can do. \
+`python -m needlework.training.card DIR` measures it."""
+    else:
+        figures = Table(["figure", "value", "interval", "n"])
+        for name, f in record["figures"].items():
+            figures.add_row(name, f"{100 * f['value']:.1f} %", f"{interval(f, ' to ')} %", str(f["n"]))
+        text += f"""## Held-out figures
 
 Exact match of the greedy answer, with 95 % Wilson intervals. Samples come from the split "eval", which training never
 draws from. `niah_L_...` has prompts of about L tokens. An answer must be the likeliest of the whole vocabulary; a model that
 knows the form of the answer alone has 25 % of the letters and 50 % of the judgements.
 
-{Table(["figure", "value", "interval", "n"], figures).to_markdown()}
+{figures.to_markdown()}
 
 ## What silencing parts of it does
 
@@ -332,9 +315,8 @@ Needles found among three distractors in prompts of about {record["longest_docum
 completed (top-1 over the whole vocabulary); the intervention acts in prefill and in decode.
 
 {effects("effects", CONDITIONS, "needles found", "facts")}"""
-    if not record.get("phases"):
-        return text
-    return f"""{text}
+    if record["figures"] and record.get("phases"):
+        text += f"""
 
 ## What attention is for while reading
 
@@ -342,6 +324,7 @@ Needles of the kind it was trained on, among three others: found in one hop, and
 hops). The last prompt token counts as answering.
 
 {effects("phases", PHASES, "one hop", "two hops")}"""
+    return text + "\n\n![training curve](curve.png)\n"
 
 
 def plot_training(path: Path, recipe: Recipe, progress: TrainingProgress) -> None:
@@ -371,9 +354,7 @@ def write_card(folder: Path, record: Record) -> None:
 def renew_card(folder: Path, samples: int = 1000) -> None:
     """Measure a trained model again and rewrite its card (`python -m needlework.training.card DIR`)."""
     record, recipe = json.loads((folder / RECORD).read_text(encoding="utf-8")), read_recipe(folder / "recipe.yaml")
-    figures = measure_figures_of(folder, recipe.longest, samples)
-    interventions = measure_interventions(folder, recipe, samples)
-    write_card(folder, {**record, "measured": True, "figures": to_record(figures), **to_record(interventions)})
+    write_card(folder, measure_card(folder, record, recipe, samples))
 
 
 if __name__ == "__main__":

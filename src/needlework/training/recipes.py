@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from needlework.errors import ZooError, did_you_mean
 from needlework.toy.needles import RELATION_NAMES
@@ -30,50 +31,46 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-def _known(shares: dict[str, float], known: tuple[str, ...], what: str) -> dict[str, float]:
-    for key in shares:
-        if key not in known:
-            raise ValueError(f"unknown {what} {key!r}: {did_you_mean(key, known)}")
+def _one_of(known: tuple[str, ...], what: str) -> AfterValidator:
+    """Return a validator of names; its error has the nearest known name."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"unknown {what} {name!r}: {did_you_mean(name, known)}")
+        return name
+
+    return AfterValidator(check)
+
+
+def _some_positive(shares: dict[str, float]) -> dict[str, float]:
     if sum(shares.values()) <= 0:
-        raise ValueError(f"the shares of {what} must not all be 0")
+        raise ValueError("the shares must not all be 0")
     return shares
 
 
-def _rising(ends: list[float], what: str) -> None:
+def _rising(parts: list[Any]) -> list[Any]:
+    ends = [part.until for part in parts]
     if ends != sorted(set(ends)) or ends[-1] != 1.0:
-        raise ValueError(f"`until` of the {what} must rise and end at 1.0")
+        raise ValueError("`until` must rise and end at 1.0")
+    return parts
+
+
+Relation = Annotated[str, _one_of(RELATION_NAMES, "relation")]
+Rows = Annotated[dict[Annotated[str, _one_of(ROW_KINDS, "row kind")], Share], AfterValidator(_some_positive)]
+Items = Annotated[dict[Annotated[str, _one_of(ITEM_KINDS, "item kind")], Share], AfterValidator(_some_positive)]
 
 
 class Stage(_Strict):
-    """One stage of the curriculum, up to the share `until` of all steps.
-
-    Attributes:
-        lengths: Row lengths in tokens, one of which is drawn for each step.
-        rows: Shares of row kinds.
-        relations: Kinds of needle. Retrieval emerges sooner if the first stage has only one kind.
-        attention_dropout: Dropout of attention weights, instead of the value in `config`.
-        names: Number of names in "hops" rows; look-up by name emerges much sooner with few names.
-        said: Share of "hops" documents whose links state their value.
-    """
+    """One stage of the curriculum, up to the share `until` of all steps."""
 
     until: Annotated[float, Field(gt=0, le=1)]
-    lengths: Annotated[list[Annotated[int, Field(ge=SHORTEST_ROW)]], Field(min_length=1)]
-    rows: dict[str, Share]
-    relations: Annotated[list[str], Field(min_length=1)] = list(RELATION_NAMES)
-    attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    names: Annotated[int, Field(ge=4, le=len(NAMES))] | None = None
-    said: Annotated[float, Field(ge=0, le=1)] | None = None
-
-    @field_validator("relations")
-    @classmethod
-    def _relations_known(cls, names: list[str]) -> list[str]:
-        _known(dict.fromkeys(names, 1.0), RELATION_NAMES, "relation")
-        return names
-
-    @field_validator("rows")
-    @classmethod
-    def _rows_known(cls, shares: dict[str, float]) -> dict[str, float]:
-        return _known(shares, ROW_KINDS, "row kind")
+    lengths: Annotated[list[Annotated[int, Field(ge=SHORTEST_ROW)]], Field(min_length=1)]  # tokens; one is drawn for each step
+    rows: Rows  # shares of row kinds
+    # Kinds of needle; retrieval emerges sooner if the first stage has only one.
+    relations: Annotated[list[Relation], Field(min_length=1)] = list(RELATION_NAMES)
+    attention_dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # instead of the value in `config`
+    names: Annotated[int, Field(ge=4, le=len(NAMES))] | None = None  # of "hops" rows; with few, look-up emerges much sooner
+    said: Annotated[float, Field(ge=0, le=1)] | None = None  # share of "hops" documents whose links state their value
 
 
 class Cycle(_Strict):
@@ -98,55 +95,36 @@ class Optimiser(_Strict):
     warmup_steps: Annotated[int, Field(ge=1)] = 100
     final_lr_share: Annotated[float, Field(ge=0, le=1)] = 0.05
     clip: Annotated[float, Field(gt=0)] = 1.0
-    cycles: Annotated[list[Cycle], Field(min_length=1)] = [Cycle(until=1.0)]
-
-    @field_validator("cycles")
-    @classmethod
-    def _cycles_in_order(cls, cycles: list[Cycle]) -> list[Cycle]:
-        _rising([cycle.until for cycle in cycles], "cycles")
-        return cycles
+    cycles: Annotated[list[Cycle], Field(min_length=1), AfterValidator(_rising)] = [Cycle(until=1.0)]
 
 
 class Recipe(_Strict):
-    """Complete description of a training.
-
-    Attributes:
-        architecture: Model class of transformers.
-        config: Arguments of its configuration, without vocabulary size and special token ids, which are filled in.
-        initial_std: Part of a parameter name -> initial standard deviation of matching matrices; others keep the class's
-            initialisation. With 1/sqrt(width) for all, attention and feed-forward layers write ten times as much to the
-            residual stream as embeddings and convolutions, and token information is lost.
-        initial_range: Part of a parameter name -> ends between which the entries of matching vectors are evenly spaced, e.g.
-            `dt_bias` of a state-space layer, which sets how far back each of its heads remembers.
-        answer_weight: Loss weight of answer tokens; other tokens have 1.
-        threads: CPU threads; floating-point sums, and thus weights, depend on their number.
-    """
+    """Complete description of a training."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")]
     about: str = ""
-    architecture: str
-    config: dict[str, Any]
+    architecture: str  # model class of transformers
+    config: dict[str, Any]  # arguments of its configuration; vocabulary size and special token ids are filled in
+    # Part of a parameter name -> initial standard deviation of matching matrices; others keep the class's initialisation. With
+    # 1/sqrt(width) for all, attention and feed-forward layers write ten times as much to the residual stream as embeddings and
+    # convolutions, and token information is lost.
     initial_std: dict[str, Annotated[float, Field(gt=0)]] = {}
+    # Part of a parameter name -> ends between which the entries of matching vectors are evenly spaced, e.g. `dt_bias` of a
+    # state-space layer, which sets how far back each of its heads remembers.
     initial_range: dict[str, tuple[float, float]] = {}
-    stages: Annotated[list[Stage], Field(min_length=1)]
-    items: dict[str, Share] = Field(default_factory=lambda: dict(ITEM_SHARES))
-    answer_weight: Annotated[float, Field(gt=0)] = 4.0
+    stages: Annotated[list[Stage], Field(min_length=1), AfterValidator(_rising)]
+    items: Items = Field(default_factory=lambda: dict(ITEM_SHARES))
+    answer_weight: Annotated[float, Field(gt=0)] = 4.0  # of answer tokens in the loss; other tokens have 1
     batch_tokens: Annotated[int, Field(ge=SHORTEST_ROW)]
     steps: Annotated[int, Field(ge=1)]
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    threads: Annotated[int, Field(ge=1)] = 1
+    threads: Annotated[int, Field(ge=1)] = 1  # of the CPU; floating-point sums, and thus weights, depend on their number
     optimiser: Optimiser
 
-    @field_validator("items")
-    @classmethod
-    def _items_known(cls, shares: dict[str, float]) -> dict[str, float]:
-        return _known(shares, ITEM_KINDS, "item kind")
-
     @model_validator(mode="after")
-    def _stages_in_order(self) -> Recipe:
-        _rising([stage.until for stage in self.stages], "stages")
+    def _check_longest(self) -> Recipe:
         if self.longest < SHORTEST_LONGEST:
-            raise ValueError(f"the longest rows must have at least {SHORTEST_LONGEST} tokens: the card's figures need that room")
+            raise ValueError(f"the longest rows must have at least {SHORTEST_LONGEST} tokens: the card's figures need them")
         if self.batch_tokens < self.longest:
             raise ValueError(f"batch_tokens must be at least the longest row, {self.longest}")
         return self
@@ -162,13 +140,9 @@ class Recipe(_Strict):
 
     def cycle_at(self, step: int) -> tuple[int, int, float]:
         """Return first step, end (exclusive) and relative peak of the cycle that contains a step."""
-        start = 0
-        for cycle in self.optimiser.cycles:
-            end = round(cycle.until * self.steps)
-            if step < end:
-                break
-            start = end
-        return start, end, cycle.peak
+        ends = [0, *(round(cycle.until * self.steps) for cycle in self.optimiser.cycles)]
+        i = bisect_right(ends, min(step, self.steps - 1))
+        return ends[i - 1], ends[i], self.optimiser.cycles[i - 1].peak
 
     def document_mix(self, stage: Stage) -> DocumentMix:
         own = {key: value for key in ("names", "said") if (value := getattr(stage, key)) is not None}

@@ -15,14 +15,14 @@ import shutil
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
-from dataclasses import dataclass
-from itertools import combinations, product
+from dataclasses import dataclass, replace
+from itertools import combinations, product, takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 from scipy.special import stdtrit
 
 from needlework.analysis.conditions import few_heads_rank
@@ -34,7 +34,7 @@ from needlework.analysis.verdicts import BASELINE, Verdict, Word, verdicts
 from needlework.errors import ZooError
 from needlework.experiments.result import Result
 from needlework.experiments.schema import NAME, NAME_RULE, read
-from needlework.stats import Estimate, percent
+from needlework.stats import NOTHING, Estimate, percent
 from needlework.tables import Table
 from needlework.terminal import Bar
 from needlework.training import recipes
@@ -43,8 +43,16 @@ from needlework.zoo import RECORD, catalog
 
 MODELS, RUN = "models", "run"  # directories of a study
 WAYS = ("entropy", "random")
-UNJUDGED: tuple[Word, ...] = ("not run", "does not apply")
 Level = dict[str, Any] | str  # changes to a recipe, or the name of a built-in recipe
+
+
+def _check_name(name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise ValueError(f"{name!r} is no name; {NAME_RULE}")
+    return name
+
+
+Name = Annotated[str, AfterValidator(_check_name)]  # names directories
 
 
 class Study(BaseModel):
@@ -52,27 +60,13 @@ class Study(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: Annotated[str, Field(pattern=rf"^{NAME.pattern}$")]
+    name: Name
     about: str = ""
     recipe: Level = {}
-    vary: Annotated[dict[str, dict[str, Level]], Field(min_length=1)]
+    vary: Annotated[dict[Name, Annotated[dict[Name, Level], Field(min_length=2)]], Field(min_length=1)]  # levels of each factor
     training_seeds: Annotated[list[Annotated[int, Field(ge=0, lt=2**32)]], Field(min_length=1)] = [0, 1, 2]
     seeds: list[int] = [0]  # of the samples
     experiments: Annotated[dict[str, Any], Field(min_length=1)]  # as in a plan, without models
-
-    @field_validator("vary", mode="before")
-    @classmethod
-    def _named(cls, vary: Any) -> Any:
-        """Check factors and levels, and convert their names to text, because YAML reads a level such as 12 as a number."""
-        if not isinstance(vary, dict) or not all(isinstance(levels, dict) for levels in vary.values()):
-            raise ValueError("each factor is a mapping of its levels to what their recipes say otherwise")
-        named = {str(factor): {str(level): change for level, change in levels.items()} for factor, levels in vary.items()}
-        for factor, levels in named.items():
-            if wrong := [name for name in (factor, *levels) if not NAME.fullmatch(name)]:
-                raise ValueError(f"{wrong[0]!r} is no name; {NAME_RULE}")
-            if len(levels) < 2:
-                raise ValueError(f"factor {factor!r} has one level; give two or more")
-        return named
 
 
 @dataclass(frozen=True)
@@ -109,18 +103,15 @@ def _merge(base: Any, change: Any) -> Any:
     return {**base, **{key: _merge(base.get(key), value) for key, value in change.items()}}
 
 
-def _recipe_content(level: Level) -> dict[str, Any]:
-    return recipes.find_recipe(level).model_dump(exclude={"name", "seed"}) if isinstance(level, str) else level
-
-
 def list_models(study: Study) -> list[StudyModel]:
     """Return the models of a study: every combination of levels with every training seed."""
     made = []
     for chosen in product(*(levels.items() for levels in study.vary.values())):
         levels = dict(zip(study.vary, (name for name, _ in chosen), strict=True))
-        content: Any = _recipe_content(study.recipe)
-        for _, change in chosen:
-            content = _merge(content, _recipe_content(change))
+        content: Any = {}
+        for part in (study.recipe, *(change for _, change in chosen)):
+            whole = recipes.find_recipe(part).model_dump(exclude={"name", "seed"}) if isinstance(part, str) else part
+            content = _merge(content, whole)
         for seed in study.training_seeds:
             name = "-".join([*levels.values(), f"seed{seed}"])
             recipe = recipes.validate_recipe({**content, "name": name.lower(), "seed": seed}, f"study {study.name}, {name}")
@@ -149,12 +140,9 @@ def train_models(study: Study, out: Path, jobs: int, bar: Bar) -> None:
 
     Interrupted trainings resume from their checkpoints.
     """
-    waiting = []
-    for cell in list_models(study):
-        if is_finished(cell, out / MODELS / cell.name):
-            bar.found(cell.recipe.steps)
-        else:
-            waiting.append(cell)
+    cells = list_models(study)
+    waiting = [cell for cell in cells if not is_finished(cell, out / MODELS / cell.name)]
+    bar.found(sum(cell.recipe.steps for cell in cells if cell not in waiting))
     context = multiprocessing.get_context("spawn")  # torch's threads do not work after a fork
     with context.Manager() as manager, ProcessPoolExecutor(jobs, mp_context=context) as pool:
         steps = manager.Queue()
@@ -214,35 +202,18 @@ class MeasuredModel(StudyModel):
 
     def smallest_k(self, way: str) -> int:
         """Return the smallest measured k from which on every k retains retrieval; all heads if none does."""
-        fewest = self.heads
-        for k in sorted(self.curves[way], reverse=True):
-            if not self.curves[way][k].low >= KEPT:
-                break
-            fewest = k
-        return fewest
+        kept = takewhile(lambda k: self.curves[way][k].low >= KEPT, sorted(self.curves[way], reverse=True))
+        return min(kept, default=self.heads)
 
     def at_15_percent(self, way: str) -> tuple[int, Estimate] | None:
         """Return the measured k nearest to 15 % of the heads (as verdict 2 defines it) and its retained share, or None."""
         ranked = [(rank, k) for k in self.curves[way] if (rank := few_heads_rank(k, self.heads))]
-        if not ranked:
-            return None
-        _, nearest = min(ranked)
-        return nearest, self.curves[way][nearest]
+        nearest = min(ranked, default=(None, None))[1]
+        return None if nearest is None else (nearest, self.curves[way][nearest])
 
     def few_heads_suffice(self) -> bool:
         near = self.at_15_percent("entropy")
         return self.testable and near is not None and near[1].low >= KEPT
-
-
-@dataclass(frozen=True)
-class FactorDifference:
-    """Difference of the smallest share of heads between two levels of a factor, over models matched in all else."""
-
-    factor: str
-    less: str
-    more: str
-    way: str
-    points: Estimate  # mean of (more - less) over matched pairs of models, with Student's interval
 
 
 @dataclass(frozen=True)
@@ -323,10 +294,14 @@ def read_curves(cells: Sequence[StudyModel], frame: Frame) -> list[MeasuredModel
     return models
 
 
-def compare_levels(models: Sequence[MeasuredModel]) -> list[FactorDifference]:
-    """Compare each pair of levels of each factor, over pairs of testable models that differ in that factor only."""
+def compare_levels(models: Sequence[MeasuredModel]) -> dict[tuple[str, str, str, str], Estimate]:
+    """Compare the smallest share of heads between each pair of levels, over testable models that differ in that factor only.
+
+    Returns:
+        By factor, first level, second level and way of selection: the mean of second - first, with Student's interval.
+    """
     usable = {(*model.levels.items(), model.seed): model for model in models if model.testable}
-    made = []
+    made = {}
     for factor in models[0].levels:
         names = dict.fromkeys(model.levels[factor] for model in models)
         for less, more in combinations(names, 2):
@@ -336,19 +311,16 @@ def compare_levels(models: Sequence[MeasuredModel]) -> list[FactorDifference]:
                     other = usable.get(tuple((factor, more) if part == (factor, less) else part for part in key))
                     if model.levels[factor] == less and other is not None:
                         steps.append(other.smallest_k(way) / other.heads - model.smallest_k(way) / model.heads)
-                made.append(FactorDifference(factor, less, more, way, student(steps)))
+                made[factor, less, more, way] = student(steps)
     return made
 
 
 def student(values: Sequence[float]) -> Estimate:
     """Return the mean with Student's 95 % interval, which is infinite for a single value."""
-    n = len(values)
-    if n == 0:
-        return Estimate(math.nan, math.nan, math.nan, 0, "no pair of models that both retrieve")
-    mean = float(np.mean(values))
-    if n == 1:
-        return Estimate(mean, -math.inf, math.inf, 1)
-    spread = float(stdtrit(n - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(n)
+    if not values:
+        return replace(NOTHING, why="no pair of models that both retrieve")
+    n, mean = len(values), float(np.mean(values))
+    spread = float(stdtrit(n - 1, 0.975)) * float(np.std(values, ddof=1)) / math.sqrt(n) if n > 1 else math.inf
     return Estimate(mean, mean - spread, mean + spread, n)
 
 
@@ -361,18 +333,13 @@ def curves_table(models: Sequence[MeasuredModel]) -> Table:
     def share(e: Estimate) -> str:
         return f"{percent(e.value)} [{percent(e.low, '')}, {percent(e.high, '')}]"
 
-    def near(model: MeasuredModel, way: str) -> str:
-        found = model.at_15_percent(way)
-        return f"{found[0]} of {model.heads} keep {share(found[1])}" if model.testable and found else "-"
-
-    def smallest(model: MeasuredModel, way: str) -> str:
-        k = model.smallest_k(way)
-        return f"{k} of {model.heads} ({percent(k / model.heads)})" if model.testable else "not testable"
-
     ways = ["about 15 % of heads, by entropy", "at random", "smallest k, by entropy", "at random"]
     table = Table([*models[0].levels, "seed", "untouched", *ways])
     for model in models:
-        cells = [*(near(model, way) for way in WAYS), *(smallest(model, way) for way in WAYS)]
+        near = [model.at_15_percent(way) if model.testable else None for way in WAYS]
+        cells = [f"{found[0]} of {model.heads} keep {share(found[1])}" if found else "-" for found in near]
+        for k in map(model.smallest_k, WAYS):
+            cells.append(f"{k} of {model.heads} ({percent(k / model.heads)})" if model.testable else "not testable")
         table.add_row(*model.levels.values(), str(model.seed), share(model.untouched), *cells)
     return table
 
@@ -381,14 +348,13 @@ def sentences(models: Sequence[MeasuredModel]) -> list[str]:
     """Return sentences: how many models keep retrieval with few heads, and the effect of each factor."""
     testable, shown = sum(model.testable for model in models), sum(model.few_heads_suffice() for model in models)
     said = [f"{shown} of {len(models)} models keep their retrieval with about 15 % of the heads ({testable} can be tested)."]
-    for d in compare_levels(models):
-        if d.points.n == 0:
-            said.append(f"{d.factor}, {d.more} against {d.less}, by {d.way}: {d.points.why}.")
-            continue
-        low, high = ("-∞", "∞") if d.points.n == 1 else (percent(d.points.low, ""), percent(d.points.high, ""))
+    for (factor, less, more, way), points in compare_levels(models).items():
+        between = f"{100 * points.value:+.1f} points [{percent(points.low, '')}, {percent(points.high, '')}"
         said.append(
-            f"{d.factor}, {d.more} against {d.less}: the smallest share of heads by {d.way} differs by "
-            f"{100 * d.points.value:+.1f} points [{low}, {high}; {d.points.n} pairs of models]."
+            f"{factor}, {more} against {less}: the smallest share of heads by {way} differs by "
+            f"{between}; {points.n} pairs of models]."
+            if points.n
+            else f"{factor}, {more} against {less}, by {way}: {points.why}."
         )
     return said
 
@@ -419,17 +385,15 @@ def study_numbers(models: Sequence[MeasuredModel]) -> dict[str, Any]:
 def verdict_table(cells: Sequence[StudyModel], judged: Sequence[Verdict]) -> Table:
     """Count verdicts over seeds: a row for each claim that was judged, a column for each combination of levels."""
     levels = {cell.name: ", ".join(cell.levels.values()) for cell in cells}
-    counts: dict[str, dict[str, Counter[Word]]] = defaultdict(lambda: defaultdict(Counter))
+    counts: dict[str, dict[str, Counter[Word]]] = defaultdict(lambda: {name: Counter() for name in levels.values()})
     for verdict in judged:
-        if verdict.model in levels and verdict.word not in UNJUDGED:
+        if verdict.model in levels and verdict.word not in ("not run", "does not apply"):
             counts[f"{verdict.number}. {verdict.title}"][levels[verdict.model]][verdict.word] += 1
-
-    def show(words: Counter[Word]) -> str:
-        return ", ".join(f"{word} {count} of {words.total()}" for word, count in words.most_common()) or "-"
-
-    columns = list(dict.fromkeys(levels.values()))
-    rows = [[claim, *(show(by_levels[name]) for name in columns)] for claim, by_levels in counts.items()]
-    return Table(["claim", *columns], rows)
+    table = Table(["claim", *dict.fromkeys(levels.values())])
+    for claim, by_levels in counts.items():
+        shown = [[f"{word} {count} of {words.total()}" for word, count in words.most_common()] for words in by_levels.values()]
+        table.add_row(claim, *(", ".join(parts) or "-" for parts in shown))
+    return table
 
 
 def plot_curves(models: Sequence[MeasuredModel], path: Path) -> None:
@@ -445,11 +409,9 @@ def plot_curves(models: Sequence[MeasuredModel], path: Path) -> None:
     for axis, (title, shown) in zip(axes, panels.items(), strict=True):
         for model in shown:
             for way, curve in model.curves.items():
-                points = [*sorted(curve.items()), (model.heads, None)]
-                shares = [100 * k / model.heads for k, _ in points]
-                kept = [100 * e.value if e else 100.0 for _, e in points]
+                points = [*((100 * k / model.heads, 100 * curve[k].value) for k in sorted(curve)), (100, 100)]
                 label = f"by {way}" if model is shown[0] else None
-                axis.plot(shares, kept, color=colours[way], marker="o", ms=3, lw=1.2, alpha=0.8, label=label)
+                axis.plot(*zip(*points, strict=True), color=colours[way], marker="o", ms=3, lw=1.2, alpha=0.8, label=label)
         axis.axhline(95, color="#888", lw=0.8, ls=":")
         axis.axvline(15, color="#888", lw=0.8, ls=":")
         axis.set(xscale="log", xlim=(2.5, 110), ylim=(-3, 104), title=title, xlabel="heads kept of each layer, %")

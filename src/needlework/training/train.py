@@ -38,7 +38,6 @@ CHECKPOINT = "checkpoint.pt"
 LOCK = ".lock"
 MAX_LEAK = 1e-4  # largest change of earlier logits by a later token, relative to the largest logit: 100 times rounding errors
 
-_FILLED_IN = ("vocab_size", "pad_token_id", "bos_token_id", "eos_token_id")
 # Coefficients of the quintic Newton-Schulz iteration: five rounds bring the singular values of a matrix of norm 1 near 1.
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 _LIKE_ADAMW = 0.2  # root mean square of an AdamW step, in units of its learning rate
@@ -82,27 +81,38 @@ def train(
     folder = Path(out)
     model = build_model(chosen)
     optimisers = build_optimisers(chosen.optimiser, model)
-    figures, interventions = {}, {}
     with claim_directory(folder), fixed_threads(chosen.threads):
         if not (folder / CHECKPOINT).exists():
             run_preflight(chosen, model)
         with fast_kernels(model):
             done = load_checkpoint(folder, chosen, model, optimisers)
             model.train()
-            own = progress if isinstance(progress, Bar) else Bar(chosen.steps, "steps", shown=progress)
-            with own as bar:
-                _run_steps(chosen, folder, model, optimisers, done, bar, checkpoint_steps)
-            if card_samples:
-                relations = chosen.stages[-1].relations
-                figures = card.measure_figures(model, chosen.longest, card_samples, relations=relations, progress=own.shown)
+            with progress if isinstance(progress, Bar) else Bar(chosen.steps, "steps", shown=progress) as bar:
+                bar.found(done.step)
+                bar.show(chosen.name)
+                began, losses = time.monotonic() - done.seconds, list[float]()
+                while done.step < chosen.steps:
+                    losses.append(train_step(chosen, model, optimisers, done.step))
+                    done.step += 1
+                    last = done.step == chosen.steps
+                    if done.step % PROBE_STEPS == 0 or last:
+                        done.curve.append({"step": float(done.step), "loss": sum(losses) / len(losses), **probe(chosen, model)})
+                        losses.clear()
+                        if bar.shown:
+                            note = "  ".join(f"{name} {value:.2f}" for name, value in done.curve[-1].items() if name != "step")
+                            say(f"step {done.step}  {time.monotonic() - began:.0f} s  {note}")
+                    done.seconds = time.monotonic() - began
+                    if done.step % checkpoint_steps == 0 or last:
+                        save_checkpoint(folder, chosen, done, model, optimisers)
+                    bar.advance()
         model.save_pretrained(folder)
-        tokenizer.save(folder)
-        if card_samples:
-            interventions = card.measure_interventions(folder, chosen, card_samples, own.shown)
+        tokenizer.build().save_pretrained(folder)
         (folder / "recipe.yaml").write_text(chosen.to_yaml(), encoding="utf-8")
         card.plot_training(folder / "curve.png", chosen, done)
         parameters = sum(weight.numel() for weight in model.parameters())
-        record = card.make_record(chosen, done, parameters, figures, interventions)
+        record = card.make_record(chosen, done, parameters)
+        if card_samples:
+            record = card.measure_card(folder, record, chosen, card_samples, bar.shown)
         card.write_card(folder, record)
         (folder / CHECKPOINT).unlink(missing_ok=True)
         return record
@@ -123,14 +133,15 @@ def find_model_class(architecture: str) -> Any:
 def build_configuration(recipe: Recipe) -> Any:
     """Return the configuration of the recipe's model class; raise for unknown keys, which transformers would accept."""
     kind = find_model_class(recipe.architecture).config_class
-    known = {*kind().to_dict(), *getattr(kind, "attribute_map", {}), "rope_parameters", "head_dim"} - set(_FILLED_IN)
+    ids = {f"{name}_token_id": w.WORD_ID[word] for name, word in (("pad", w.PAD), ("bos", w.BOS), ("eos", w.EOS))}
+    filled_in = {"vocab_size": len(w.VOCABULARY), **ids}
+    known = {*kind().to_dict(), *getattr(kind, "attribute_map", {}), "rope_parameters", "head_dim"} - set(filled_in)
     for key in recipe.config:
-        if key in _FILLED_IN:
+        if key in filled_in:
             raise ZooError(f"recipe {recipe.name}: config.{key} is given by the toy language; leave it out")
         if key not in known:
             raise ZooError(f"recipe {recipe.name}: unknown key config.{key}: {did_you_mean(key, known)}")
-    ids = {f"{name}_token_id": w.WORD_ID[word] for name, word in (("pad", w.PAD), ("bos", w.BOS), ("eos", w.EOS))}
-    return kind(vocab_size=len(w.VOCABULARY), **ids, **recipe.config)
+    return kind(**filled_in, **recipe.config)
 
 
 def build_model(recipe: Recipe) -> Any:
@@ -142,19 +153,20 @@ def build_model(recipe: Recipe) -> Any:
         raise
     except Exception as error:  # model classes raise anything for a bad configuration
         raise ZooError(f"recipe {recipe.name}: {recipe.architecture} refuses this config: {error}") from None
-    parts = [("initial_std", part, True) for part in recipe.initial_std]
-    parts += [("initial_range", part, False) for part in recipe.initial_range]
     with torch.no_grad():
-        for key, part, matrices in parts:
-            chosen = [p for name, p in built.named_parameters() if part in name and (p.ndim != 1) == matrices]
-            if not chosen:
-                kind = "matrix" if matrices else "vector"
-                raise ZooError(f"recipe {recipe.name}: {key} names {part!r}, and no {kind} of the model is called so")
-            for weight in chosen:
-                if matrices:
-                    weight.mul_(recipe.initial_std[part] / weight.std())
-                else:
-                    weight.copy_(torch.linspace(*recipe.initial_range[part], len(weight)))
+        for key, kind, parts in (
+            ("initial_std", "matrix", recipe.initial_std),
+            ("initial_range", "vector", recipe.initial_range),
+        ):
+            for part, wanted in parts.items():
+                chosen = [p for name, p in built.named_parameters() if part in name and (p.ndim == 1) == (kind == "vector")]
+                if not chosen:
+                    raise ZooError(f"recipe {recipe.name}: {key} names {part!r}, and no {kind} of the model is called so")
+                for weight in chosen:
+                    if isinstance(wanted, tuple):
+                        weight.copy_(torch.linspace(*wanted, len(weight)))
+                    else:
+                        weight.mul_(wanted / weight.std())
     return built
 
 
@@ -212,15 +224,14 @@ def build_optimisers(settings: Optimiser, model: Any) -> list[torch.optim.Optimi
     rest = [parameter for parameter in model.parameters() if id(parameter) not in taken]
     # Weight decay applies to matrices only: norms, biases and decay rates of recurrences should not shrink.
     groups = [
-        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay, "peak": settings.lr},
-        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0, "peak": settings.lr},
+        {"params": [p for p in rest if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)
-    if not settings.matrix_lr:
-        return [adamw]
-    muon = Muon(maps, settings.matrix_lr, settings.weight_decay)
-    muon.param_groups[0]["peak"] = settings.matrix_lr
-    return [adamw, muon]
+    made: list[torch.optim.Optimizer] = [torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, fused=True)]
+    made += [Muon(maps, settings.matrix_lr, settings.weight_decay)] if settings.matrix_lr else []
+    for group in (group for optimiser in made for group in optimiser.param_groups):
+        group["peak"] = group["lr"]
+    return made
 
 
 # --- The loop ---
@@ -281,31 +292,12 @@ def train_step(recipe: Recipe, model: Any, optimisers: Sequence[Any], step: int)
     return float(loss.item())
 
 
-def _run_steps(
-    recipe: Recipe, out: Path, model: Any, optimisers: Sequence[Any], done: TrainingProgress, bar: Bar, checkpoint_steps: int
-) -> None:
-    bar.found(done.step)
-    bar.show(recipe.name)
-    began = time.monotonic() - done.seconds
-    recent: list[float] = []
-    probes = (f"niah_{recipe.longest}_8_distractors", "cloze_statement", "letter_choice", "entailment")
+def probe(recipe: Recipe, model: Any) -> dict[str, float]:
+    """Return a few figures of the card, on few samples, for the training curve."""
+    names = (f"niah_{recipe.longest}_8_distractors", "cloze_statement", "letter_choice", "entailment")
     relations = recipe.stages[-1].relations
-    while done.step < recipe.steps:
-        recent.append(train_step(recipe, model, optimisers, done.step))
-        done.step += 1
-        last = done.step == recipe.steps
-        if done.step % PROBE_STEPS == 0 or last:
-            figures = card.measure_figures(model, recipe.longest, PROBE_SAMPLES, probes, seed=1, relations=relations)
-            values = {name: figure.value for name, figure in figures.items()}
-            done.curve.append({"step": float(done.step), "loss": sum(recent) / len(recent), **values})
-            recent.clear()
-            if bar.shown:
-                note = "  ".join(f"{name} {value:.2f}" for name, value in done.curve[-1].items() if name != "step")
-                say(f"step {done.step}  {time.monotonic() - began:.0f} s  {note}")
-        done.seconds = time.monotonic() - began
-        if done.step % checkpoint_steps == 0 or last:
-            save_checkpoint(out, recipe, done, model, optimisers)
-        bar.advance()
+    figures = card.measure_figures(model, recipe.longest, PROBE_SAMPLES, names, seed=1, relations=relations)
+    return {name: figure.value for name, figure in figures.items()}
 
 
 # --- Checkpoints: written atomically, and resumed by the same recipe only ---
@@ -364,9 +356,9 @@ def claim_directory(out: Path) -> Iterator[None]:
                 raise ZooError(f"{out} holds a finished model; choose another --out, or remove it first")
             for unfinished in out.glob(f".{CHECKPOINT}.*.half"):  # of a killed process
                 unfinished.unlink()
-            strangers = sorted(entry.name for entry in out.iterdir() if entry.name != LOCK)
-            if strangers and CHECKPOINT not in strangers:
-                raise ZooError(f"{out} holds other files ({', '.join(strangers[:3])}); choose an empty directory")
+            others = sorted(entry.name for entry in out.iterdir() if entry.name != LOCK)
+            if others and CHECKPOINT not in others:
+                raise ZooError(f"{out} holds other files ({', '.join(others[:3])}); choose an empty directory")
             yield
         finally:
             (out / LOCK).unlink(missing_ok=True)
@@ -393,7 +385,7 @@ def run_preflight(recipe: Recipe, model: Any) -> None:
             card.measure_figures(model, recipe.longest, 1)
         with TemporaryDirectory(prefix="needlework-") as place:
             model.save_pretrained(place)
-            tokenizer.save(Path(place))
+            tokenizer.build().save_pretrained(place)
             card.measure_effects(Path(place), recipe.longest, per_depth=1, per_subject=1)
     except NeedleworkError:
         raise
