@@ -234,7 +234,7 @@ def test_a_file_of_another_encoding_is_told_with_its_line(tmp_path: Path) -> Non
     with pytest.raises(NeedleworkError, match=r"own\.jsonl:2: is not UTF-8"):
         make_task({"kind": "prompts", "file": str(tmp_path / "own.jsonl")}).check()
     (tmp_path / "deep.jsonl").write_text("[" * 100_000)
-    with pytest.raises(NeedleworkError, match=r"deep\.jsonl:1: not valid JSON"):
+    with pytest.raises(NeedleworkError, match=r"deep\.jsonl:1: Invalid JSON"):
         make_task({"kind": "prompts", "file": str(tmp_path / "deep.jsonl")}).check()
 
 

@@ -141,8 +141,8 @@ def test_options_are_chosen_from(toy: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line, words",
     [
-        ("{", "not valid JSON"),
-        ("[1]", "a line is an object"),
+        ("{", "Invalid JSON"),
+        ("[1]", "should be an object"),
         ({**TOY, "neddle": "x"}, "unknown key 'neddle'; did you mean 'needle'?"),
         ({"prompt": "x"}, "target: Field required"),
         ({**TOY, "prompt": ""}, "prompt: String should have at least 1 character"),
@@ -216,7 +216,7 @@ def test_in_a_plan_files_are_read_from_where_the_plan_is_and_faults_name_both_li
     written(tmp_path, TOY, "{")
     with pytest.raises(NeedleworkError) as error:
         load(plan)
-    assert str(error.value).startswith(f"{plan}:6: task 'prompts': {tmp_path / 'mine.jsonl'}:2: not valid JSON")
+    assert str(error.value).startswith(f"{plan}:6: task 'prompts': {tmp_path / 'mine.jsonl'}:2: Invalid JSON")
 
 
 def test_a_file_that_changes_while_it_is_used_changes_nothing(tmp_path: Path) -> None:

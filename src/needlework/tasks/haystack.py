@@ -17,11 +17,11 @@ from itertools import accumulate, chain, cycle, islice, takewhile
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import read_text
-from needlework.tasks.base import Tokenizer
+from needlework.tasks.base import Tokenizer, prefix_errors
 from needlework.tasks.prompts import Piece, token_offsets
 from needlework.toy.sample import Stream
 
-_END = re.compile(r"""[.!?]["'”’)\]]*(?=\s)""")
+_SENTENCE = re.compile(r"""(?s).*?(?:[.!?]["'”’)\]]*(?=\s)|\Z)""")
 MOST_FILES = 10_000
 MOST_BYTES = 1_000_000_000  # of one file
 CHARACTERS_PER_TOKEN = 8  # above that of usual tokenizers; only affects speed, as too short a text is extended
@@ -59,10 +59,8 @@ def read_sentences(pattern: str, appended: bool = False) -> tuple[str, ...]:
         raise NeedleworkError(f"haystack: no file matches {short_repr(pattern)}; give a pattern such as texts/*.txt")
     parts: list[str] = []
     for path in paths:
-        try:
-            text = read_text(path, "take less of it", most=MOST_BYTES)
-        except NeedleworkError as error:
-            raise NeedleworkError(f"haystack: {error}, or leave it out of the pattern") from None
+        with prefix_errors("haystack"):
+            text = read_text(path, "take less of it, or leave it out of the pattern", most=MOST_BYTES)
         if appended or text.strip():
             parts += split_sentences(text if appended else "\n\n" + text.strip())
     if not any(part.strip() for part in parts):
@@ -72,9 +70,7 @@ def read_sentences(pattern: str, appended: bool = False) -> tuple[str, ...]:
 
 def split_sentences(text: str) -> list[str]:
     """Split a text into sentences; joined, they are the text again."""
-    cuts = [0, *(match.end() for match in _END.finditer(text))]
-    parts = [text[a:b] for a, b in zip(cuts, (*cuts[1:], len(text)), strict=True)]
-    return [part for part in parts if part]
+    return [part for part in _SENTENCE.findall(text) if part]
 
 
 def iterate_sentences(source: str | None, stream: Stream, start_anywhere: bool, appended: bool = False) -> Iterator[str]:
@@ -88,21 +84,25 @@ def iterate_sentences(source: str | None, stream: Stream, start_anywhere: bool, 
 
 def cut_haystack(tokenizer: Tokenizer, source: Iterator[str], tokens: int, whole: bool = False) -> Haystack:
     """Return the first `tokens` tokens of a source as a haystack; with `whole`, cut at the last sentence end before that."""
-    parts, _, offsets = _read(tokenizer, source, tokens)
-    text = "".join(parts)
-    hay = _cut(text, parts, offsets[:tokens])
-    return _cut(text, parts, offsets[: hay.ends[-1][1]]) if whole else hay
+    parts, _, offsets = read_tokens(tokenizer, source, tokens)
+
+    def cut(count: int) -> Haystack:
+        stops = [end for _, end in offsets[:count]]
+        length = stops[-1] if stops else 0
+        ends = takewhile(lambda at: at <= length, accumulate(map(len, parts)))
+        return Haystack("".join(parts)[:length], count, ((0, 0), *((at, bisect_right(stops, at)) for at in ends)))
+
+    hay = cut(tokens)
+    return cut(hay.ends[-1][1]) if whole else hay
 
 
-def take_tokens(tokenizer: Tokenizer, source: Iterator[str], tokens: int, from_start: bool) -> list[int]:
-    """Return the first `tokens` token ids of a source. Leading white space is removed unless `from_start`."""
-    return _read(tokenizer, source, tokens, keep_space=from_start)[1][:tokens]
-
-
-def _read(
+def read_tokens(
     tokenizer: Tokenizer, source: Iterator[str], tokens: int, keep_space: bool = False
 ) -> tuple[list[str], list[int], list[tuple[int, int]]]:
-    """Return sentences with more than `tokens` tokens in total, their token ids, and the character range of each token."""
+    """Return sentences with more than `tokens` tokens in total, their token ids, and the character range of each token.
+
+    White space before the first sentence is removed unless `keep_space`.
+    """
     parts: list[str] = []
     size, before = 0, -1
     while True:
@@ -121,13 +121,6 @@ def _read(
         before = len(offsets)
         parts += islice(source, len(parts))
         size = sum(map(len, parts))
-
-
-def _cut(text: str, parts: Sequence[str], offsets: Sequence[tuple[int, int]]) -> Haystack:
-    length = offsets[-1][1] if offsets else 0
-    stops = [b for _, b in offsets]
-    cuts = takewhile(lambda at: at <= length, accumulate(map(len, parts)))
-    return Haystack(text[:length], len(offsets), ((0, 0), *((at, bisect_right(stops, at)) for at in cuts)))
 
 
 def fill_template(template: str, **words: str) -> str:

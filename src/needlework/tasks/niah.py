@@ -16,8 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Item, Mode, TaskExtent, Tokenizer, prefix_errors, task
-from needlework.tasks.haystack import cut_haystack, fill_template, insert_needles, iterate_sentences, needle_pieces, take_tokens
+from needlework.tasks.base import Item, TaskExtent, Tokenizer, prefix_errors, task
+from needlework.tasks.haystack import cut_haystack, fill_template, insert_needles, iterate_sentences, needle_pieces, read_tokens
 from needlework.tasks.prompts import Encoded, Piece, token_ids
 from needlework.tasks.retrieval import FRAMES, Draft, Retrieval, Sizes, arranged
 from needlework.tasks.scores import begins, choice_companion, graded, holds, words_right
@@ -36,7 +36,7 @@ DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
 Depths = Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], Field(min_length=1)]
 RESERVE = 200
 TOY_LENGTHS = (64, 128, 192, 256)
-QUESTION_ROOM = 24  # upper bound of the words of a toy prompt besides its context
+QUESTION_WORDS = 24  # upper bound of the words of a toy prompt besides its context
 
 
 class Other(BaseModel):
@@ -47,23 +47,21 @@ class Other(BaseModel):
     value: str
 
 
-OTHERS = tuple(
-    Other(key=key, value=value)
-    for key, value in (
-        ("Chicago", "climb a tower and look over the lake on a windy day"),
-        ("Lisbon", "ride a tram and drink coffee in the old town on a warm morning"),
-        ("Toronto", "rent a boat and row around the islands on a quiet afternoon"),
-        ("Vienna", "hear an opera and walk in the palace garden on a mild evening"),
-        ("Nairobi", "watch the lions and camp beside the river on a clear night"),
-        ("Oslo", "take a sauna and swim in the cold harbour on a bright day"),
-        ("Kyoto", "visit a temple and sit under the maple trees on a foggy morning"),
-        ("Lima", "eat grilled fish and watch the surfers on a cloudy day"),
-        ("Dublin", "hear a fiddle and talk to strangers in a pub on a rainy night"),
-        ("Sydney", "take a ferry and have a picnic on the beach on a hot day"),
-        ("Cairo", "buy some spices and float down the river on a golden evening"),
-        ("Prague", "cross the bridge and feed the swans on a snowy morning"),
-    )
-)
+_OTHERS = {
+    "Chicago": "climb a tower and look over the lake on a windy day",
+    "Lisbon": "ride a tram and drink coffee in the old town on a warm morning",
+    "Toronto": "rent a boat and row around the islands on a quiet afternoon",
+    "Vienna": "hear an opera and walk in the palace garden on a mild evening",
+    "Nairobi": "watch the lions and camp beside the river on a clear night",
+    "Oslo": "take a sauna and swim in the cold harbour on a bright day",
+    "Kyoto": "visit a temple and sit under the maple trees on a foggy morning",
+    "Lima": "eat grilled fish and watch the surfers on a cloudy day",
+    "Dublin": "hear a fiddle and talk to strangers in a pub on a rainy night",
+    "Sydney": "take a ferry and have a picnic on the beach on a hot day",
+    "Cairo": "buy some spices and float down the river on a golden evening",
+    "Prague": "cross the bridge and feed the swans on a snowy morning",
+}
+OTHERS = tuple(Other(key=key, value=value) for key, value in _OTHERS.items())
 
 
 def filled(template: str, key: str, value: str) -> str:
@@ -95,7 +93,6 @@ class Niah(Retrieval):
     """Needle in a haystack: generate the answer; scored by exact match and by graded points."""
 
     kind = "niah"
-    mode: ClassVar[Mode] = "generate"
     files: ClassVar[tuple[str, ...]] = ("haystack",)
     style: Literal["auto", "base", "chat", "paper"] = "auto"  # type: ignore[assignment]  # adds "paper"
     lengths: Sizes | None = None  # None: the paper's; for zoo models TOY_LENGTHS or what fits
@@ -131,7 +128,7 @@ class Niah(Retrieval):
         lengths = self.lengths or LENGTHS
         if is_toy and self.lengths is None:
             copies = 2 if self.layout == "jrt" else 1
-            most = TOY_LENGTHS[-1] if max_tokens is None else (max_tokens - self.toy_new_tokens) // copies - QUESTION_ROOM
+            most = TOY_LENGTHS[-1] if max_tokens is None else (max_tokens - self.toy_new_tokens) // copies - QUESTION_WORDS
             # max_tokens may exceed the length of the training documents
             lengths = TOY_LENGTHS if most >= TOY_LENGTHS[-1] else tuple(most * part // 4 for part in (1, 2, 3, 4))
         for length, depth, i in product(lengths, self.depths, range(self.samples)):
@@ -183,16 +180,13 @@ class Niah(Retrieval):
             size = sum(len(token_ids(tokenizer, f" {text}")) for text in sentences)
             of_haystack = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
             source = iterate_sentences(self.haystack, of_haystack, start_anywhere=not shared or cell.i > 0)
-            hay = cut_haystack(tokenizer, source, self._room(cell, size))
+            hay = cut_haystack(tokenizer, source, self._haystack_tokens(cell, size))
             slots = [hay.slot(cell.depth), *(stream.below(len(hay.ends)) for _ in hidden)]
             pieces = [needle]
             pieces += [needle_pieces(self.needle, "distractor", key=other.key, value=other.value) for other in hidden]
             context = insert_needles(hay, list(zip(slots, pieces, strict=True)))
             reached = hay.depth_percent(slots[0])
             facts = {"context_tokens": hay.tokens + size, "depth_reached_percent": reached, "needles": len(slots)}
-        spare = [other.value for other in free]
-        values = [("true", self.value), *(("context", other.value) for other in hidden)]
-        values += [("absent", value) for value in spare[: self.absent]]
         has_value = "{value}" in self.needle
         if has_value and len(free) < self.absent and self.mode == "choices":
             raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
@@ -202,10 +196,12 @@ class Niah(Retrieval):
             target=sentence,
             lead=BASE_LEAD,
             instruction=CHAT_END,
-            options=[(kind, filled(self.needle, self.key, value)) for kind, value in values] if has_value else [],
+            value=self.value,
+            wrong=[other.value for other in hidden],
+            absent=[other.value for other in free],
+            option=fill_template(self.needle, key=self.key) if has_value else "",
+            has_twin=has_value,
             facts={**cell.facts(), **facts},
-            value=self.value if has_value else "",
-            spare=spare,
         )
         cluster = f"niah/haystack={cell.i}" if shared else f"niah/{cell.name}"
         return self.drafted_item(tokenizer, draft, f"niah/{cell.name}", cluster, cell.window, order)
@@ -219,10 +215,11 @@ class Niah(Retrieval):
         gets the instruction once, after the last question.
         """
         needle = token_ids(tokenizer, f"\n{sentence}\n")
-        room = self._room(cell, len(needle))
+        size = self._haystack_tokens(cell, len(needle))
         anywhere = cell.i > 0
         source = iterate_sentences(self.haystack, Stream("haystack", cell.seed, cell.i), anywhere, appended=True)
-        essay = take_tokens(tokenizer, source, room, from_start=self.haystack is not None and not anywhere)
+        from_start = self.haystack is not None and not anywhere
+        essay = read_tokens(tokenizer, source, size, keep_space=from_start)[1][:size]
         place = len(essay)
         if cell.depth != 100:
             stop = tokenizer.convert_tokens_to_ids(".")
@@ -245,8 +242,8 @@ class Niah(Retrieval):
         if shown.strip() != sentence:
             raise NeedleworkError(f"niah: this tokenizer makes {shown.strip()!r} of the needle; choose words that it keeps")
         start, end = shown.split(sentence)
-        reached = 100 * place / room if room else 0.0
-        facts = {"style": "paper", "context_tokens": room + len(needle), "depth_reached_percent": reached, "needles": 1}
+        reached = 100 * place / size if size else 0.0
+        facts = {"style": "paper", "context_tokens": size + len(needle), "depth_reached_percent": reached, "needles": 1}
         # The options are seeded by the context, so that cells or seeds with equal prompts have equal options.
         return before + start, end + after, f"{before}/{after}", facts
 
@@ -262,7 +259,7 @@ class Niah(Retrieval):
             whole = [*pieces, Piece(draft.lead)]
         return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "question"), split=False)
 
-    def _room(self, cell: NiahCell, size: int) -> int:
+    def _haystack_tokens(self, cell: NiahCell, size: int) -> int:
         """Return the tokens left for the haystack of a cell whose needles have `size` tokens."""
         reserve = RESERVE if self.reserve_tokens is None else self.reserve_tokens
         if cell.length - reserve < size:
@@ -282,12 +279,7 @@ def _toy_item(
     """Return an item in the toy language, with a context of `size` tokens. `options` are those of `needles.make_niah`."""
     with prefix_errors(name):
         sample = needles.make_niah(
-            stream,
-            context_tokens=size,
-            distractors=task.distractors,
-            depth_percent=cell.depth,
-            layout=task.layout,
-            **options,
+            stream, context_tokens=size, distractors=task.distractors, depth_percent=cell.depth, layout=task.layout, **options
         )
     more = {"hops": task.hops} if isinstance(task, Linked) else {"depth_reached_percent": sample.depth_percent}
     facts = {**cell.facts(), **more}
@@ -308,7 +300,6 @@ class Linked(Retrieval):
     """
 
     kind = "linked"
-    mode: ClassVar[Mode] = "generate"
     lengths: Sizes = (128, 192)
     depths: Depths = (0, 25, 50, 75, 100)  # of the needle with the value; its links follow it
     distractors: int = Field(3, ge=0)

@@ -6,15 +6,14 @@ that interventions and observers that refer to them work.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from needlework.errors import NeedleworkError, check_plain
+from needlework.errors import WHOLE, NeedleworkError
 from needlework.files import read_text
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
@@ -26,6 +25,9 @@ from needlework.toy.sample import Stream
 MATCHES = {"contains": holds, "begins": begins, "exact": equals}
 
 
+Whole = Annotated[int, Field(ge=-WHOLE, lt=WHOLE)]
+
+
 class PromptLine(BaseModel):
     """The keys of a line of the file."""
 
@@ -34,8 +36,8 @@ class PromptLine(BaseModel):
     target: str  # the right answer
     needle: str | None = None  # text in the prompt that contains the answer; all occurrences become spans
     options: list[str] | None = None  # continuations of the prompt, with their white space; one is the target
-    id: str | int | None = None  # None: the line's number
-    cluster: str | int | None = None  # of lines that share a text; None: a cluster of its own
+    id: str | Whole | None = None  # None: the line's number
+    cluster: str | Whole | None = None  # of lines that share a text; None: a cluster of its own
 
 
 class Own(Task):
@@ -82,26 +84,26 @@ class Own(Task):
             with prefix_errors(f"{self.file}:{number}"):
                 for text in (line.prompt, *(line.options or ())) if speaks_toy else ():
                     toy.encoded(tokenizer, text.split())  # raises for words outside the toy vocabulary
-                item = self._item(tokenizer, _name(number, line), line, window)
+                parts = [line.prompt] if line.needle is None else re.split(f"({re.escape(line.needle)})", line.prompt)
+                pieces = [Piece(text, ("needle",) if i % 2 else ()) for i, text in enumerate(parts) if text]
+                if self.chat:
+                    pieces = prompts.in_chat(tokenizer, pieces)
+                encoded = prompts.encode(tokenizer, pieces, special=not self.chat)
+                name = _name(number, line)
+                options = Stream("options", name).mixed(line.options or ())
+                if len({prompts.token_ids(tokenizer, option) for option in options}) < len(options):
+                    raise NeedleworkError(
+                        f"two of the options {line.options} are the same tokens to this tokenizer; choose other words"
+                    )
+                pairs = [("true" if option.strip() == line.target.strip() else "other", option) for option in options]
+                facts = {"context_tokens": len(encoded.ids), **({"needles": len(encoded.spans["needle"])} if line.needle else {})}
+                cluster = "" if line.cluster is None else str(line.cluster)
+                item = prompts.make_item(tokenizer, name, encoded, line.target, pairs, facts, window, cluster=cluster)
                 yield self.fitted(item, new_tokens, max_tokens, "shorten the prompt, or take the line out of the file")
 
     def ending(self, tokenizer: Tokenizer) -> tuple[int, str | None]:
         """Return max_new_tokens and the stop text, by default the full stop for zoo models."""
         return self.max_new_tokens, self.stop or (toy.STOP if toy.is_toy(tokenizer) else None)
-
-    def _item(self, tokenizer: Tokenizer, name: str, line: PromptLine, window: int | None) -> Item:
-        parts = [line.prompt] if line.needle is None else re.split(f"({re.escape(line.needle)})", line.prompt)
-        pieces = [Piece(text, ("needle",) if i % 2 else ()) for i, text in enumerate(parts) if text]
-        if self.chat:
-            pieces = prompts.in_chat(tokenizer, pieces)
-        encoded = prompts.encode(tokenizer, pieces, special=not self.chat)
-        options = Stream("options", name).mixed(line.options or ())
-        if len({prompts.token_ids(tokenizer, option) for option in options}) < len(options):
-            raise NeedleworkError(f"two of the options {line.options} are the same tokens to this tokenizer; choose other words")
-        pairs = [("true" if option.strip() == line.target.strip() else "other", option) for option in options]
-        facts = {"context_tokens": len(encoded.ids), **({"needles": len(encoded.spans["needle"])} if line.needle else {})}
-        cluster = "" if line.cluster is None else str(line.cluster)
-        return prompts.make_item(tokenizer, name, encoded, line.target, pairs, facts, window, cluster=cluster)
 
 
 @task
@@ -135,16 +137,7 @@ def _name(number: int, line: PromptLine) -> str:
 def _read_line(text: str, mode: Mode) -> PromptLine:
     """Parse and validate one line; raise NeedleworkError with the reason if it is invalid."""
     try:
-        content = json.loads(text)
-        check_plain(content)
-    except NeedleworkError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise NeedleworkError(f"not valid JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise NeedleworkError('a line is an object such as {"prompt": "...", "target": "..."}')
-    try:
-        line = PromptLine.model_validate(content)
+        line = PromptLine.model_validate_json(text)
     except ValidationError as error:
         raise NeedleworkError(describe_fault(error.errors()[0], PromptLine)) from None
     if line.needle is not None and not line.needle.strip():

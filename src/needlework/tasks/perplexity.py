@@ -61,7 +61,18 @@ class Perplexity(Task):
             name = f"perplexity/{i}"
             spans: dict[str, Span] = {}
             if in_toy:
-                words, answers = toy_document(Stream(EVAL_SPLIT, "perplexity", seed, i), size)
+                stream = Stream(EVAL_SPLIT, "perplexity", seed, i)
+                relation = stream.pick(needles.RELATION_NAMES)
+                hidden = needles.make_needles(stream, relation, max(1, min(12, size // WORDS_PER_NEEDLE)))
+                asked = [(needle.question(stream.below(2)), needle.value) for needle in stream.mixed(hidden)]
+                tail = sum(len(question) + len(value) + 3 for question, value in asked)
+                least = sum(len(needle.sentence()) for needle in hidden)
+                words = ["context", ":", *needles.hide_needles(stream, hidden, max(least, size - tail - 3)).words]
+                answers = []
+                for question, value in asked:
+                    words += [*question, "answer", ":"]
+                    answers.append((len(words), len(words) + len(value)))
+                    words += [*value, "."]
                 ids = toy.encoded(tokenizer, words)
                 first = len(ids) - len(words)
                 if inside := tuple((a + first, b + first) for a, b in answers if b + first <= size):
@@ -94,19 +105,3 @@ class Perplexity(Task):
         scores = {name: -sum(values) / len(values) for name, values in parts.items() if values}
         counts = {name.replace("nll", "tokens"): float(len(values)) for name, values in parts.items()}
         return {**scores, **counts}
-
-
-def toy_document(stream: Stream, size: int) -> tuple[list[str], list[tuple[int, int]]]:
-    """Generate about `size` words: a context, then a question and answer for each needle. Return words and answer ranges."""
-    relation = stream.pick(needles.RELATION_NAMES)
-    hidden = needles.make_needles(stream, relation, max(1, min(12, size // WORDS_PER_NEEDLE)))
-    asked = [(needle.question(stream.below(2)), needle) for needle in stream.mixed(hidden)]
-    tail = sum(len(question) + len(needle.value) + 3 for question, needle in asked)
-    least = sum(len(needle.sentence()) for needle in hidden)
-    place = needles.hide_needles(stream, hidden, max(least, size - tail - 3))
-    words, answers = ["context", ":", *place.words], []
-    for question, needle in asked:
-        words += [*question, "answer", ":"]
-        answers.append((len(words), len(words) + len(needle.value)))
-        words += [*needle.value, "."]
-    return words, answers

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -59,7 +60,6 @@ def encode(
     """Tokenize the joined pieces and return the token ranges of every span name.
 
     Args:
-        tokenizer: a fast tokenizer.
         pieces: the text with its span names.
         special: add the tokenizer's special tokens (BOS); False for chat templates, which contain their own.
         optional: spans to omit if they match no token range, such as a value that shares a token with its needle. For other
@@ -83,13 +83,8 @@ def encode(
             spans[name] = tuple((inside[0], inside[-1] + 1) for inside in (where.overlapping(*part) for part in ranges))
             wider.append(name)
             continue
-        try:
-            spans[name] = tuple(
-                _verified(tokenizer, ids, where.place(start, end), text[start:end], name) for start, end in ranges
-            )
-        except NeedleworkError:
-            if name not in optional:
-                raise
+        with suppress(NeedleworkError) if name in optional else nullcontext():
+            spans[name] = tuple(_verified(tokenizer, ids, where.place(a, b), text[a:b], name) for a, b in ranges)
     return Encoded(tuple(ids), text, spans, tuple(wider))
 
 
@@ -138,12 +133,9 @@ class _Map:
     def place(self, start: int, end: int) -> tuple[int, int] | None:
         """Return the token range of a character range; None if its first or last token also contains other text."""
         inside = self.overlapping(start, end)
-        if not inside:
+        if not inside or self.text[self.offsets[inside[0]][0] : start].strip():
             return None
-        before, after = self.offsets[inside[0]][0], self.offsets[inside[-1]][1]
-        if self.text[before:start].strip() or self.text[end:after].strip():
-            return None
-        return inside[0], inside[-1] + 1
+        return None if self.text[end : self.offsets[inside[-1]][1]].strip() else (inside[0], inside[-1] + 1)
 
 
 def _in_parts(tokenizer: Tokenizer, text: str, edges: Sequence[int], special: bool) -> tuple[list[int], list[tuple[int, int]]]:
@@ -210,30 +202,15 @@ def make_item(
     name: str,
     encoded: Encoded,
     target: str,
-    options: Sequence[tuple[str, str]],
+    options: Sequence[tuple[str, str]],  # (kind, text); kind: "true" (once), "context" (wrong, in the context), "absent", "other"
     facts: Mapping[str, Any],
-    window: int | None,
+    window: int | None,  # of sliding attention; with several needles (copies, chains, values) it must hold the last one only
     *,
-    cluster: str = "",
-    twin: tuple[tuple[int, ...], str] | None = None,
-    more: Mapping[str, Any] = MappingProxyType({}),
+    cluster: str = "",  # default: the item itself
+    twin: tuple[tuple[int, ...], str] | None = None,  # tokens and right answer of a counterfactual prompt
+    more: Mapping[str, Any] = MappingProxyType({}),  # facts that come last and replace others of the same name
 ) -> Item:
-    """Return the item of a prompt, with facts about its options and about the place of its needle.
-
-    Args:
-        tokenizer: the model's tokenizer.
-        name: the item's id.
-        encoded: the prompt.
-        target: the right answer.
-        options: (kind, text) of the continuations to score; kind: "true" (once), "context" (wrong, in the context), "absent" or
-            "other".
-        facts: facts of the task. Those in `more` come last and replace others of the same name.
-        window: tokens of the model's sliding attention window. With several needle spans (copies in JRT, chains, several
-            values), it must hold the last one only.
-        cluster: unit of the bootstrap; the item itself by default.
-        twin: tokens and right answer of a counterfactual prompt.
-        more: see `facts`.
-    """
+    """Return the item of a prompt, with facts about its options and about the place of its needle."""
     kinds, texts = [kind for kind, _ in options], [text for _, text in options]
     about: dict[str, Any] = {"options": texts, "option_kinds": kinds, "chance": 1 / len(kinds)} if kinds else {}
     about |= {f"chance_{kind}": 1 / (1 + kinds.count(kind)) for kind in ("context", "absent") if kind in kinds}

@@ -19,7 +19,7 @@ from needlework.errors import NeedleworkError
 from needlework.requests import MOST_TOKENS, Answer
 from needlework.tasks import prompts, toy
 from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, prefix_errors, task
-from needlework.tasks.haystack import FIRST_NAMES, LAST_NAMES, NOUNS, needle_pieces
+from needlework.tasks.haystack import FIRST_NAMES, LAST_NAMES, NOUNS, fill_template, needle_pieces
 from needlework.tasks.prompts import Piece
 from needlework.tasks.scores import begins, choice_companion, words_right
 from needlework.toy import needles
@@ -40,17 +40,20 @@ class Draft:
     target: str
     lead: str = "ANSWER: "  # end of a base model's prompt, which it continues
     instruction: str = "Answer with nothing but what is asked for."  # end of a chat model's user turn
-    options: Sequence[tuple[str, str]] = ()  # (kind, text); kind: true, context (wrong, in the context) or absent
+    value: str = ""  # the right option of the choice task
+    wrong: Sequence[str] = ()  # wrong options that occur in the context
+    absent: Sequence[str] = ()  # values that do not occur in it: wrong options, and values of a twin
+    option: str = "{value}"  # template of an option; "": no options
+    has_twin: bool = True  # whether the pieces named "value" can be replaced by another value
     facts: Mapping[str, Any] = field(default_factory=dict)
     world: str = "english"
-    value: str = ""  # replaced in a twin, in the pieces named "value"
-    spare: Sequence[str] = ()  # candidates to replace it
 
 
 class Retrieval(Task):
     """Base class of tasks that ask for something in the context."""
 
     ability: ClassVar[Ability] = "retrieval"
+    mode: ClassVar[Mode] = "generate"
     toy_new_tokens: ClassVar[int] = 12
     world: Literal["auto", "toy", "english"] = "auto"  # auto: toy if the tokenizer is the zoo's
     samples: int = Field(1, ge=1)  # per cell of the task's grid, such as length x depth
@@ -91,12 +94,15 @@ class Retrieval(Task):
     ) -> Item:
         """Tokenize a draft. Its options are shuffled with the seed `order`, by default the item's name."""
         encoded = self.encode(tokenizer, draft)
+        values = [("true", draft.value), *(("context", value) for value in draft.wrong[: self.in_context()])]
+        values += [("absent", value) for value in draft.absent[: self.absent]]
+        options = [(kind, fill_template(draft.option, value=value)) for kind, value in values if draft.option]
         return prompts.make_item(
             tokenizer,
             name,
             encoded,
             draft.target,
-            Stream("options", order or name).mixed(draft.options) if len(draft.options) > 1 else [],
+            Stream("options", order or name).mixed(options) if len(options) > 1 else [],
             {"world": draft.world, "layout": self.layout, **draft.facts},
             window,
             cluster=cluster,
@@ -106,11 +112,11 @@ class Retrieval(Task):
 
     def _twin(self, tokenizer: Tokenizer, draft: Draft, length: int) -> tuple[tuple[int, ...], str] | None:
         """Return the tokens of a prompt of `length` tokens with another value, and its target; None if no spare value fits."""
-        for other in draft.spare if draft.value else ():
-            context = [
-                replace(piece, text=other) if "value" in piece.names and piece.text == draft.value else piece
-                for piece in draft.context
-            ]
+        for other in draft.absent if draft.has_twin else ():
+            swapped = {
+                Piece(draft.value, names): Piece(other, names) for piece in draft.context if "value" in (names := piece.names)
+            }
+            context = [swapped.get(piece, piece) for piece in draft.context]
             twin = replace(draft, context=context, target=draft.target.replace(draft.value, other))
             with suppress(NeedleworkError):  # skip values whose span this tokenizer cannot represent
                 ids = self.encode(tokenizer, twin).ids
@@ -119,7 +125,7 @@ class Retrieval(Task):
         if self.twins:
             raise NeedleworkError(
                 f"{self.kind}: no other value gives a prompt of the same length in this tokenizer, so there is no twin; "
-                + (f"offer a value with as many tokens as {draft.value!r}" if draft.value else "it has no single value")
+                + (f"offer a value with as many tokens as {draft.value!r}" if draft.has_twin else "it has no single value")
             )
         return None
 
@@ -175,14 +181,15 @@ class Lists(Retrieval):
             if is_toy:
                 with prefix_errors(name):
                     samples = self.toy_samples(stream, size)
-                make = partial(toy.toy_item, tokenizer, absent=self.absent, in_context=self.in_context(), window=window)
+                make = partial(
+                    toy.toy_item, tokenizer, absent=self.absent, in_context=self.in_context(), window=window, cluster=name
+                )
                 facts = [{"entries": size, "query": j, "layout": "plain"} for j in range(len(samples))]
-                items = [make(sample, f"{name}/{j}", cluster=name, facts=facts[j]) for j, sample in enumerate(samples)]
+                items = [make(sample, f"{name}/{j}", facts=facts[j]) for j, sample in enumerate(samples)]
             else:
                 drafts = self.english_drafts(stream, size)
                 items = [self.drafted_item(tokenizer, draft, f"{name}/{j}", name, window) for j, draft in enumerate(drafts)]
-            for item in items:
-                yield self.fitted(item, new_tokens, max_tokens)
+            yield from (self.fitted(item, new_tokens, max_tokens) for item in items)
 
     def extent(self) -> TaskExtent:
         return TaskExtent(len(self.sizes) * self.samples * self.queries, max(self.sizes))
@@ -210,18 +217,15 @@ class Lists(Retrieval):
             for k, (key, value) in enumerate(zip(keys, values, strict=True)):
                 context += needle_pieces("{key}: {value}", "needle" if k == i else "distractor", key=key, value=value)
                 context.append(Piece("\n"))
-            others = stream.mixed([value for k, value in enumerate(values) if k != i])[: self.in_context()]
-            options = [("true", values[i]), *(("context", value) for value in others)]
-            options += [("absent", value) for value in spare[: self.absent]]
             drafts.append(
                 Draft(
                     context=context[:-1],
                     question=self.english_question.format(key=keys[i]),
                     target=values[i],
-                    options=options,
-                    facts={"entries": len(keys), "query": j, "key": keys[i], "needles": len(keys)},
                     value=values[i],
-                    spare=spare,
+                    wrong=stream.mixed([value for k, value in enumerate(values) if k != i]),
+                    absent=spare,
+                    facts={"entries": len(keys), "query": j, "key": keys[i], "needles": len(keys)},
                 )
             )
         return drafts
@@ -232,7 +236,6 @@ class Mqar(Lists):
     """Multi-query associative recall: the value that follows a key in a list of pairs."""
 
     kind = "mqar"
-    mode: ClassVar[Mode] = "generate"
     toy_new_tokens: ClassVar[int] = 1
     english_question = "Which word stands after {key} in the list?"
 
@@ -252,7 +255,6 @@ class PhoneBook(Lists):
     """Phone book: the number of a name in a list."""
 
     kind = "phone_book"
-    mode: ClassVar[Mode] = "generate"
     toy_new_tokens: ClassVar[int] = 6
     english_question = "What is the phone number of {key}?"
 
@@ -273,7 +275,6 @@ class Copy(Lists):
     """Repeat the words of the context. Wrong options are the same words in other orders."""
 
     kind = "copy"
-    mode: ClassVar[Mode] = "generate"
 
     def in_context(self) -> int:
         return 0
@@ -289,14 +290,15 @@ class Copy(Lists):
     def english_drafts(self, stream: Stream, size: int) -> list[Draft]:
         words = [stream.pick(NOUNS) for _ in range(size)]
         text = " ".join(words)
-        options = [("true", text), *(("absent", " ".join(other)) for other in _other_orders(stream, words)[: self.absent])]
         return [
             Draft(
                 context=[Piece(text, ("needle", "value"))],
                 question="Which words stand above?",
                 target=text,
                 instruction="Repeat the context word for word.",
-                options=options,
+                value=text,
+                absent=[" ".join(other) for other in _other_orders(stream, words)],
+                has_twin=False,
                 facts={"entries": size, "needles": 1},
             )
         ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise, product
+from itertools import count, pairwise, product
 from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, Mode, TaskExtent, Tokenizer, prefix_errors, task
+from needlework.tasks.base import Item, TaskExtent, Tokenizer, prefix_errors, task
 from needlework.tasks.haystack import (
     NOUNS,
     cut_haystack,
@@ -40,58 +40,37 @@ SPARE = 3  # wrong options that do not occur in the context
 COMMON_TIMES = 10  # minimum ratio of the frequencies of common and other words
 
 
+# Invented words, so that only counting helps.
+_RARE = tuple(map("".join, product(("bro", "fli", "ka", "mu", "ste", "zo"), ("dra", "lo", "ni", "pu"), ("k", "m", "x"))))
+
+
 @dataclass(frozen=True)
 class Language:
-    """Vocabulary and templates of the prompts; templates contain {key}, {value}, {other} or {count}."""
+    """Vocabulary and templates of the prompts, by default in English; templates contain {key}, {value}, {other} or {count}."""
 
-    world: str
-    lengths: tuple[int, ...]
-    reserve: int  # tokens of each length, for question and answer
-    keys: tuple[str, ...]
-    words: tuple[str, ...]  # for common_words
-    rare: tuple[str, ...]  # for frequent_words
-    needle: str
-    question: str
-    questions: str  # several keys in one question; "": one question after the other
-    given: str  # assigns a value to a name
-    copied: str  # assigns the value of another name
-    who: str  # asks for the names with a value
-    most: str  # asks for the {count} most frequent words
-    lead: str
-    number: Callable[[Stream], str]
-    sentences: Callable[[Stream], Iterator[str]]
+    world: str = "english"
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096)
+    reserve: int = 128  # tokens of each length, for question and answer
+    keys: tuple[str, ...] = NOUNS
+    words: tuple[str, ...] = NOUNS  # for common_words
+    rare: tuple[str, ...] = _RARE  # for frequent_words
+    needle: str = "The locker number for the {key} is {value}."
+    question: str = "What is the locker number for the {key}? If there are several, give all of them."
+    questions: str = "What are the locker numbers for the {key}?"  # several keys; "": one question after the other
+    given: str = "The {key} was given the number {value}."
+    copied: str = "The {key} was given the same number as the {other}."
+    who: str = "Which things were given the number {value}, directly or through others? Name all of them."
+    most: str = "Which {count} words occur most often in the list above?"
+    lead: str = "ANSWER: "
+    number: Callable[[Stream], str] = lambda stream: str(stream.between(10000, 99999))
+    sentences: Callable[[Stream], Iterator[str]] = generate_sentences
 
 
 def _join_words(words: Sequence[str]) -> str:
     return ", ".join(words[:-1]) + f" and {words[-1]}" if len(words) > 1 else words[0]
 
 
-def _toy_sentences(stream: Stream) -> Iterator[str]:
-    separator = ""
-    while True:
-        yield separator + " ".join(make_sentence(stream))
-        separator = " "
-
-
-ENGLISH = Language(
-    world="english",
-    lengths=(512, 1024, 2048, 4096),
-    reserve=128,
-    keys=NOUNS,
-    words=NOUNS,
-    # Invented words, so that only counting helps.
-    rare=tuple(map("".join, product(("bro", "fli", "ka", "mu", "ste", "zo"), ("dra", "lo", "ni", "pu"), ("k", "m", "x")))),
-    needle="The locker number for the {key} is {value}.",
-    question="What is the locker number for the {key}? If there are several, give all of them.",
-    questions="What are the locker numbers for the {key}?",
-    given="The {key} was given the number {value}.",
-    copied="The {key} was given the same number as the {other}.",
-    who="Which things were given the number {value}, directly or through others? Name all of them.",
-    most="Which {count} words occur most often in the list above?",
-    lead="ANSWER: ",
-    number=lambda stream: str(stream.between(10000, 99999)),
-    sentences=generate_sentences,
-)
+ENGLISH = Language()
 TOY = Language(
     world="toy",
     lengths=(64, 128, 192),
@@ -108,20 +87,12 @@ TOY = Language(
     most="which word is in the context again and again ?",
     lead="answer :",
     number=lambda stream: " ".join(stream.pick(w.DIGITS) for _ in range(3)),
-    sentences=_toy_sentences,
+    sentences=lambda stream: (" " * (i > 0) + " ".join(make_sentence(stream)) for i in count()),
 )
 LANGUAGES = {"english": ENGLISH, "toy": TOY}
 
 
-@dataclass(frozen=True)
-class RulerQuestion:
-    """Sentences to insert, question and targets as text. The first target is the right option of the choice task."""
-
-    hidden: Sequence[Sequence[Piece]]
-    text: str
-    targets: Sequence[str]
-    wrong: Sequence[str]  # wrong options that occur in the context
-    absent: Sequence[str]
+Hidden = list[list[Piece]]  # sentences to insert
 
 
 @task
@@ -129,7 +100,6 @@ class Ruler(Retrieval):
     """RULER by generation: `found` is the fraction of targets in the answer (RULER's score), `correct` requires all."""
 
     kind = "ruler"
-    mode: ClassVar[Mode] = "generate"
     files: ClassVar[tuple[str, ...]] = ("haystack",)
     variant: Variant = "single"
     lengths: Sizes | None = None
@@ -179,40 +149,35 @@ class Ruler(Retrieval):
 
     def in_context(self) -> int:
         keys = MOST_OPTIONS if self.keys == "full" else self.keys
-        counts = {
-            "single": 0,
-            "multiquery": keys + self.queries - 1,
-            "variables": (self.chains - 1) * (self.hops + 1),
-        }
+        counts = {"single": 0, "multiquery": keys + self.queries - 1, "variables": (self.chains - 1) * (self.hops + 1)}
         return SPARE if self.variant.endswith("_words") else min(MOST_OPTIONS, counts.get(self.variant, keys))
 
-    def _needles(self, stream: Stream, language: Language, tokenizer: Tokenizer, room: int) -> list[Draft]:
+    def _needles(self, stream: Stream, language: Language, tokenizer: Tokenizer, limit: int) -> list[Draft]:
         example = fill_template(language.needle, key=language.keys[0], value=language.number(stream))
         full = self.keys == "full"
-        fill = min(room // (len(token_ids(tokenizer, " " + example)) + 1), len(language.keys) - self.queries) - 1
+        fill = min(limit // (len(token_ids(tokenizer, " " + example)) + 1), len(language.keys) - self.queries) - 1
         if full and fill < MOST_OPTIONS:
-            raise NeedleworkError(f"{room} tokens hold fewer than {MOST_OPTIONS + 1} needles; use a greater length")
+            raise NeedleworkError(f"{limit} tokens hold fewer than {MOST_OPTIONS + 1} needles; use a greater length")
         if self.variant == "variables":
             questions = [self._variable_question(stream, language)]
         else:
             others = 0 if self.variant == "single" else fill if self.keys == "full" else self.keys
             questions = self._needle_questions(stream, language, others)
-        used = sum(len(token_ids(tokenizer, " " + "".join(piece.text for piece in sentence))) for sentence in questions[0].hidden)
-        if used > room:
-            raise NeedleworkError(f"the needles need {used} tokens, there are {room}; use a greater length or fewer needles")
+        sentences = ["".join(piece.text for piece in sentence) for sentence in questions[0][0]]
+        used = sum(len(token_ids(tokenizer, f" {sentence}")) for sentence in sentences)
+        if used > limit:
+            raise NeedleworkError(f"the needles need {used} tokens, there are {limit}; use a greater length or fewer needles")
         built_in = self.haystack is None or language.world == "toy"
         source = language.sentences(stream) if built_in else iterate_sentences(self.haystack, stream, start_anywhere=True)
-        hay = cut_haystack(tokenizer, source, 0 if full else room - used, whole=language.world == "toy")
-        slots = [stream.below(len(hay.ends)) for _ in questions[0].hidden]
+        hay = cut_haystack(tokenizer, source, 0 if full else limit - used, whole=language.world == "toy")
+        slots = [stream.below(len(hay.ends)) for _ in sentences]
         if self.variant == "variables":
             slots.sort()  # assignments keep their order
-        drafts = []
-        for question in questions:
-            context = insert_needles(hay, list(zip(slots, question.hidden, strict=True)))
-            drafts.append(self._draft(language, question, context, hay.tokens + used))
-        return drafts
+        facts = {"context_tokens": hay.tokens + used, "needles": len(sentences)}
+        contexts = (insert_needles(hay, list(zip(slots, hidden, strict=True))) for hidden, _ in questions)
+        return [replace(q, context=c, facts={**facts, **q.facts}) for c, (_, q) in zip(contexts, questions, strict=True)]
 
-    def _needle_questions(self, stream: Stream, language: Language, others: int) -> list[RulerQuestion]:
+    def _needle_questions(self, stream: Stream, language: Language, others: int) -> list[tuple[Hidden, Draft]]:
         """Return the questions for one or several keys, among `others` keys with one value each.
 
         English has one question for several keys. The toy language has one question per key, which contains the questions and
@@ -225,7 +190,7 @@ class Ruler(Retrieval):
         own, wrong, absent = numbers[: asked * values], numbers[asked * values : -SPARE], numbers[-SPARE:]
         owners = [key for key in keys[:asked] for _ in range(values)] + keys[asked:]
 
-        def hide(needles: range) -> list[list[Piece]]:
+        def hide(needles: range) -> Hidden:
             """Return all sentences, of which these are needles and the others distractors."""
             names = ["needle" if i in needles else "distractor" for i in range(len(owners))]
             sentences = zip(names, owners, numbers, strict=False)
@@ -234,16 +199,17 @@ class Ruler(Retrieval):
         if asked == 1 or language.questions:
             template = language.question if asked == 1 else language.questions
             question = template.format(key=_join_words(keys[:asked]))
-            return [RulerQuestion(hide(range(len(own))), question, own, [*(own[values:] if asked > 1 else ()), *wrong], absent)]
+            wrong = [*(own[values:] if asked > 1 else ()), *wrong]
+            return [(hide(range(len(own))), _draft(language, question, own, wrong, absent))]
         questions, before = [], ""
         for i, number in enumerate(own):
             question = before + language.question.format(key=keys[i])
             others_own = [value for value in own if value != number]
-            questions.append(RulerQuestion(hide(range(i, i + 1)), question, [number], [*others_own, *wrong], absent))
+            questions.append((hide(range(i, i + 1)), _draft(language, question, [number], [*others_own, *wrong], absent)))
             before = f"{question} {language.lead} {number} . question : "
         return questions
 
-    def _variable_question(self, stream: Stream, language: Language) -> RulerQuestion:
+    def _variable_question(self, stream: Stream, language: Language) -> tuple[Hidden, Draft]:
         """Return the question for the names of the first of several chains of assignments; its sentences are the needles."""
         length = self.hops + 1
         keys = draw_distinct(stream, language.keys, self.chains * length + SPARE, "names", "ask for fewer")
@@ -257,37 +223,38 @@ class Ruler(Retrieval):
             sentences.append(iter(steps))
         hidden = [next(sentences[c]) for c in stream.mixed([c for c in range(self.chains) for _ in range(length)])]
         wrong = stream.mixed([name for names in chains[1:] for name in names])
-        return RulerQuestion(hidden, language.who.format(value=numbers[0]), chains[0][::-1], wrong, keys[-SPARE:])
+        return hidden, _draft(language, language.who.format(value=numbers[0]), chains[0][::-1], wrong, keys[-SPARE:])
 
-    def _words(self, stream: Stream, language: Language, tokenizer: Tokenizer, room: int) -> list[Draft]:
+    def _words(self, stream: Stream, language: Language, tokenizer: Tokenizer, limit: int) -> list[Draft]:
         common = self.variant == "common_words"
         pool = stream.mixed(language.words if common else language.rare)
         absent, pool = pool[:SPARE], pool[SPARE:]
-        words, tokens = room, room + 1
-        while tokens > room:  # words have different token counts: reduce the number until all fit
-            words = min(words - 1, words * room // tokens)
+        words, tokens = limit, limit + 1
+        while tokens > limit:  # words have different token counts: reduce the number until all fit
+            words = min(words - 1, words * limit // tokens)
             counts = common_counts(pool, self.top, words) if common else zipf_counts(pool, self.top, words, self.zipf)
             tokens = sum(count * len(token_ids(tokenizer, f" {word}")) for word, count in counts.items())
         targets, others = list(counts)[: self.top], list(counts)[self.top :]
         listed = stream.mixed([word for word, count in counts.items() for _ in range(count)])
         pieces = [piece for word in listed for piece in (Piece(word, ("needle",) if word in targets else ()), Piece(" "))]
-        question = RulerQuestion((), language.most.format(count=self.top), targets, stream.mixed(others), absent)
-        return [self._draft(language, question, pieces[:-1], tokens)]
+        draft = _draft(language, language.most.format(count=self.top), targets, stream.mixed(others), absent)
+        return [replace(draft, context=pieces[:-1], facts={"context_tokens": tokens, "needles": 0, **draft.facts})]
 
-    def _draft(self, language: Language, question: RulerQuestion, context: Sequence[Piece], tokens: int) -> Draft:
-        options = [("true", question.targets[0]), *(("context", text) for text in question.wrong[: self.in_context()])]
-        options += [("absent", text) for text in question.absent[: self.absent]]
-        return Draft(
-            context=context,
-            question=question.text,
-            target=" ".join(question.targets) if language.world == "toy" else _join_words(question.targets),
-            lead=language.lead,
-            options=options,
-            facts={"context_tokens": tokens, "needles": len(question.hidden), "targets": list(question.targets)},
-            world=language.world,
-            value=question.targets[0] if len(question.targets) == 1 else "",
-            spare=question.absent,
-        )
+
+def _draft(language: Language, question: str, targets: Sequence[str], wrong: Sequence[str], absent: Sequence[str]) -> Draft:
+    """Return a draft without its context. The first target is the right option of the choice task."""
+    return Draft(
+        context=(),
+        question=question,
+        target=" ".join(targets) if language.world == "toy" else _join_words(targets),
+        lead=language.lead,
+        value=targets[0],
+        wrong=wrong,
+        absent=absent,
+        has_twin=len(targets) == 1,
+        facts={"targets": list(targets)},
+        world=language.world,
+    )
 
 
 RulerChoice = choice_companion(Ruler)
