@@ -287,7 +287,7 @@ def test_effects_that_are_no_numbers_fail(monkeypatch: pytest.MonkeyPatch, broke
     effects = [0.0, 1.0, 1.0]
     effects[broken] = float("nan")
     left = iter(effects)
-    monkeypatch.setattr(Case, "logprobs_apart", lambda *_: next(left, 1.0))
+    monkeypatch.setattr(Case, "logprob_distance", lambda *_: next(left, 1.0))
     assert failed(llama(), "heads act") == {"heads act"}
 
 

@@ -115,16 +115,16 @@ class Case:
                 for module in training:
                     module.training = True
 
-    def apart(self, a: Tensor, b: Tensor) -> float:
+    def distance(self, a: Tensor, b: Tensor) -> float:
         """Return the distance of two logit tensors [..., vocabulary]: the largest difference per token, over tokens."""
         return self.over_tokens((a.float() - b.float()).abs().flatten(0, -2).max(-1).values.tolist())
 
-    def logprobs_apart(self, a: Answer, b: Answer) -> float:
+    def logprob_distance(self, a: Answer, b: Answer) -> float:
         """Return the distance of two answers' log-probabilities in standard deviations."""
         ours, theirs = ([*x.logprobs, *(value for option in x.option_logprobs for value in option)] for x in (a, b))
         return self.over_tokens([abs(x - y) for x, y in zip(ours, theirs, strict=True)])
 
-    def follows(self, logprobs: Sequence[float], logits: Tensor, said: Sequence[int]) -> float:
+    def distance_from_logits(self, logprobs: Sequence[float], logits: Tensor, said: Sequence[int]) -> float:
         """Return the distance of the tokens' log-probabilities from those that logits [tokens, vocabulary] give."""
         expected = logits.log_softmax(-1).gather(1, torch.tensor(said, device=logits.device)[:, None])[:, 0].tolist()
         return self.over_tokens([abs(x - y) for x, y in zip(logprobs, expected, strict=True)])
@@ -134,7 +134,7 @@ class Case:
         most = worst(*differences)
         return (median(differences) if self.half and most == most else most) / self.spread
 
-    def ask(self, requests: Sequence[Request]) -> list[Answer]:
+    def run(self, requests: Sequence[Request]) -> list[Answer]:
         """Run requests and return their answers; raise if one failed."""
         answers = self.subject.answer(requests)
         failed = next((answer.error for answer in answers if answer.error), "")

@@ -14,20 +14,19 @@ from typing import Any
 
 import torch
 import transformers
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from needlework.checks import Check, Checkup, Outcome
 from needlework.checks.case import Case, DoesNotApply, LawResult, near, worst
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import parse
-from needlework.requests import Answer, Request
+from needlework.requests import Request
 from needlework.subject import Subject
 from needlework.tasks import make_task, toy
 from needlework.tasks.base import Item
 from needlework.tasks.niah import KEY, NEEDLE, VALUE, filled
 from needlework.tasks.prompts import MARKER, has_chat, token_ids
+from needlework.terminal import Bar
 
 _Check = Callable[[Case], LawResult]
 LAWS: dict[str, tuple[str, _Check]] = {}  # name -> what must hold, and the function that checks it
@@ -35,10 +34,8 @@ TOKENS, QUICK_TOKENS = 32, 16  # length of test prompts; the window law may need
 AFTER, QUICK_AFTER = 4, 2  # tokens after the prompt
 MOST_TOKENS, QUICK_MOST_TOKENS = 4096, 256
 _EFFECT = 1e-5  # standard deviations: least change by an intervention that has an effect
-_NO_HEADS, _NO_MEMORY = parse("ablate_attention()"), parse("ablate_recurrent()")
 _HIDES_NOTHING = parse(f"limit_context({1 << 30})")  # no-op that makes attention use needlework's implementation
 _PAST = 6  # tokens beyond the edge of the window
-_NEIGHBOURS = 3  # tokens shown on either side of a needle
 
 
 def law(name: str, says: str) -> Callable[[_Check], _Check]:
@@ -55,7 +52,7 @@ def law(name: str, says: str) -> Callable[[_Check], _Check]:
 def idle_is_stock(case: Case) -> LawResult:
     """Compare logits without intervention to those of transformers."""
     case.need_full_heads()
-    found = case.apart(case.idle, case.stock(case.prompt))
+    found = case.distance(case.idle, case.stock(case.prompt))
     return near(found, case.rounding, f"logits of {case.tokens} tokens against transformers' own forward with SDPA")
 
 
@@ -72,7 +69,7 @@ def causal(case: Case) -> LawResult:
         ways["needlework's own attention"] = lambda ids: case.subject.logits([ids], _HIDES_NOTHING)
     found = 0.0
     for way, read in ways.items():
-        found = worst(found, case.apart(*(read(ids)[:, :kept] for ids in (case.prompt, other))))
+        found = worst(found, case.distance(*(read(ids)[:, :kept] for ids in (case.prompt, other))))
         if not found <= case.rounding:
             return LawResult(False, f"{way}: tokens that come later change the logits before them", found, case.rounding)
     why = f"the last 4 of {case.tokens} tokens changed, logits before them stay, in {len(ways)} ways of reading"
@@ -83,10 +80,11 @@ def causal(case: Case) -> LawResult:
 def reached(case: Case) -> LawResult:
     """Ablate attention and recurrence: no token may depend on another, or a mixing layer is not controlled."""
     anatomy = case.anatomy
-    silent = (_NO_HEADS if anatomy.attention_layers else NONE) + (_NO_MEMORY if anatomy.recurrent_layers else NONE)
+    parts = {"ablate_attention()": anatomy.attention_layers, "ablate_recurrent()": anatomy.recurrent_layers}
+    silent = parse(" + ".join(text for text, layers in parts.items() if layers) or "none")
     other = case.changed(case.prompt, range(case.tokens - 1))
     a, b = (case.subject.logits([ids], silent)[:, -1] for ids in (case.prompt, other))
-    found = case.apart(a, b)
+    found = case.distance(a, b)
     if not found <= case.rounding and anatomy.no_mixer_reason:
         raise DoesNotApply(f"tokens hear of each other without attention: {anatomy.no_mixer_reason}")
     why = f"{silent}: all tokens before the last changed, its logits stay"
@@ -99,7 +97,7 @@ def keeping_all_is_identity(case: Case) -> LawResult:
     case.need_heads()
     all_heads = parse("keep_heads(fraction=1.0)")
     acts = (all_heads, all_heads + _HIDES_NOTHING)
-    found = worst(*(case.apart(case.subject.logits([case.prompt], act), case.idle) for act in acts))
+    found = worst(*(case.distance(case.subject.logits([case.prompt], act), case.idle) for act in acts))
     return near(found, case.rounding, "k = all against idle, also where needlework computes attention itself")
 
 
@@ -107,9 +105,9 @@ def keeping_all_is_identity(case: Case) -> LawResult:
 def keeping_none_is_ablation(case: Case) -> LawResult:
     """Keep no head: logits and the count of zeroed heads must equal those of ablate_attention()."""
     case.need_heads()
-    none, ablated = parse("keep_heads(k=0)"), _NO_HEADS
-    found = case.apart(*(case.subject.logits([case.prompt], act) for act in (none, ablated)))
-    a, b = (case.ask([case.forced(act)])[0].receipt.total("heads_zeroed") for act in (none, ablated))
+    acts = (parse("keep_heads(k=0)"), parse("ablate_attention()"))
+    found = case.distance(*(case.subject.logits([case.prompt], act) for act in acts))
+    a, b = (case.run([case.forced(act)])[0].receipt.total("heads_zeroed") for act in acts)
     if a != b:
         return LawResult(False, f"k = 0 zeroed {a} head outputs, ablate_attention() {b}", found, case.rounding)
     return near(found, case.rounding, f"k = 0 against ablate_attention(); both zeroed {a} head outputs")
@@ -135,8 +133,8 @@ def cutting_memory_acts(case: Case) -> LawResult:
 def _each_layer_acts(case: Case, act: str, count: str, per_token: dict[int, int]) -> LawResult:
     """Ablate each layer alone: only its receipt counts, it counts every token, and log-probabilities change."""
     acts = [parse(f"{act}(layers=[{layer}])") for layer in per_token]
-    idle, again, *acted = case.ask([case.forced(), case.forced(), *map(case.forced, acts)])
-    least = worst(_EFFECT, 3 * case.logprobs_apart(idle, again))
+    idle, again, *acted = case.run([case.forced(), case.forced(), *map(case.forced, acts)])
+    least = worst(_EFFECT, 3 * case.logprob_distance(idle, again))
     read = case.tokens + case.after - 1
     effects = {}
     for layer, answer in zip(per_token, acted, strict=True):
@@ -145,7 +143,7 @@ def _each_layer_acts(case: Case, act: str, count: str, per_token: dict[int, int]
         expected = passes * read * per_token[layer]
         if counted != everywhere or counted != expected:
             return LawResult(False, f"layer {layer}: {count} is {counted} ({everywhere} in all), not {expected}")
-        effects[layer] = case.logprobs_apart(idle, answer)
+        effects[layer] = case.logprob_distance(idle, answer)
         if math.isnan(effects[layer]):
             return LawResult(False, f"layer {layer}: the change of log-probabilities is NaN", effects[layer], least)
     weakest = min(effects, key=effects.__getitem__)
@@ -161,7 +159,7 @@ def decode_is_full_forward(case: Case) -> LawResult:
     """Decode the second half of the prompt token by token and compare with one forward."""
     stepwise = case.subject.logits([case.prompt], prompt_tokens=case.tokens // 2)
     drift = case.subject.body.family.drift_reason
-    found = case.apart(stepwise, case.idle)
+    found = case.distance(stepwise, case.idle)
     why = f"{case.tokens - case.tokens // 2} tokens decoded one by one against one forward"
     known = f"{why}; this family's own drift: {drift}" if drift else why
     return near(found, case.between_routes, known)
@@ -173,10 +171,10 @@ def continued_is_one_shot(case: Case) -> LawResult:
     cut = case.tokens // 2
     start, rest = case.prompt[:cut], case.prompt[cut:]
     options = (rest, rest[: len(rest) // 2], case.sequence(3, seed=4))
-    (answer,) = case.ask([Request(start, options=options)])
+    (answer,) = case.run([Request(start, options=options)])
     found = 0.0
     for option, logprobs in zip(options, answer.option_logprobs, strict=True):
-        found = worst(found, case.follows(logprobs, case.subject.logits([start + option])[0, cut - 1 : -1], option))
+        found = worst(found, case.distance_from_logits(logprobs, case.subject.logits([start + option])[0, cut - 1 : -1], option))
     body = case.subject.body
     how, long = "in two pieces", f"long prompts are read in chunks of {body.chunk:,} tokens"
     if not body.continues:
@@ -207,18 +205,18 @@ def batch_is_single(case: Case) -> LawResult:
 def _together_and_alone(case: Case, requests: Sequence[Request], what: str) -> LawResult:
     """Compare answers and receipts of a batch with those of each request run alone."""
     found = 0.0
-    for number, (request, answer) in enumerate(zip(requests, case.ask(requests), strict=True)):
-        alone: Answer = case.ask([request])[0]
+    for number, (request, answer) in enumerate(zip(requests, case.run(requests), strict=True)):
+        (alone,) = case.run([request])
         if alone.receipt != answer.receipt:
             return LawResult(False, f"{what}: of request {number} ({request.intervention}) another receipt than by itself")
-        found = worst(found, case.logprobs_apart(answer, alone))
+        found = worst(found, case.logprob_distance(answer, alone))
     return near(found, case.rounding, f"{what}: log-probabilities and receipts together against each by itself")
 
 
 @law("greedy", "answers are the model's first choices")
 def greedy(case: Case) -> LawResult:
     """Check that every generated token is the argmax given all tokens before it."""
-    said = case.ask([Request(case.prompt, max_new_tokens=2 * case.after)])[0].tokens
+    said = case.run([Request(case.prompt, max_new_tokens=2 * case.after)])[0].tokens
     ids, whose = case.prompt + said, "transformers' own forward"
     body = case.subject.body
     if case.half or body.streams or body.family.drift:  # prefill and decode may differ: compare with decode
@@ -262,7 +260,7 @@ def window_edge(case: Case) -> LawResult:
             layers = [layer for layer, window in shown.items() if window == keys]
             act = act + parse(f"limit_context({keys - less}, layers={layers}, phase='prefill')")
         requests.append(Request(ids[:tokens], act, forced=ids[tokens:], boundary="prefill"))
-    whole, fewer = case.ask(requests)
+    whole, fewer = case.run(requests)
     for layer, window in shown.items():
         passes = whole.receipt.total("positions", "prefill", layer) // tokens  # some modules run several times per token
         for answer, limit, right in ((whole, window, 0), (fewer, window - 1, passes * (tokens - window + 1))):
@@ -271,8 +269,8 @@ def window_edge(case: Case) -> LawResult:
                 words = f"layer {layer} shows {'more' if hidden > right else 'fewer'} than {window} keys"
                 return LawResult(False, f"{words}: a limit of {limit} hid {hidden} pairs, not {right}")
     idle = case.subject.logits([ids])[0, tokens - 1 : -1]
-    rows = case.ask([case.forced(prompt=ids[:tokens], after=ids[tokens:]) for _ in range(2)])  # that share a prefill
-    found = worst(*(case.follows(answer.logprobs, idle, ids[tokens:]) for answer in (whole, *rows)))
+    rows = case.run([case.forced(prompt=ids[:tokens], after=ids[tokens:]) for _ in range(2)])  # that share a prefill
+    found = worst(*(case.distance_from_logits(answer.logprobs, idle, ids[tokens:]) for answer in (whole, *rows)))
     seen = " and ".join(sorted({f"{window} keys" if window else "all keys" for window in windows.values()}))
     why = f"layers show {seen}, as configured; {len(ids)} tokens read at once, with the limit, and decoded past the edge"
     return near(found, case.between_routes, why)
@@ -291,8 +289,7 @@ def sample(tokenizer: Any, chat: bool) -> Item:
 @law("spans", "a needle's span is the needle, token by token")
 def plain_spans(case: Case) -> LawResult:
     """Check the needle's span in a plain prompt."""
-    tokenizer = _tokenizer(case)
-    return _aligned(tokenizer, sample(tokenizer, chat=False))
+    return _check_span(_tokenizer(case), chat=False)
 
 
 @law("chat spans", "so it is inside the chat template")
@@ -303,15 +300,20 @@ def chat_spans(case: Case) -> LawResult:
         raise DoesNotApply("the tokenizer has no chat template")
     if toy.is_toy(tokenizer):
         raise DoesNotApply("the toy language is asked in plain text")
+
+    def in_template(content: str, tokens: bool) -> Any:
+        turn = [{"role": "user", "content": content}]
+        return tokenizer.apply_chat_template(turn, tokenize=tokens, add_generation_prompt=True)
+
     item = sample(tokenizer, chat=True)
-    frame = _in_template(tokenizer, MARKER).split(MARKER)
-    content = item.prompt_text.removeprefix(frame[0]).removesuffix(frame[-1])
-    expected, found = _in_template(tokenizer, content, tokens=True), item.prompt
-    if tuple(expected) != found and _decoded(tokenizer, expected) != _decoded(tokenizer, found):
+    frame = str(in_template(MARKER, tokens=False)).split(MARKER)
+    made = in_template(item.prompt_text.removeprefix(frame[0]).removesuffix(frame[-1]), tokens=True)
+    expected, found = tuple(made["input_ids"] if hasattr(made, "keys") else made), item.prompt
+    if expected != found and _decoded(tokenizer, expected) != _decoded(tokenizer, found):
         at = next((i for i, (a, b) in enumerate(zip(expected, found, strict=False)) if a != b), min(len(expected), len(found)))
         words = f"the prompt is not what the chat template gives: {_quoted(tokenizer, found, at, at + 3)} and not"
         return LawResult(False, f"{words} {_quoted(tokenizer, expected, at, at + 3)} at token {at}")
-    return _aligned(tokenizer, item)
+    return _check_span(tokenizer, chat=True)
 
 
 def _tokenizer(case: Case) -> Any:
@@ -325,27 +327,26 @@ def _tokenizer(case: Case) -> Any:
     return tokenizer
 
 
-def _aligned(tokenizer: Any, item: Item) -> LawResult:
-    """Compare the needle's span with where the needle is in the decoded text; a doubled BOS fails, too."""
+def _check_span(tokenizer: Any, chat: bool) -> LawResult:
+    """Compare the span of a sample's needle with where the needle is in the decoded text; a doubled BOS fails, too."""
+    item = sample(tokenizer, chat)
     ((start, end),) = item.spans["needle"]
     ids = item.prompt
-    parts = {
-        "begins": (0, min(_NEIGHBOURS, start)),
-        "before": (max(0, start - _NEIGHBOURS), start),
-        "needle": (start, end),
-        "after": (end, end + _NEIGHBOURS),
-        "ends": (max(end, len(ids) - 2 * _NEIGHBOURS), len(ids)),
-    }
-    shown = tuple(f"{name:<7}{a:>4}: {_quoted(tokenizer, ids, a, b)}" for name, (a, b) in parts.items() if b > a)
+    parts = (
+        ("begins", 0, min(3, start)),
+        ("before", max(0, start - 3), start),
+        ("needle", start, end),
+        ("after", end, end + 3),
+        ("ends", max(end, len(ids) - 6), len(ids)),
+    )
+    shown = tuple(f"{name:<7}{a:>4}: {_quoted(tokenizer, ids, a, b)}" for name, a, b in parts if b > a)
     bos = getattr(tokenizer, "bos_token_id", None)
     if bos is not None and ids[:2] == (bos, bos):
         return LawResult(False, "the prompt begins with BOS twice", shown=shown)
     if toy.is_toy(tokenizer):
         needle = _decoded(tokenizer, ids[start:end])
-        whole = item.target in needle and needle in item.prompt_text
-        return LawResult(
-            whole, f"tokens {start} to {end - 1} are {needle!r}, which holds the answer {item.target!r}", shown=shown
-        )
+        words = f"tokens {start} to {end - 1} are {needle!r}, which holds the answer {item.target!r}"
+        return LawResult(item.target in needle and needle in item.prompt_text, words, shown=shown)
     needle = filled(NEEDLE, KEY, VALUE)
     if needle not in _decoded(tokenizer, ids):  # a tokenizer that normalizes text, e.g. to lower case
         needle = _decoded(tokenizer, token_ids(tokenizer, needle))
@@ -366,12 +367,6 @@ def _quoted(tokenizer: Any, ids: Sequence[int], start: int, end: int) -> str:
 def _decoded(tokenizer: Any, ids: Sequence[int], strip: bool = True) -> str:
     text = str(tokenizer.decode(list(ids), clean_up_tokenization_spaces=False))
     return text.strip() if strip else text
-
-
-def _in_template(tokenizer: Any, content: str, tokens: bool = False) -> Any:
-    turn = [{"role": "user", "content": content}]
-    made = tokenizer.apply_chat_template(turn, tokenize=tokens, add_generation_prompt=True)
-    return tuple(made["input_ids"] if hasattr(made, "keys") else made) if tokens else str(made)
 
 
 def doctor(subject: Subject, *, quick: bool = False, most_tokens: int | None = None, progress: bool = False) -> Checkup:
@@ -395,12 +390,20 @@ def doctor(subject: Subject, *, quick: bool = False, most_tokens: int | None = N
         text = sample(subject.tokenizer, chat=False).prompt
     case = Case(subject, min(tokens, longest), after, longest, text if max(text, default=0) < subject.anatomy.vocabulary else ())
     checks = []
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not progress) as bar:
-        task = bar.add_task("", total=len(LAWS), completed=-1)
-        for name in LAWS:
-            bar.update(task, description=name, advance=1)
-            checks.append(_check_law(case, name))
+    with Bar(len(LAWS), "laws", shown=progress) as bar:
+        for name, (says, check) in LAWS.items():
+            bar.show(name)
+            start = time.perf_counter()
+            try:
+                found = check(case)
+                outcome: Outcome = "pass" if found.holds else "fail"
+            except DoesNotApply as reason:
+                found, outcome = LawResult(False, str(reason)), "does not apply"
+            except Exception as error:  # a law that raises is not shown to hold
+                found, outcome = LawResult(False, (str(error) or type(error).__name__).splitlines()[0]), "fail"
+            numbers = (found.measured, found.allowed, time.perf_counter() - start)
+            checks.append(Check(name, says, outcome, found.why, *numbers, found.shown))
+            bar.advance()
     versions = {
         "needlework": __version__,
         "torch": torch.__version__,
@@ -411,17 +414,3 @@ def doctor(subject: Subject, *, quick: bool = False, most_tokens: int | None = N
     }
     now = datetime.now(UTC).isoformat(timespec="seconds")
     return Checkup(subject.anatomy.architecture, tuple(checks), versions, now, quick)
-
-
-def _check_law(case: Case, name: str) -> Check:
-    """Check one law; an exception other than DoesNotApply is a failure."""
-    start = time.perf_counter()
-    says, check = LAWS[name]
-    try:
-        found = check(case)
-        outcome: Outcome = "pass" if found.holds else "fail"
-    except DoesNotApply as reason:
-        found, outcome = LawResult(False, str(reason)), "does not apply"
-    except Exception as error:  # a law that raises is not shown to hold
-        found, outcome = LawResult(False, (str(error) or type(error).__name__).splitlines()[0]), "fail"
-    return Check(name, says, outcome, found.why, found.measured, found.allowed, time.perf_counter() - start, found.shown)
