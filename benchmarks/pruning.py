@@ -24,7 +24,7 @@ import needlework as nw
 from harness import report_goals
 from needlework.anatomy import Head
 from needlework.pruning.card import compare, costs
-from needlework.pruning.prune import Others, choose, prune_subject
+from needlework.pruning.prune import choose, prune_subject
 
 console = Console(width=150)
 MOST_HEADS, LEAST_LEFT = 1 / 3, 0.99
@@ -63,7 +63,7 @@ def measured(name: str, tokens: int, samples: int) -> list[str]:
     """Prints a table; gives the goals that are missed."""
     whole = nw.load(name) if name in ZOO else WIDE[name]()
     heads: Sequence[Head] = choose(whole, ZOO[name], progress=True).heads if name in ZOO else third(whole)
-    smaller = prune_subject(whole, heads, Others())
+    smaller = prune_subject(whole, heads)
     same_answers(whole, smaller.subject, smaller.equals)
     found = costs(whole, smaller.subject, tokens, progress=True)
     rows = compare(whole, smaller.subject, samples, progress=True) if name in ZOO and samples else []

@@ -11,7 +11,7 @@ import pytest
 import cases
 import needlework as nw
 from needlework.interventions.ranking import Origin, Ranking
-from needlework.pruning.prune import Others, prune_subject
+from needlework.pruning.prune import parse_others, prune_subject
 
 HEADS = [nw.Head(2, 1), nw.Head(2, 0), nw.Head(5, 0)]
 WHOLE = Ranking.by_scores(
@@ -160,7 +160,7 @@ def test_hashes_of_files_and_of_tensors_are_not_held_against_each_other(tmp_path
     of_files = Ranking(order=subject.anatomy.heads, model=Origin(weights="0" * 32))
     assert subject.body.weights.startswith("tensors:")  # it comes from no file
     of_files.check(subject.anatomy, subject.body.weights)
-    streaming = prune_subject(subject, (nw.Head(0, 3),), Others.parse("window=4,sinks=1")).subject
+    streaming = prune_subject(subject, (nw.Head(0, 3),), parse_others("window=4,sinks=1")).subject
     assert streaming.body.weights != subject.body.weights, "the same tensors, of which the configuration makes another model"
     of_tensors = Ranking(order=subject.anatomy.heads, model=Origin(weights="tensors:0"))
     with pytest.raises(nw.NeedleworkError, match="is of other weights"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from needlework.anatomy import Anatomy, Head
-from needlework.pruning.prune import Others, Pruned, prune_subject
+from needlework.pruning.prune import Pruned, parse_others, prune_subject
 from tiny import ARCHITECTURES, NO_HEADS
 
 REFUSED = {  # why heads cannot be taken out
@@ -34,4 +34,4 @@ def some_heads(anatomy: Anatomy, which: str) -> tuple[Head, ...]:
 
 def pruned(subject, which: str, others: str = "none") -> tuple[Pruned, tuple[Head, ...]]:  # type: ignore[no-untyped-def]
     heads = some_heads(subject.anatomy, which)
-    return prune_subject(subject, heads, Others.parse(others)), heads
+    return prune_subject(subject, heads, parse_others(others)), heads

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import needlework as nw
 from cases import apart, each, subject, tokens
-from needlework.pruning.prune import Others, Pruned, read_back, save
+from needlework.pruning.prune import Pruned, read_back, save
 
 OWN_WORDS = ("recurrent_gemma", "minimax", "glm5_next")  # other parts of these models go by the same number of heads
 
@@ -30,7 +30,7 @@ def written(name: str, which: str, folder: Path, others: str = "none") -> Pruned
 def test_a_directory_is_the_model_that_was_in_memory(name: str, tmp_path: Path) -> None:
     """Every second one with unequal groups and layers, the others with a layer that has no heads."""
     smaller = written(name, "uneven" if PRUNED.index(name) % 2 else "first layer empty", tmp_path)
-    read = read_back(smaller, tmp_path, Others())
+    read = read_back(smaller, tmp_path)
     ids = tokens(2, 14)
     assert apart(read.logits(ids, prompt_tokens=9), smaller.subject.logits(ids, prompt_tokens=9)) <= 1e-5
     assert read.anatomy == smaller.subject.anatomy
@@ -46,7 +46,7 @@ def test_equal_numbers_are_stock(name: str, tmp_path: Path) -> None:
     smaller = written(name, "equal", tmp_path)
     assert smaller.stock == (name not in OWN_WORDS)
     assert ("needlework" in json.loads((tmp_path / "config.json").read_text())) != smaller.stock
-    read_back(smaller, tmp_path, Others())
+    read_back(smaller, tmp_path)
 
 
 @pytest.mark.slow
@@ -72,7 +72,7 @@ def test_stock_transformers_refuses_what_it_cannot_say(tmp_path: Path) -> None:
 
 def test_streaming_heads_are_read_back(tmp_path: Path) -> None:
     smaller = written("llama", "first layer empty", tmp_path, "window=4,sinks=2")
-    read = read_back(smaller, tmp_path, Others(4, 2))
+    read = read_back(smaller, tmp_path)
     assert read.body.streams == smaller.streams is not None
     ids = tokens(1, 20)
     assert apart(read.logits(ids), subject("llama").logits(ids, smaller.equals)) <= 1e-4

@@ -92,7 +92,7 @@ def test_so_many_of_a_ranking(llama: Path, tmp_path: Path) -> None:
     assert choose(whole, f"{tmp_path}/all.json:3").heads == ranking.order[:3]
     assert choose(whole, f"{tmp_path}/all.json:0.25").heads == ranking.order[:4]
     assert choose(whole, tmp_path / "five.json").heads == ranking.order[:5]
-    assert choose(whole, f"{tmp_path}/all.json:3").said_by == "ranking by mine, on 9 samples of niah"
+    assert choose(whole, f"{tmp_path}/all.json:3").source == "ranking by mine, on 9 samples of niah"
     for keep, why in ((tmp_path / "all.json", "say how many"), (f"{tmp_path}/five.json:6", "the ranking file has 5")):
         with pytest.raises(nw.NeedleworkError, match=why):
             choose(whole, keep)

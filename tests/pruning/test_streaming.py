@@ -11,7 +11,7 @@ import needlework as nw
 from cases import PROMPT, SPANS, apart, each, intervention, subject, tokens
 from needlework.heads.contribution import ContributionObserver
 from needlework.model.hooked_model import differentiable
-from needlework.pruning.prune import Others, Pruned, prune_subject
+from needlework.pruning.prune import Pruned, parse_others, prune_subject
 from needlework.receipts import Tally
 
 CLOSE = 1e-4
@@ -151,7 +151,7 @@ def test_what_is_counted_is_no_matter_of_company(name: str) -> None:
 def test_what_full_heads_write_is_the_same_beside_streaming_ones() -> None:
     """In the first layer, heads that see everything get the LOCOS contrast that they have in the whole model."""
     whole = subject("llama")
-    smaller = prune_subject(whole, (nw.Head(0, 3),), Others.parse("window=4,sinks=1"))
+    smaller = prune_subject(whole, (nw.Head(0, 3),), parse_others("window=4,sinks=1"))
     found = []
     for one in (whole, smaller.subject):
         observer = ContributionObserver(one, 1)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +13,12 @@ from needlework.interventions.acts import Phase
 from needlework.measure import make_samples, measure, require_tokenizer
 from needlework.receipts import Tally
 from needlework.stats import Estimate, accuracy, perplexity, retained
+from needlework.subject import Subject
 from needlework.tables import Table
 from needlework.tasks import toy
 from needlework.tasks.base import Task, make_task
 from needlework.terminal import Bar
 from needlework.zoo import RECORD
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
 
 FIGURES_SEED = 1000  # far from the small seeds that heads are ranked with
 DEPTHS = (0, 25, 50, 75, 100)
@@ -148,9 +145,8 @@ def render_card(record: dict[str, Any], name: str) -> str:
     """Return the model card as Markdown."""
     heads, removed = record["heads"], record["others"] == "none"
     if removed:
-        did = (
-            f"from which {heads['before'] - heads['kept']} of its {heads['before']} attention heads were taken out of the weights"
-        )
+        cut = heads["before"] - heads["kept"]
+        did = f"from which {cut} of its {heads['before']} attention heads were taken out of the weights"
     else:
         did = f"in which kv heads that none of {heads['kept']} chosen heads reads hold few tokens ({record['others']})"
     if record["loads_with"] == "AutoModelForCausalLM":
@@ -173,7 +169,29 @@ def render_card(record: dict[str, Any], name: str) -> str:
         before, after = (f"{pair[0]} / {pair[1]}" if pair[0] else "none, no cache" for pair in (x["before"], x["after"]))
         table.add_row(layer, before, after, *(", ".join(map(str, x[key])) or "–" for key in ("kept", "streaming_kv_heads")))
     zero = f"\n\n{heads['zero']} heads of zeros fill groups: all kv heads of a layer have equally many query heads."
-    zero = zero if heads["zero"] else ""
+    figures = "Nothing was measured (`--samples 0`): it is not known what this model can do."
+    if record["figures"]:
+        measured = Table(["", "before", "after", "left of the baseline"])
+        for x in record["figures"]:
+            left = _estimate(x["retained"], x) if "retained" in x else "–"
+            measured.add_row(f"{_WORDS[x['ability']]} (`{x['task']}`)", _estimate(x["before"], x), _estimate(x["after"], x), left)
+        asked = "The same samples asked of both models; 95 % intervals (Wilson; of what is left, a paired bootstrap by cluster)."
+        figures = f"{asked}\n\n{measured.to_markdown()}"
+    pairs = [("weights on disk, bytes", record["weight_bytes"], 0), ("parameters", record["parameters"], 0)]
+    timing = ""
+    if found := record["costs"]:
+        clock = "processor time with one thread" if found["threads"] == 1 else f"time on the wall, {found['threads']} threads"
+        timing = f"The fastest of several, both models measured in turns on the machine that pruned ({clock}).\n\n"
+        for label, key, decimals in (
+            (f"KV bytes per token, at {found['tokens']:,} tokens", "kv_bytes_per_token", 0),
+            (f"prefill of {found['tokens']:,} tokens, s", "prefill_seconds", 3),
+            ("decode after that, ms per token", "decode_ms_per_token", 2),
+        ):
+            pairs.append((label, {word: found[word][key] for word in ("before", "after")}, decimals))
+    timed = Table(["", "before", "after", "ratio"])
+    for label, pair, d in pairs:
+        ratio = pair["after"] / pair["before"] if pair["before"] else 1
+        timed.add_row(label, f"{pair['before']:,.{d}f}", f"{pair['after']:,.{d}f}", f"{ratio:.2f}")
     return f"""# {name}
 
 `{record["model"]}` ({record["architecture"]}), {did}; made by needlework {record["needlework"]}.
@@ -187,42 +205,13 @@ It computes what the whole model computes under `{record["equals"]}`; that was t
 
 The heads that stay are the best of: {record["said_by"]}.
 
-{table.to_markdown()}{zero}
+{table.to_markdown()}{zero if heads["zero"] else ""}
 
-{_describe_figures(record["figures"])}
+## Held-out figures
 
-{_describe_costs(record)}
+{figures}
+
+## Memory and time
+
+{timing}{timed.to_markdown()}
 """
-
-
-def _describe_figures(figures: Sequence[dict[str, Any]]) -> str:
-    if not figures:
-        return "## Held-out figures\n\nNothing was measured (`--samples 0`): it is not known what this model can do."
-    table = Table(["", "before", "after", "left of the baseline"])
-    for x in figures:
-        left = _estimate(x["retained"], x) if "retained" in x else "–"
-        table.add_row(f"{_WORDS[x['ability']]} (`{x['task']}`)", _estimate(x["before"], x), _estimate(x["after"], x), left)
-    return f"""## Held-out figures
-
-The same samples asked of both models; 95 % intervals (Wilson; of what is left, a paired bootstrap by cluster).
-
-{table.to_markdown()}"""
-
-
-def _describe_costs(record: dict[str, Any]) -> str:
-    found, weights = record["costs"], record["weight_bytes"]
-    how = "processor time with one thread" if found.get("threads") == 1 else f"time on the wall, {found.get('threads')} threads"
-    measured = f"The fastest of several, both models measured in turns on the machine that pruned ({how}).\n\n" if found else ""
-    rows = [("weights on disk, bytes", weights["before"], weights["after"], 0)]
-    rows.append(("parameters", record["parameters"]["before"], record["parameters"]["after"], 0))
-    if found:
-        for name, key, decimals in (
-            (f"KV bytes per token, at {found['tokens']:,} tokens", "kv_bytes_per_token", 0),
-            (f"prefill of {found['tokens']:,} tokens, s", "prefill_seconds", 3),
-            ("decode after that, ms per token", "decode_ms_per_token", 2),
-        ):
-            rows.append((name, found["before"][key], found["after"][key], decimals))
-    cells = [(name, f"{x:,.{d}f}", f"{y:,.{d}f}", f"{y / x if x else 1:.2f}") for name, x, y, d in rows]
-    return f"""## Memory and time
-
-{measured}{Table(["", "before", "after", "ratio"], cells).to_markdown()}"""

@@ -7,13 +7,13 @@ import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from needlework.anatomy import Anatomy, Head, heads_of_share
+from needlework.anatomy import Head, heads_of_share
 from needlework.errors import NeedleworkError, TrialError, short_repr
 from needlework.files import new_directory
 from needlework.heads.methods import find_methods
@@ -23,12 +23,11 @@ from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.builtin import LimitContext, OnlyHeads
 from needlework.interventions.ranking import Ranking, as_heads
 from needlework.model.files import read_config
-from needlework.model.load import hook_model, no_bar_for, without_weights
+from needlework.model.load import hook_model, no_bar_for, own_dtype, torch_dtype, without_weights
 from needlework.model.pruned import ENTRY, Cut, Streams, cut_model, entry_of, whole_groups
 from needlework.pruning.card import compare, costs, render_card
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
+from needlework.subject import Subject, load
+from needlework.zoo import resolve
 
 Keep = int | float | str | Path | Ranking | Sequence[tuple[int, int]]
 METHOD = "needle_mass"  # the cheapest method: one run without intervention
@@ -46,7 +45,7 @@ class Choice:
     ranking: Ranking
 
     @property
-    def said_by(self) -> str:
+    def source(self) -> str:
         ranking = self.ranking
         parts = (
             f"ranking by {ranking.method}" if ranking.method else "heads that were named",
@@ -132,25 +131,14 @@ def _count(count: int | float | None, heads: int) -> int:
     return number
 
 
-@dataclass(frozen=True)
-class Others:
-    """Treatment of the heads that are not kept: removed (no window), or streaming, with a cache of sinks and a window of keys."""
-
-    window: int | None = None
-    sinks: int = 0
-
-    @classmethod
-    def parse(cls, text: str) -> Others:
-        """Parse `none` or `window=64,sinks=4`; raise for anything else."""
-        if text.strip() == "none":
-            return cls()
-        match = re.fullmatch(r"\s*window=(\d{1,9})(?:\s*,\s*sinks=(\d{1,9}))?\s*", text)
-        if match is None or int(match[1]) < 1:
-            raise NeedleworkError(f"--others {short_repr(text)} is not known; choose none, or e.g. window=64,sinks=4")
-        return cls(int(match[1]), int(match[2] or 0))
-
-    def __str__(self) -> str:
-        return "none" if self.window is None else f"window={self.window},sinks={self.sinks}"
+def parse_others(text: str) -> Streams | None:
+    """Return how the other heads stream (`window=64,sinks=4`), or None if they are removed (`none`); raise for other texts."""
+    if text.strip() == "none":
+        return None
+    match = re.fullmatch(r"\s*window=(\d{1,9})(?:\s*,\s*sinks=(\d{1,9}))?\s*", text)
+    if match is None or int(match[1]) < 1:
+        raise NeedleworkError(f"--others {short_repr(text)} is not known; choose none, or e.g. window=64,sinks=4")
+    return Streams(int(match[1]), int(match[2] or 0), {})
 
 
 @dataclass(frozen=True)
@@ -169,13 +157,16 @@ class Pruned:
         return sum(head < 0 for cut in self.cuts for head in cut.query)
 
 
-def prune_subject(subject: Subject, kept: Collection[Head], others: Others) -> Pruned:
+def prune_subject(subject: Subject, kept: Collection[Head], others: Streams | None = None) -> Pruned:
     """Return a pruned copy of a model that keeps only these heads, sharing unchanged weights; the model is not changed.
+
+    Args:
+        others: How the other heads stream (its kv heads are ignored); None removes them.
 
     Raises:
         NeedleworkError: The model cannot be pruned, or the copy's logits differ from those of the model under `Pruned.equals`.
     """
-    pruned = (_remove_heads if others.window is None else _stream_heads)(subject, frozenset(kept), others)
+    pruned = _stream_heads(subject, kept, others) if others else _remove_heads(subject, kept)
     difference = compare_logits(pruned.subject, subject, pruned.equals, others)
     # In half precision, a token may go to another expert.
     if not difference <= (1e-3 if subject.model.dtype == torch.float32 else 0.1):
@@ -200,9 +191,9 @@ def _refuse_quantised(source: Path | None, config: Mapping[str, Any]) -> None:
         raise NeedleworkError("heads were taken out of this model before: prune the whole one, with the heads that shall stay")
 
 
-def _remove_heads(subject: Subject, kept: frozenset[Head], others: Others) -> Pruned:
-    parts = dict(subject.anatomy.attention_parts())
-    cuts = tuple(Cut.keeping([head.index for head in kept if head.layer == layer], part) for layer, part in parts.items())
+def _remove_heads(subject: Subject, kept: Collection[Head]) -> Pruned:
+    parts = subject.anatomy.attention_parts()
+    cuts = tuple(Cut.keeping([head.index for head in kept if head.layer == layer], part) for layer, part in parts)
     model = _copy_model(subject.model, [cut.path for cut in cuts])
     sliding = {cut.path: bool(getattr(model.get_submodule(cut.path), "is_sliding", False)) for cut in cuts}
     cut_model(model, cuts)
@@ -212,8 +203,7 @@ def _remove_heads(subject: Subject, kept: frozenset[Head], others: Others) -> Pr
     return Pruned(_wrap_like(subject, model), OnlyHeads(heads=tuple(kept)), cuts, None, stock)
 
 
-def _stream_heads(subject: Subject, kept: frozenset[Head], others: Others) -> Pruned:
-    assert others.window is not None
+def _stream_heads(subject: Subject, kept: Collection[Head], others: Streams) -> Pruned:
     if not subject.body.shareable:
         raise NeedleworkError(
             f"heads cannot stream in {subject.anatomy.architecture}: it does not read its keys as they lie in the cache. Take the"
@@ -229,9 +219,9 @@ def _stream_heads(subject: Subject, kept: frozenset[Head], others: Others) -> Pr
     if not layers:
         raise NeedleworkError("every kv head has a query head that stays, so that none can stream; keep fewer heads")
     model = _copy_model(subject.model, [])
-    streams = Streams(others.window, others.sinks, layers)
+    streams = replace(others, kv_heads=layers)
     setattr(model.config, ENTRY, {"streaming": streams.to_dict()})
-    equals = LimitContext(tokens=others.window, sinks=others.sinks, heads=tuple(limited))
+    equals = LimitContext(tokens=streams.window, sinks=streams.sinks, heads=tuple(limited))
     return Pruned(_wrap_like(subject, model), equals, (), streams, False)
 
 
@@ -243,10 +233,8 @@ def _copy_model(model: Any, apart: Collection[str]) -> Any:
 
 
 def _wrap_like(subject: Subject, model: Any) -> Subject:
-    from needlework.subject import Subject as Made
-
     body = hook_model(model, subject.anatomy.window_rule, subject.body.kernels)  # type: ignore[arg-type]
-    return Made(body, subject.tokenizer)
+    return Subject(body, subject.tokenizer)
 
 
 def _write_stock_config(model: Any, cuts: tuple[Cut, ...], sliding: dict[str, bool]) -> bool:
@@ -280,12 +268,12 @@ def _write_stock_config(model: Any, cuts: tuple[Cut, ...], sliding: dict[str, bo
     return True
 
 
-def compare_logits(smaller: Subject, whole: Subject, equals: Intervention, others: Others) -> float:
+def compare_logits(smaller: Subject, whole: Subject, equals: Intervention, streams: Streams | None) -> float:
     """Return the difference of the logits of two models over prefill and decode, relative to the largest logit.
 
     It is the largest difference over tokens in float32, the median over tokens of the largest one otherwise.
     """
-    tokens = _CHECKED + min(_MOST_CHECKED, (others.window or 0) + others.sinks)
+    tokens = _CHECKED + (min(_MOST_CHECKED, streams.window + streams.sinks) if streams else 0)
     tokens = min(tokens, whole.anatomy.max_tokens or tokens)
     ids = torch.arange(2 * tokens).reshape(2, tokens) * 7 % whole.anatomy.vocabulary
     try:
@@ -312,14 +300,12 @@ def save(pruned: Pruned, folder: Path, dtype: torch.dtype) -> None:
         pruned.subject.tokenizer.save_pretrained(folder)
 
 
-def read_back(pruned: Pruned, folder: Path, others: Others) -> Subject:
+def read_back(pruned: Pruned, folder: Path) -> Subject:
     """Load the written model and return it; raise if its logits differ from those of the model in memory."""
-    from needlework.subject import load
-
     memory = pruned.subject
     how: dict[str, Any] = {"window": memory.anatomy.window_rule, "kernels": memory.body.kernels}
     read = load(folder, device=str(memory.body.device), dtype=memory.model.dtype, **how)
-    difference = compare_logits(read, memory, NONE, others)
+    difference = compare_logits(read, memory, NONE, pruned.streams)
     if not difference <= 1e-5:
         raise NeedleworkError(f"what was written to {folder} differs from the model in memory by {difference:.1e} of a logit")
     return read
@@ -356,10 +342,7 @@ def prune(
         progress: Whether to show progress bars.
         loading: Options of `nw.load`, if `model` is not loaded yet.
     """
-    from needlework.subject import Subject, load
-    from needlework.zoo import resolve
-
-    rest, place = Others.parse(others), Path(out).absolute()
+    streams, place = parse_others(others), Path(out).absolute()
     if samples < 0:
         raise NeedleworkError(f"samples={samples} is no number of samples; 0 measures nothing")
     if not isinstance(model, Subject):
@@ -376,10 +359,10 @@ def prune(
                 "the model has no tokenizer, so that nothing can be asked of it: give a ranking file and samples=0 (--samples 0)"
             )
         choice = choose(whole, keep, progress)
-        pruned = prune_subject(whole, choice.heads, rest)
+        pruned = prune_subject(whole, choice.heads, streams)
         save(pruned, folder, _file_dtype(whole))
-        subject = read_back(pruned, folder, rest)
-        record = _record(whole, choice, pruned, rest)
+        subject = read_back(pruned, folder)
+        record = _record(whole, choice, pruned)
         record["figures"] = compare(whole, subject, samples, progress) if samples else []
         record["costs"] = costs(whole, subject, progress=progress) if samples else {}
         record["weight_bytes"] = {"before": _weight_bytes(whole, whole.body.source), "after": _weight_bytes(subject, folder)}
@@ -391,8 +374,6 @@ def prune(
 
 def _file_dtype(subject: Subject) -> torch.dtype:
     """Return the dtype of the original weight files, so that weights loaded as float32 are not written in a larger dtype."""
-    from needlework.model.load import own_dtype, torch_dtype
-
     with suppress(NeedleworkError):
         if subject.body.source is not None:
             return torch_dtype(own_dtype(subject.body.source))
@@ -407,23 +388,20 @@ def _weight_bytes(subject: Subject, folder: Path | None) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _record(whole: Subject, choice: Choice, pruned: Pruned, others: Others) -> dict[str, Any]:
+def _record(whole: Subject, choice: Choice, pruned: Pruned) -> dict[str, Any]:
     """Return the JSON record of a pruning: model, heads by layer, parameters and the ranking used."""
     from needlework import __version__
 
-    def numbers(anatomy: Anatomy, layer: int) -> list[int]:
-        part = anatomy.layers[layer].attention
-        return [0, 0] if part is None else [part.query_heads, part.kv_heads]
-
-    before, after = whole.anatomy, pruned.subject.anatomy
+    before, after, streams = whole.anatomy, pruned.subject.anatomy, pruned.streams
+    numbers = [{i: [part.query_heads, part.kv_heads] for i, part in anatomy.attention_parts()} for anatomy in (before, after)]
     layers = {
-        str(layer.index): {
-            "kept": sorted(head.index for head in choice.heads if head.layer == layer.index),
-            "before": numbers(before, layer.index),
-            "after": numbers(after, layer.index),
-            "streaming_kv_heads": list(pruned.streams.kv_heads.get(layer.index, ())) if pruned.streams else [],
+        str(layer): {
+            "kept": sorted(head.index for head in choice.heads if head.layer == layer),
+            "before": heads,
+            "after": numbers[1].get(layer, [0, 0]),
+            "streaming_kv_heads": list(streams.kv_heads.get(layer, ())) if streams else [],
         }
-        for layer in before.attention_layers
+        for layer, heads in numbers[0].items()
     }
     ranking = choice.ranking.to_dict()
     return {
@@ -433,12 +411,12 @@ def _record(whole: Subject, choice: Choice, pruned: Pruned, others: Others) -> d
         "model": whole.body.source.name if whole.body.source else before.architecture,
         "architecture": before.architecture,
         "weights": whole.body.weights,
-        "others": str(others),
+        "others": f"window={streams.window},sinks={streams.sinks}" if streams else "none",
         "equals": str(pruned.equals),
         "loads_with": "AutoModelForCausalLM" if pruned.stock else "needlework",
         "heads": {"before": len(before.heads), "kept": len(choice.heads), "zero": pruned.zero_heads, "after": len(after.heads)},
         "parameters": {"before": before.parameters, "after": after.parameters},
         "layers": layers,
         "ranking": {key: ranking[key] for key in ("method", "task", "samples", "seed", "model", "evidence", "heads")},
-        "said_by": choice.said_by,
+        "said_by": choice.source,
     }
