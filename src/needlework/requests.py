@@ -254,7 +254,7 @@ def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared
     context = LoweringContext(anatomy, len(request.prompt), request.spans, sample)
     lowered = {
         phase: request.intervention.lower_for_phase(context, phase) if read else []
-        for phase, read in _check_phases(request).items()
+        for phase, read in check_phases(request).items()
     }
     twins: dict[str, tuple[int, ...]] = {
         swap.half: _twin(swap, request, anatomy) for swap in lowered["prefill"] if isinstance(swap, SwapHalf)
@@ -359,7 +359,7 @@ def _twin(swap: SwapHalf, request: Request, anatomy: Anatomy) -> tuple[int, ...]
     return twin
 
 
-def _check_phases(request: Request) -> dict[Phase, bool]:
+def check_phases(request: Request) -> dict[Phase, bool]:
     """Return whether each phase processes any token; raise if an intervention acts only in a phase without tokens."""
     read: dict[Phase, bool] = {
         "prefill": len(request.prompt) > request.decodes_last,

@@ -62,15 +62,15 @@ def test_a_baseline_of_nothing_says_so_with_its_n() -> None:
     (alone,) = retained_lines(rows[1::2], {"letter": "letter"})
     assert alone.raw.text() == "no baseline: ask none, too"
     more = [*rows, *(trial("cloze", fact, act, False) for fact in range(4) for act in ("none", "cut"))]
-    assert lookups(more)[0].part.text() == "the letter lost nothing, or there was nothing to lose, n = 4"
+    assert lookups(more)["cut"].text() == "the letter lost nothing, or there was nothing to lose, n = 4"
 
 
 def test_the_part_of_the_letters_loss_that_is_its_look_up() -> None:
-    (one,) = lookups(ROWS)
+    (part,) = lookups(ROWS).values()
     letter, cloze = 0.15 / 0.60, 0.45 / 0.60
-    assert one.part.value == pytest.approx((cloze - letter) / (1 - letter))
-    assert one.part.low < one.part.value < one.part.high
-    assert one.part.n == 100
+    assert part.value == pytest.approx((cloze - letter) / (1 - letter))
+    assert part.low < part.value < part.high
+    assert part.n == 100
 
 
 def test_failed_rows_count_nowhere() -> None:

@@ -141,10 +141,12 @@ class ModelSource(Protocol):
 
 
 class DiskModels:
-    """Models from disk or from the hub; `elsewhere`: other machines load them."""
+    """Models from disk or from the hub; `elsewhere`: other machines load them. Rows get `more_versions` beside our own."""
 
-    def __init__(self, memory_bytes: int | None = None, elsewhere: bool = False) -> None:
-        self.memory_bytes, self.elsewhere = memory_bytes, elsewhere
+    def __init__(
+        self, memory_bytes: int | None = None, elsewhere: bool = False, more_versions: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.memory_bytes, self.elsewhere, self.more_versions = memory_bytes, elsewhere, dict(more_versions)
 
     def anatomy(self, model: Model) -> Anatomy | None:
         """Return a model's anatomy from its configuration alone; None if it has none that is readable: `look` says why."""
@@ -162,14 +164,14 @@ class DiskModels:
         from needlework.subject import load
 
         subject = load(info.directory, memory_bytes=self.memory_bytes, **info.model.loading.model_dump())
-        return LoadedSubject(subject, info.model)
+        return LoadedSubject(subject, info.model, self.more_versions)
 
 
 class KeptModels(DiskModels):
     """Models that stay loaded, for several runs in this process; they must fit into memory together."""
 
-    def __init__(self, memory_bytes: int | None = None) -> None:
-        super().__init__(memory_bytes)
+    def __init__(self, memory_bytes: int | None = None, more_versions: Mapping[str, str] = MappingProxyType({})) -> None:
+        super().__init__(memory_bytes, more_versions=more_versions)
         self._infos: dict[Model, ModelInfo] = {}
         self._loaded: dict[Model, LoadedModel] = {}
 

@@ -268,8 +268,8 @@ class WorkerModels(DiskModels):
     """Models from disk or hub that each worker loads on its own node."""
 
     def __init__(self, memory_bytes: int | None, cluster: Cluster, versions: dict[str, str] | None = None) -> None:
-        super().__init__(memory_bytes, elsewhere=True)
-        self.cluster, self.more_versions = cluster, versions or {}
+        super().__init__(memory_bytes, True, versions or {})
+        self.cluster = cluster
         self.home = ""  # node id of the driver, on which the hashes were computed
 
     def load(self, info: ModelInfo) -> LoadedModel:

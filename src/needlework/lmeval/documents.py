@@ -19,9 +19,9 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise, product
+from itertools import accumulate, groupby, pairwise, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,7 +30,8 @@ from pydantic import PrivateAttr
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions import Intervention
 from needlework.lmeval import FOLDER
-from needlework.requests import Answer, stop_tokens
+from needlework.model.mixers import replaced_value
+from needlework.requests import Answer, Request, check_phases, stop_tokens
 from needlework.results import LM_EVAL, Row
 from needlework.tasks.base import Ability, Item, Mode, Task, Tokenizer
 
@@ -102,12 +103,10 @@ def _task_index(with_defaults: bool) -> Any:
     return TaskManager(include_path=str(FOLDER), include_defaults=with_defaults)
 
 
-@contextmanager
-def use_local_data(folder: Path | None) -> Iterator[None]:
+def use_local_data(folder: Path | None) -> AbstractContextManager[None]:
     """Patch `datasets.load_dataset` to look for datasets in this directory first."""
     if folder is None:
-        yield
-        return
+        return nullcontext()
     if not folder.is_dir():
         raise NeedleworkError(f"--data {folder}: there is no such directory")
     import datasets
@@ -117,11 +116,7 @@ def use_local_data(folder: Path | None) -> Iterator[None]:
     def load(path: str, name: str | None = None, **options: Any) -> Any:
         return find_dataset(folder, path, name) or stock(path, name, **options)
 
-    datasets.load_dataset = load
-    try:
-        yield
-    finally:
-        datasets.load_dataset = stock
+    return replaced_value(vars(datasets), "load_dataset", load)
 
 
 def find_dataset(folder: Path, path: str, name: str | None) -> Any:
@@ -189,16 +184,9 @@ def _read_table(file: Path) -> Any:
 # --- Documents and their tokenized requests ---
 
 
-def check_phases(intervention: Intervention) -> None:
+def check_scoring(intervention: Intervention) -> None:
     """Raise NeedleworkError for interventions in decode only: scoring is all prefill, so they would do nothing."""
-    for part in intervention.parts:
-        if part.phase == "decode":
-            raise NeedleworkError(
-                f"{part} acts in decode only, but log-likelihoods are prefill at every position: use phase='prefill' or"
-                " phase='both'"
-            )
-        if part.side == "memory":
-            raise NeedleworkError(f"{part} swaps memory between prefill and decode; scoring has no decode")
+    check_phases(Request((0, 0), intervention, options=((0,),)))
 
 
 @dataclass(frozen=True)
@@ -267,12 +255,10 @@ class Document:
 
     def prompts(self) -> list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
         """Return (prompt, options) in tokens, in the order of lm-eval's requests; requests with one common prompt are merged."""
-        if self.mode == "generate":
-            return [(self.generations[0].prompt, ())]
         pairs = [pair for windows in self.pairs for pair in windows]
         if len({context for context, _ in pairs}) == 1:
             return [(pairs[0][0], tuple(continuation for _, continuation in pairs))]
-        return [(context, (continuation,)) for context, continuation in pairs]
+        return [(one.prompt, ()) for one in self.generations] or [(context, (answer,)) for context, answer in pairs]
 
 
 def tokenize_documents(loaded: Any, lm: NeedleworkLM, settings: PromptSettings) -> list[Document]:
@@ -292,20 +278,15 @@ def tokenize_documents(loaded: Any, lm: NeedleworkLM, settings: PromptSettings) 
             chat_template=lm.apply_chat_template if settings.chat else None,
             tokenizer_name=lm.tokenizer_name if settings.chat else "",
         )
-        by_doc: dict[int, list[Any]] = {}
-        for instance in task.instances:
-            by_doc.setdefault(instance.doc_id, []).append(instance)
-        scored = [i for i in task.instances if i.request_type == "loglikelihood"]
-        pairs = dict(zip(map(id, scored), lm.encode_pairs(scored), strict=True)) if scored else {}
-        for doc_id, instances in by_doc.items():
-            instances.sort(key=lambda instance: instance.idx)
-            document = Document(task, doc_id, instances, _MODES[instances[0].request_type])
-            for instance in instances:
+        ordered = sorted(task.instances, key=lambda instance: (instance.doc_id, instance.idx))
+        for doc_id, instances in groupby(ordered, lambda instance: instance.doc_id):
+            document = Document(task, doc_id, list(instances), _MODES[task.instances[0].request_type])
+            for instance in document.instances:
                 if document.mode == "generate":
                     document.generations.append(lm.encode_generation(*instance.args))
                 else:
-                    rolling = document.mode == "perplexity"
-                    document.pairs.append(lm.rolling_pairs(instance.args[0]) if rolling else [pairs[id(instance)]])
+                    scored = document.mode == "choices"
+                    document.pairs.append(lm.encode_pairs([instance]) if scored else lm.rolling_pairs(instance.args[0]))
             documents.append(document)
     for document in documents:
         if any(not continuation for windows in document.pairs for _, continuation in windows):

@@ -10,10 +10,11 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from needlework import stats
 from needlework.analysis.model_trials import Pairs
 from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError
-from needlework.experiments.models import LoadedModel, LoadedSubject, ModelInfo, ModelSource, look
+from needlework.experiments.models import KeptModels, ModelInfo
 from needlework.experiments.plan import Experiment, InterventionText, Model, NamedTask, Plan
 from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.run import run
@@ -35,7 +36,7 @@ from needlework.lmeval.documents import (
     Document,
     LmEvalTask,
     PromptSettings,
-    check_phases,
+    check_scoring,
     forget_responses,
     load_tasks,
     silence_lm_eval,
@@ -76,23 +77,14 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """The part of the loss in letter choice that is due to the letter look-up."""
-
-    intervention: str
-    part: Estimate
-
-
-@dataclass(frozen=True)
 class Summary:
     """The result of an evaluation."""
 
     lines: list[Line]
-    lookups: list[Lookup]
+    lookups: dict[str, Estimate]  # by intervention: the part of the loss in letter choice that is due to the letter look-up
     files: list[Path]  # results.json of each intervention
     failed: int
     idle: list[str]  # interventions that masked nothing in any trial
-    asked: int  # trials run now; the others were in the store
 
 
 def evaluate(
@@ -106,14 +98,11 @@ def evaluate(
     limit: float | None = None,
     shots: int | None = None,
     chat: bool | None = None,
-    device: str | None = None,
-    dtype: Any = None,
-    window: str | None = None,
-    kernels: str | None = None,
     memory_bytes: int | None = None,
     retry_failed: bool = False,
     progress: bool = True,
     cluster: Cluster | None = None,
+    **loading: Any,
 ) -> Summary:
     """Evaluate lm-eval tasks under each intervention; resumes an interrupted evaluation.
 
@@ -128,8 +117,8 @@ def evaluate(
         limit: Number of questions per task, or a fraction of them.
         shots: Number of few-shot examples, instead of the task's own.
         chat: Use the chat template; by default only with `paper`, if the model has one.
-        device, dtype, window, kernels: As in `nw.load`.
-        cluster: As in `nw.run`.
+        memory_bytes, retry_failed, progress, cluster: As in `nw.run`.
+        loading: `device`, `dtype`, `window` and `kernels`, as in `nw.load`.
 
     Raises:
         NeedleworkError: Unknown tasks, missing data, or an intervention that does not apply to the model or to scoring.
@@ -139,11 +128,12 @@ def evaluate(
         raise NeedleworkError(f"limit={limit} is no number of questions; give 1 or more, or a share of them such as 0.1")
     acts = [parse(text) for text in interventions]
     for act in acts:
-        check_phases(act)
+        check_scoring(act)
     if not paper and not (tasks and acts):
         raise NeedleworkError("name at least one task and one intervention, e.g. --tasks mini-mmlu --intervene none; or --paper")
-    loading = Loading().replace(device=device, dtype=dtype, window=window, kernels=kernels)
-    info = look(Model("eval", Path(str(model)).name, str(model), loading), elsewhere=cluster is not None)
+    versions = {"lm_eval": version("lm_eval")}
+    source = WorkerModels(memory_bytes, cluster, versions) if cluster else KeptModels(memory_bytes, versions)
+    info = source.look(Model("eval", Path(str(model)).name, str(model), Loading().replace(**loading)))
     if paper:
         tasks, acts, shots = _apply_preset(info, tasks, acts, shots)
     for act in acts:
@@ -151,12 +141,17 @@ def evaluate(
     loaded = load_tasks(tasks, None if data is None else Path(data))
     from needlework.lmeval.model import NeedleworkLM
 
-    lm = NeedleworkLM(info.directory, memory_bytes=memory_bytes, **info.model.loading.model_dump())
+    lm = NeedleworkLM(info.directory, **info.model.loading.model_dump())  # only encodes and decodes: the run loads the weights
     has_template = bool(getattr(info.tokenizer, "chat_template", None))
     if chat and not has_template:
         raise NeedleworkError(f"{info.name} has no chat template; leave the chat option out")
     settings = PromptSettings(limit, shots, has_template and paper if chat is None else chat)
-    with cache_templates():
+    from lm_eval import utils
+
+    # lm-eval compiles its Jinja templates for each document, which takes longer than a small model's forward.
+    utils.env.from_string = functools.lru_cache(maxsize=256)(utils.env.from_string)  # type: ignore[method-assign]
+    with ExitStack() as stack:
+        stack.callback(delattr, utils.env, "from_string")  # restores the class's method
         with silence_lm_eval():
             try:
                 documents = tokenize_documents(loaded, lm, settings)
@@ -165,26 +160,9 @@ def evaluate(
             except (AssertionError, ValueError) as error:  # how lm-eval rejects shots, limits or templates
                 raise NeedleworkError(f"lm-eval cannot put these questions: {first_line(error)}") from None
         texts = list(dict.fromkeys(map(str, acts)))
-        before = _stored_trials(out)
-        versions = {"lm_eval": version("lm_eval")}
-        source: ModelSource = _HarnessModels(info, lm, memory_bytes, versions)
-        if cluster is not None:
-            source = WorkerModels(memory_bytes, cluster, versions)
         plan = _make_plan(info, tasks, texts, documents, lm)
         run(plan, out, source=source, retry_failed=retry_failed, progress=progress, cluster=cluster)
-        return _summarise(Path(out), info, texts, documents, loaded, settings, before)
-
-
-@contextmanager
-def cache_templates() -> Iterator[None]:
-    """Cache compiled Jinja templates: lm-eval compiles them per document, which takes longer than a small model's forward."""
-    from lm_eval import utils
-
-    utils.env.from_string = functools.lru_cache(maxsize=256)(utils.env.from_string)  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del utils.env.from_string  # restores the class's method
+        return _summarise(Path(out), info, texts, documents, loaded, settings)
 
 
 def _apply_preset(
@@ -230,106 +208,58 @@ def _make_plan(
     return Plan(Path("eval"), "eval", about, "", {info.name: info.model}, (experiment,), adds=True)
 
 
-@dataclass
-class _HarnessModels:
-    """Model source of an evaluation: its single model, loaded through NeedleworkLM."""
-
-    info: ModelInfo
-    lm: NeedleworkLM
-    memory_bytes: int | None
-    versions: dict[str, str]
-
-    def look(self, model: Model) -> ModelInfo:
-        return self.info
-
-    def load(self, info: ModelInfo) -> LoadedModel:
-        return LoadedSubject(self.lm.subject, info.model, self.versions)
-
-
-def _stored_trials(out: str | Path) -> set[tuple[str, str, str, str]]:
-    """Return the keys of the trials in a directory; empty if it has no readable store."""
-    try:
-        with closing(Store(out)) as store:
-            return set(store.done())
-    except NeedleworkError:
-        return set()
-
-
 def _summarise(
-    folder: Path,
-    info: ModelInfo,
-    texts: Sequence[str],
-    documents: Sequence[Document],
-    loaded: Any,
-    settings: PromptSettings,
-    before: set[Any],
+    folder: Path, info: ModelInfo, texts: Sequence[str], documents: Sequence[Document], loaded: Any, settings: PromptSettings
 ) -> Summary:
-    """Read this evaluation's rows from the store, write lm-eval's result files and compute retained shares."""
+    """Read this evaluation's rows from the store, let lm-eval compute its results from them, and compute retained shares.
+
+    The results under each intervention are written as `lm_eval --log_samples` writes them.
+    """
+    from lm_eval.evaluator import evaluate as lm_evaluate
+    from lm_eval.utils import handle_non_serializable
+
+    from needlework.lmeval.model import ReplayLM
+
     with closing(Store(folder)) as store:
         own = store.rows("asked AND experiment = ? AND model = ?", (EXPERIMENT, info.name))
         found = {(row.intervention, row.prompt_id): row for row in own}
     rows = {text: [found[text, document.digest] for document in documents] for text in texts}
-    files = [_write_results(folder, info, text, loaded, documents, answered, settings) for text, answered in rows.items()]
-    kept = [row for answered in rows.values() for row in answered]
+    chat = {"apply_chat_template": settings.chat, "fewshot_as_multiturn": settings.chat}
+    options: dict[str, Any] = {"limit": settings.limit, "bootstrap_iters": BOOTSTRAPS, **chat}
+    files = []
+    for text, answered in rows.items():
+        answers: dict[int, Any] = {}
+        for document, row in zip(documents, answered, strict=True):
+            answers |= zip(map(id, document.instances), stored_responses(document, row), strict=True)
+            forget_responses(document)
+        with ExitStack() as stack, silence_lm_eval():
+            for task in loaded["tasks"].values():  # keeps lm-eval from building the requests again for each intervention
+                task.build_all_requests = lambda **_: None
+                stack.callback(delattr, task, "build_all_requests")  # restores the class's method
+            results: dict[str, Any] = lm_evaluate(lm=ReplayLM(answers), task_dict=loaded, log_samples=True, **options)
+        config = {
+            "model": "needlework",
+            "model_args": {"pretrained": info.model.source, "intervention": text, "dtype": info.model.loading.dtype},
+            "failed": sum(row.finish == "failed" for row in answered),
+            **{f"{key}_sha": value for key, value in info.identity().items() if key in ("weights", "tokenizer")},
+            **options,
+        }
+        samples = results.pop("samples")
+        results |= {"config": config, "date": time.time()}
+        files.append(write_files(folder / "lm-eval" / file_name(text), results, samples, handle_non_serializable)[0])
     homes = {name: name for name in loaded["tasks"]}
     children = {name for members in (loaded.get("group_map") or {}).values() for name in members}
     for name, group in (loaded.get("groups") or {}).items():
         if name not in children:  # an outermost group: its tasks are reported under its name
             homes |= {task.task_name: name for task in group.get_all_tasks()}
+    kept = [row for answered in rows.values() for row in answered]
     return Summary(
         retained_lines(kept, homes),
         lookups(kept),
         files,
         failed=sum(row.finish == "failed" for row in kept),
         idle=[text for text, answered in rows.items() if all(nothing_to_hide(row.receipt) for row in answered)],
-        asked=len({(row.experiment, row.model, row.task, row.id) for row in kept} - before),
     )
-
-
-def _write_results(
-    out: Path,
-    info: ModelInfo,
-    text: str,
-    loaded: Any,
-    documents: Sequence[Document],
-    rows: Sequence[Row],
-    settings: PromptSettings,
-) -> Path:
-    """Let lm-eval compute its results from the answers under one intervention, and write them as `lm_eval --log_samples`."""
-    from lm_eval.evaluator import evaluate as lm_evaluate
-    from lm_eval.utils import handle_non_serializable
-
-    from needlework.lmeval.model import ReplayLM
-
-    answers: dict[int, Any] = {}
-    for document, row in zip(documents, rows, strict=True):
-        answers |= zip(map(id, document.instances), stored_responses(document, row), strict=True)
-        forget_responses(document)
-    chat = {"apply_chat_template": settings.chat, "fewshot_as_multiturn": settings.chat}
-    with ExitStack() as stack, silence_lm_eval():
-        for task in loaded["tasks"].values():  # keeps lm-eval from building the requests again for each intervention
-            task.build_all_requests = lambda **_: None
-            stack.callback(delattr, task, "build_all_requests")  # restores the class's method
-        results: dict[str, Any] = lm_evaluate(
-            lm=ReplayLM(answers),
-            task_dict=loaded,
-            limit=settings.limit,
-            bootstrap_iters=BOOTSTRAPS,
-            log_samples=True,
-            **chat,
-        )
-    config = {
-        "model": "needlework",
-        "model_args": {"pretrained": info.model.source, "intervention": text, "dtype": info.model.loading.dtype},
-        "failed": sum(row.finish == "failed" for row in rows),
-        **{f"{key}_sha": value for key, value in info.identity().items() if key in ("weights", "tokenizer")},
-        "limit": settings.limit,
-        "bootstrap_iters": BOOTSTRAPS,
-        **chat,
-    }
-    samples = results.pop("samples")
-    results |= {"config": config, "date": time.time()}
-    return write_files(out / "lm-eval" / file_name(text), results, samples, handle_non_serializable)[0]
 
 
 # --- Retained shares, and the part of a loss that is due to the letter look-up ---
@@ -358,48 +288,42 @@ def retained_lines(trials: Sequence[Row], home: dict[str, str]) -> list[Line]:
     return made
 
 
-def lookups(trials: Sequence[Row]) -> list[Lookup]:
+def lookups(trials: Sequence[Row]) -> dict[str, Estimate]:
     """Return the part due to the letter look-up for every intervention with letter and cloze questions on the same facts."""
-    forms: dict[str, dict[str, dict[str, Row]]] = {"letter": {}, "cloze": {}}
+    found: dict[tuple[str, str], dict[str, Row]] = {}  # (form, intervention) -> fact -> row
     for trial in trials:
-        form = {"statement": "cloze", "question": "cloze"}.get(str(trial.facts.get("form")), str(trial.facts.get("form")))
-        if form in forms and trial.finish != "failed":
-            forms[form].setdefault(trial.intervention, {})[trial.cluster] = trial
-    letter, cloze = forms["letter"], forms["cloze"]
-    if BASELINE not in letter or BASELINE not in cloze:
-        return []
-    texts = [text for text in letter if text != BASELINE and text in cloze]
-    return [Lookup(text, _part([letter[text], letter[BASELINE], cloze[text], cloze[BASELINE]])) for text in texts]
+        form = str(trial.facts.get("form"))
+        if trial.finish != "failed":
+            form = "cloze" if form in ("statement", "question") else form
+            found.setdefault((form, trial.intervention), {})[trial.cluster] = trial
+    parts = {}
+    for text in (text for form, text in found if form == "letter" and text != BASELINE):
+        columns = [found.get(key, {}) for key in product(("letter", "cloze"), (text, BASELINE))]
+        if all(columns):
+            parts[text] = _lookup_part(columns)
+    return parts
 
 
-def _part(columns: Sequence[dict[str, Row]]) -> Estimate:
-    """Estimate the part with a bootstrap over facts; columns are those of `_share`, each fact -> row."""
+def _lookup_part(columns: Sequence[dict[str, Row]]) -> Estimate:
+    """Estimate (R_cloze - R_letter) / (1 - R_letter), where letter choice lost something, with a bootstrap over facts.
+
+    Args:
+        columns: Fact -> row, of letter after, letter before, cloze after, cloze before.
+    """
     facts = sorted(set.intersection(*(set(column) for column in columns)))
     if not facts:
         return NOTHING
-    values = [np.asarray([column[fact].scores["correct"] for fact in facts]) for column in columns]
-    chance = [float(np.mean([column[fact].facts.get("chance", 0.0) for fact in facts])) for column in columns]
-    above = np.asarray([v.mean() - c for v, c in zip(values, chance, strict=True)])
-    totals = stats.resample(stats.cluster_sums(facts, values))
-    drawn = totals[:, :4] / totals[:, 4:] - np.asarray(chance)
-    value = float(_share(above[None])[0])
-    shares = _share(drawn)
+    values = np.asarray([[column[fact].scores["correct"] for fact in facts] for column in columns])
+    chance = np.asarray([[column[fact].facts.get("chance", 0.0) for fact in facts] for column in columns]).mean(1)
+    totals = stats.resample(stats.cluster_sums(facts, list(values)))
+    above = np.vstack([values.mean(1), totals[:, :4] / totals[:, 4:]]) - chance  # [1 + draws, 4]
+    letter, cloze = (above[:, ::2] / np.where(above[:, 1::2] > 0, above[:, 1::2], np.nan)).T
+    lost = np.where(letter < 1, 1 - letter, np.nan)
+    value, shares = (cloze - letter)[0] / lost[0], ((cloze - letter) / lost)[1:]
     shares = shares[np.isfinite(shares)]
     if not math.isfinite(value) or not len(shares):
         return Estimate(math.nan, math.nan, math.nan, len(facts), "the letter lost nothing, or there was nothing to lose")
-    low, high = stats.interval(shares)
-    return Estimate(value, low, high, len(facts))
-
-
-def _share(above: Any) -> Any:
-    """Compute (R_cloze - R_letter) / (1 - R_letter) per row of [draws, 4]; NaN where letter choice lost nothing.
-
-    The columns are accuracy minus chance of: letter after, letter before, cloze after, cloze before.
-    """
-    letter = above[:, 0] / np.where(above[:, 1] > 0, above[:, 1], np.nan)
-    cloze = above[:, 2] / np.where(above[:, 3] > 0, above[:, 3], np.nan)
-    lost = 1 - letter
-    return np.where(lost > 0, (cloze - letter) / np.where(lost > 0, lost, 1), np.nan)
+    return Estimate(float(value), *stats.interval(shares), len(facts))
 
 
 def table(summary: Summary) -> Table:
@@ -407,6 +331,6 @@ def table(summary: Summary) -> Table:
     shown = Table(("asked", "intervention", "right", "retained, raw", "retained, chance-corrected"), caption="general ability")
     for line in summary.lines:
         shown.add_row(line.name, line.intervention, line.accuracy.text(), line.raw.text(), line.corrected.text())
-    for one in summary.lookups:
-        shown.add_row("part of the letter's loss that is its look-up", one.intervention, "", "", one.part.text())
+    for text, part in summary.lookups.items():
+        shown.add_row("part of the letter's loss that is its look-up", text, "", "", part.text())
     return shown

@@ -7,13 +7,15 @@ only the computation is replaced. Importing this module imports lm-eval, which t
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import logging
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from lm_eval.api.model import LM, TemplateLM
@@ -25,38 +27,15 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from needlework.errors import NeedleworkError, short_repr
 from needlework.interventions import Intervention, parse
 from needlework.lmeval import FOLDER
-from needlework.lmeval.documents import Generation, Pair, check_phases
+from needlework.lmeval.documents import Generation, Pair, check_scoring
 from needlework.measure import run_requests
 from needlework.model.load import DTYPES, blueprint, convert_gguf
 from needlework.requests import Answer, Request, stop_tokens
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
+from needlework.subject import Subject, load
+from needlework.zoo import resolve
 
 logger = logging.getLogger("needlework")
 ROWS = 64  # batch size reported to lm-eval; the engine forms its own batches from the available memory
-
-
-def truncate_pair(context: Sequence[int], continuation: Sequence[int], max_length: int) -> Pair:
-    """Truncate context + continuation on the left to `max_length` + 1 tokens, as lm-eval's `hf` model does.
-
-    One more than `max_length` because the last token is only predicted, not an input.
-    """
-    whole = tuple([*context, *continuation][-(max_length + 1) :])
-    return whole[: len(whole) - len(continuation)], whole[len(whole) - len(continuation) :]
-
-
-class _Encoder:
-    """Proxy of a model whose log-likelihood function returns the tokens of requests instead of scores."""
-
-    def __init__(self, lm: Any) -> None:
-        self._lm = lm
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._lm, name)
-
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[Pair]:
-        return [truncate_pair(context, continuation, self._lm.max_length) for _, context, continuation in requests]
 
 
 @register_model("needlework")
@@ -76,10 +55,8 @@ class NeedleworkLM(HFLM):
         batch_size: int | str | None = None,
         **options: Any,
     ) -> None:
-        from needlework.zoo import resolve
-
         self.intervention = parse(intervention) if isinstance(intervention, str) else intervention
-        check_phases(self.intervention)
+        check_scoring(self.intervention)
         if device and device.startswith("cuda") and not torch.cuda.is_available():  # lm-eval's command line asks for cuda:0
             logger.warning("no CUDA device that torch can use: running on the CPU")
             device = "cpu"
@@ -124,51 +101,43 @@ class NeedleworkLM(HFLM):
     def subject(self) -> Subject:
         """The model with its weights, loaded on first use."""
         if self._subject is None:
-            from needlework.subject import load
-
             self._subject = load(self._source, **self._loading)
             self._model = self._subject.model
         return self._subject
 
     def encode_pairs(self, requests: Sequence[Any]) -> list[Pair]:
         """Return (context, continuation) tokens of log-likelihood requests, encoded and truncated by lm-eval's rules."""
-        return TemplateLM.loglikelihood(_Encoder(self), requests, disable_tqdm=True)  # type: ignore[no-any-return]
+        encoder = copy.copy(self)  # returns tokens in place of scores
+        encoder._loglikelihood_tokens = lambda requests, **_: [self.truncate(*pair) for _, *pair in requests]  # type: ignore[method-assign]
+        return TemplateLM.loglikelihood(encoder, requests, disable_tqdm=True)  # type: ignore[no-any-return]
+
+    def truncate(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:
+        """Truncate context + continuation on the left, as lm-eval's `hf` model does; the last token is predicted, no input."""
+        whole = tuple([*context, *continuation][-(self.max_length + 1) :])
+        return whole[: len(whole) - len(continuation)], whole[len(whole) - len(continuation) :]
 
     def rolling_pairs(self, text: str) -> list[Pair]:
         """Split a text into (context, continuation) windows for rolling log-likelihood: each token is predicted once."""
         windows = get_rolling_token_windows(
             token_list=self.tok_encode(text), prefix_token=self.prefix_token_id, max_seq_len=self.max_length, context_len=1
         )
-        pairs = map(make_disjoint_window, windows)
-        return [truncate_pair(context, continuation, self.max_length) for context, continuation in pairs]
+        return [self.truncate(*make_disjoint_window(window)) for window in windows]
 
-    def score(self, pairs: Sequence[Pair]) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the greedy continuation."""
+        pairs = [self.truncate(*pair) for _, *pair in requests]
         options: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}  # one prefill per context for all its continuations
         for context, continuation in pairs:
             options.setdefault(context, {})[continuation] = None
-        requests = [Request(context, self.intervention, options=tuple(own)) for context, own in options.items()]
+        asked = [Request(context, self.intervention, options=tuple(own)) for context, own in options.items()]
         scores: dict[Pair, tuple[float, bool]] = {}
-        for request, answer in zip(requests, run_requests(self.subject, requests), strict=True):
+        for request, answer in zip(asked, run_requests(self.subject, asked), strict=True):
             for option, total, greedy in zip(request.options, answer.totals, answer.greedy, strict=True):
                 scores[request.prompt, option] = total, greedy
+        for (texts, *_tokens), pair in zip(requests, pairs, strict=True):
+            if texts is not None:  # else a window of a rolling request
+                self.cache_hook.add_partial("loglikelihood", texts, scores[pair])
         return [scores[pair] for pair in pairs]
-
-    def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        answers = self.score([truncate_pair(context, continuation, self.max_length) for _, context, continuation in requests])
-        for (texts, _context, _continuation), answer in zip(requests, answers, strict=True):
-            if texts is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return answers
-
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        texts = [request.args[0] for request in requests]
-        windows = [self.rolling_pairs(text) for text in texts]
-        scores = iter(self.score([pair for own in windows for pair in own]))
-        totals = [sum(next(scores)[0] for _ in own) for own in windows]
-        for text, total in zip(texts, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
-        return totals
 
     def encode_generation(self, context: str, settings: dict[str, Any]) -> Generation:
         """Encode a generation request: prompt tokens, stop strings and maximum length.
@@ -215,8 +184,7 @@ class NeedleworkLM(HFLM):
             Request(one.prompt, self.intervention, max_new_tokens=one.max_new_tokens, stop=stop)
             for one, stop in zip(asked, stops, strict=True)
         ]
-        answers = run_requests(self.subject, wanted)
-        texts = [self.text(answer, one.until) for answer, one in zip(answers, asked, strict=True)]
+        texts = [self.text(answer, one.until) for answer, one in zip(run_requests(self.subject, wanted), asked, strict=True)]
         for request, text in zip(requests, texts, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return texts
@@ -242,20 +210,14 @@ def split_arguments(text: str) -> dict[str, Any]:
 
     Values are Python literals or true/false; anything else is text.
     """
-    items, depth, quote = [""], 0, ""
-    for char in text:
-        if quote:
-            quote = "" if char == quote else quote
-        elif char in "\"'":
-            quote = char
-        else:
-            depth += (char in "([{") - (char in ")]}")
-        if char == "," and depth == 0 and not quote:
-            items.append("")
-        else:
-            items[-1] += char
+    items: list[str] = []
+    whole = True  # whether all brackets and quotes of the last item are closed
+    for piece in text.strip().removesuffix(",").split(","):
+        items = [*items, piece] if whole else [*items[:-1], f"{items[-1]},{piece}"]
+        bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", items[-1])
+        whole = not set(bare) & set("\"'") and sum((char in "([{") - (char in ")]}") for char in bare) == 0
     arguments = {}
-    for item in items[:-1] + [item for item in items[-1:] if item.strip()]:
+    for item in items if text.strip() else ():
         name, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not name:
             raise NeedleworkError(f"model_args: {item.strip()!r} is not name=value")
