@@ -11,7 +11,7 @@ from pathlib import Path
 
 import needlework as nw
 from needlework.cli.options import show
-from needlework.heads.output import recurrent_table, save_recurrent_plot
+from needlework.heads.output import draw_recurrent, recurrent_table
 from needlework.tasks.base import Item, make_task
 from needlework.terminal import Bar
 
@@ -49,7 +49,7 @@ def main() -> None:
     show(recurrent_table(side))
     if asked.out:
         asked.out.mkdir(parents=True, exist_ok=True)
-        save_recurrent_plot(side, asked.out / f"{asked.model}.png", asked.model)
+        draw_recurrent(side, asked.model).savefig(asked.out / f"{asked.model}.png", dpi=150)
         (asked.out / f"{asked.model}.json").write_text(json.dumps(side.to_dict()) + "\n")
 
 

@@ -28,7 +28,7 @@ from needlework.experiments.ray_executor import Cluster
 from needlework.heads.causal import greedy
 from needlework.heads.contribution import learned
 from needlework.heads.observers import AttentionSums, join_observers
-from needlework.heads.survey import SurveySettings
+from needlework.heads.survey import SurveySettings, origin
 from needlework.interventions.ranking import Ranking
 from needlework.requests import Request
 
@@ -144,7 +144,7 @@ def test_samples_and_the_names_of_rankings_are_those_of_the_loaded_model(
         for task in ("niah", "recall"):
             drawn = [heads.draw_samples(one, heads.tasks_of(task, one), 4, 0) for one in (here, subject)]
             assert drawn[0] == drawn[1], "prompts, and what ends an answer"
-        assert heads.origin(subject) == heads.origin(here)
+        assert origin(subject) == origin(here)
 
 
 def test_what_nobody_waits_for_any_more_answers_no_later_question(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:

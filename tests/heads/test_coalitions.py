@@ -11,8 +11,8 @@ import pytest
 from stock_heads import samples, score, stock
 
 import cases
-from needlework.heads.causal import keep_members, plan_elimination, score_answers, shapley_values
-from needlework.heads.samples import select_correct
+from needlework.heads.causal import keep_members, plan_elimination, shapley_values
+from needlework.heads.samples import score_answers, select_correct
 
 Worth = Callable[[frozenset[int]], float]
 

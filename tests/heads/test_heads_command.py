@@ -68,7 +68,7 @@ def test_a_directory_appears_when_all_of_it_is_written(more: list[str], tmp_path
     arguments = ["tiny-griffin-small", "--samples", "2", *more, "--out", str(out)]
     with monkeypatch.context() as patch:
         patch.setattr(output, "render_template", stopped)
-        patch.setattr(output, "save_recurrent_plot", stopped)
+        patch.setattr(output, "draw_recurrent", stopped)
         assert run(*arguments)[0] == 130
     assert list(tmp_path.iterdir()) == []
     code, said = run(*arguments)

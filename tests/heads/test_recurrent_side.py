@@ -14,7 +14,7 @@ import torch
 
 import cases
 import needlework as nw
-from needlework.heads.output import save_recurrent_plot
+from needlework.heads.output import save_recurrent
 from needlework.heads.recurrent import Ability, Outcome, RecurrentSide, recurrent_side
 from needlework.tasks.base import Item
 
@@ -68,14 +68,14 @@ def test_each_condition_is_the_model_asked_directly(asked: Any) -> None:
         for i in (0, 5):
             log_p, said = _direct(subject, items[i], act)
             assert outcome.log_p[i] == pytest.approx(log_p, abs=1e-4)
-            assert outcome.said[i] == said
+            assert outcome.right[i] == said
 
 
 def test_a_frame_and_a_plot_show_the_losses(asked: Any) -> None:
     _, _, side, _ = asked
     frame = side.frame()
     assert list(frame[["layer", "group"]].itertuples(index=False, name=None)) == [tuple(group) for group in side.ranking]
-    assert frame["loss"][0] == side.retrieval.drops([side.ranking[0]]).mean()
+    assert frame["loss"][0] == side.retrieval.losses([side.ranking[0]]).mean()
     assert side.plot()._repr_png_().startswith(b"\x89PNG")
     assert f"segregated: {side.segregated[0]}" in side._repr_html_()
 
@@ -93,13 +93,13 @@ def test_every_group_and_every_cut_is_tried(asked: Any) -> None:
     }
     for ability in side.abilities:
         assert set(ability.outcomes) == expected
-        assert all(len(outcome.said) == len(ability.clusters) for outcome in ability.outcomes.values())
+        assert all(len(outcome.right) == len(ability.clusters) for outcome in ability.outcomes.values())
 
 
 def test_top_groups_are_ranked_by_other_samples(asked: Any) -> None:
     """Every sample is asked under the top groups of those samples that are not of its half, and not of its cluster."""
     subject, items, side, _ = asked
-    drops = side.retrieval.drops(side.groups)
+    drops = side.retrieval.losses(side.groups)
     halves = {}
     for half in ("first half", "second half"):
         act: Any = nw.parse(side.interventions[f"top 0.2, ranked by {half}"])
@@ -155,10 +155,9 @@ def test_it_can_be_read_by_people_and_programs(asked: Any, tmp_path: Path) -> No
     assert share
     assert float(share[1]) == pytest.approx(100 * figures["value"], abs=0.06)
     assert np.array(content["abilities"]["retrieval"]["drops"]).shape == (12, 16)
-    save_recurrent_plot(side, tmp_path / "side.png", "a model")
-    assert (tmp_path / "side.png").read_bytes()[1:4] == b"PNG"
-    with pytest.raises(nw.NeedleworkError, match="picture"):
-        save_recurrent_plot(side, tmp_path / "side.txt")
+    written = save_recurrent(side, tmp_path / "side", "a model")
+    assert [path.name for path in written] == ["recurrent.json", "recurrent.png", "recurrent.svg"]
+    assert written[1].read_bytes()[1:4] == b"PNG"
 
 
 def _side(asked: RecurrentSide, **said: float) -> RecurrentSide:
@@ -209,4 +208,4 @@ def test_a_cut_that_a_model_refuses_is_left_out_with_its_reason() -> None:
     assert "no recurrent state" in side.refused["state"]
     assert "conv" in side.retrieval.outcomes
     assert "state cut" not in side.text()
-    assert torch.isfinite(torch.tensor(side.retrieval.drops(side.groups))).all()
+    assert torch.isfinite(torch.tensor(side.retrieval.losses(side.groups))).all()

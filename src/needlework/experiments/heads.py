@@ -19,8 +19,8 @@ from needlework.heads import foreign
 from needlework.heads.evaluation import SmallestSet
 from needlework.heads.methods import Method, all_methods, find_methods
 from needlework.heads.recurrent import RecurrentSide, recurrent_side
-from needlework.heads.samples import NAMES, check_heads, draw_samples, measure_baseline, named_tasks
-from needlework.heads.survey import ProgressSteps, Survey, SurveySettings, origin, rank_by, survey
+from needlework.heads.samples import NAMES, draw_samples, named_tasks
+from needlework.heads.survey import ProgressSteps, Survey, SurveySettings, survey
 from needlework.interventions.ranking import Ranking
 from needlework.measure import Progress, SampleFunction
 from needlework.model.load import blueprint
@@ -128,16 +128,8 @@ def rank(
     Returns:
         One ranking if `by` is the name of one method; a dict by method name for several methods or "all".
     """
-    check_heads(subject)
-    methods = methods_of(by, subject)
-    drawn = draw_samples(subject, tasks_of(task, subject), samples, seed)
-    with ProgressSteps(1 + len(methods), progress) as steps:
-        with steps.step("asking the untouched model") as report_progress:
-            measure_baseline(subject, drawn, report_progress)
-        made, of = {}, origin(subject, name)
-        for method in methods:
-            with steps.step(f"ranking by {method.name}") as report_progress:
-                made[method.name], _ = rank_by(subject, method, drawn, seed, report_progress, of)
+    settings = SurveySettings(samples, seed=seed, judge=False, dynamic=False, retest=False)
+    made = survey(subject, tasks_of(task, subject), methods_of(by, subject), settings, name=name, shown=progress).rankings
     return made[by] if isinstance(by, str) and by in made else made
 
 

@@ -9,58 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from itertools import cycle
+from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from needlework.anatomy import Anatomy, Head
 from needlework.errors import NeedleworkError
 from needlework.heads.methods import Scores, method
-from needlework.heads.samples import AnsweredItem, answer_tokens, evidence, require_correct, select_correct
+from needlework.heads.samples import (
+    AblationPhase,
+    AnsweredItem,
+    evidence,
+    keep_correct,
+    score_answers,
+    select_correct,
+    with_answers,
+)
 from needlework.interventions.acts import Act, ChangeOutputs, LoweringContext, Place
 from needlework.interventions.base import NONE, Intervention, Part
 from needlework.interventions.builtin import AblateAttention, AblateHeads, OnlyHeads
-from needlework.measure import Progress, map_samples, no_progress, run_requests
-from needlework.requests import Request
+from needlework.measure import Progress, map_samples
+from needlework.subject import Subject
 from needlework.tasks.base import Item
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from needlework.subject import Subject
-
-AblationPhase = Literal["both", "decode"]
-AnswerTrial = tuple[AnsweredItem, Intervention]
 _ROWS_AT_ONCE = 256  # batch limit of patching: prompts times heads
 _LEAST_GAP = 0.1  # nats between prompt and twin; samples with a smaller gap are not used
-
-
-def score_answers(
-    subject: Subject, trials: Sequence[AnswerTrial], phase: AblationPhase = "both", progress: Progress = no_progress
-) -> tuple[np.ndarray, np.ndarray]:
-    """Score the correct answers of all trials in one run of the engine, which computes shared prefixes once.
-
-    Args:
-        trials: Samples under interventions.
-        phase: The phase of the interventions. With "both", prompt and answer are scored as one text; with "decode", the answer
-            is generated with its tokens forced, or freely where there is no intervention.
-
-    Returns:
-        Log-likelihoods of the answers [trials]; and whether greedy decoding gives them [trials], which in phase "decode" is
-        False under any intervention.
-    """
-    requests = []
-    for x, act in trials:
-        if phase == "both":
-            requests.append(Request(x.item.prompt, act, options=(x.answer,), spans=x.item.spans))
-        else:
-            forced = () if act == NONE else x.answer
-            requests.append(Request(x.item.prompt, act, len(x.answer), forced=forced, spans=x.item.spans))
-    answers = run_requests(subject, requests, [x.item.id for x, _ in trials], progress)
-    if phase == "both":
-        return np.array([answer.totals[0] for answer in answers]), np.array([answer.greedy[0] for answer in answers])
-    right = [act == NONE and answer.tokens == x.answer for (x, act), answer in zip(trials, answers, strict=True)]
-    return np.array([sum(answer.logprobs) for answer in answers]), np.array(right)
 
 
 def keep_only(heads: Collection[Head], anatomy: Anatomy, phase: AblationPhase = "both") -> Intervention:
@@ -79,11 +54,10 @@ def _score_interventions(
         log_p, _ = score_answers(subject, [(x, act) for x in used for act in acts], phase, progress)
         return used, log_p.reshape(len(used), len(acts))
     # The prefill is the same with and without these interventions: requested together, it is computed once.
-    every = [AnsweredItem(i, item, answer_tokens(subject, item), np.nan) for i, item in enumerate(items)]
+    every = with_answers(subject, items)
     found = score_answers(subject, [(x, act) for x in every for act in (NONE, *acts)], phase, progress)
     log_p, right = (x.reshape(len(every), 1 + len(acts)) for x in found)
-    used = require_correct([replace(x, log_p=float(log_p[i, 0])) for i, x in enumerate(every) if right[i, 0]], items)
-    return used, log_p[right[:, 0], 1:]
+    return keep_correct(every, log_p[:, 0], right[:, 0]), log_p[right[:, 0], 1:]
 
 
 @method("leave_one_out", "causal", "what the right answer loses (log P) when this head alone is silenced everywhere")
@@ -128,14 +102,11 @@ class OutputRecorder:
 
     def replay(self, head: Head) -> Callable[[Tensor, Place], Tensor]:
         """Return a function that replaces this head's outputs by the recorded ones."""
-        calls: dict[tuple[int, int], int] = {}
+        recorded = {position: cycle(calls) for (layer, position), calls in self._outputs.items() if layer == head.layer}
 
         def replace_outputs(outputs: Tensor, place: Place) -> Tensor:
             for query, position in enumerate(place.positions.tolist()):
-                key = (place.layer, position)
-                recorded = self._outputs[key]
-                outputs[query, head.index] = recorded[calls.get(key, 0) % len(recorded)][head.index]
-                calls[key] = calls.get(key, 0) + 1
+                outputs[query, head.index] = next(recorded[position])[head.index]
             return outputs
 
         return replace_outputs
@@ -184,11 +155,8 @@ def _patch_heads(subject: Subject, used: Sequence[AnsweredItem], progress: Progr
     for start in range(0, len(used), at_once):
         pairs = [(x, OutputRecorder()) for x in used[start : start + at_once]]
         score_answers(subject, [(x, _ApplyFunction(function=recorder.record)) for x, recorder in pairs])
-        trials: list[AnswerTrial] = [
-            (_twin(x), _ApplyFunction(function=recorder.replay(head), layers=(head.layer,)))
-            for x, recorder in pairs
-            for head in heads
-        ]
+        acts = [(_twin(x), head, recorder.replay(head)) for x, recorder in pairs for head in heads]
+        trials = [(twin, _ApplyFunction(function=replay, layers=(head.layer,))) for twin, head, replay in acts]
         part = lambda share, start=start, pairs=pairs: progress((start + share * len(pairs)) / len(used))  # noqa: E731
         each.append(score_answers(subject, trials, progress=part)[0].reshape(len(pairs), len(heads)))
     return np.concatenate(each)

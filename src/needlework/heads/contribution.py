@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,10 +28,8 @@ from needlework.model.attention import Forward, QueryBlock
 from needlework.model.hooked_model import answer_log_p, differentiable
 from needlework.observation import NEEDLE, observing
 from needlework.requests import Request
+from needlework.subject import Subject
 from needlework.tasks.base import Item
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
 
 _ROWS_AT_ONCE = 8  # texts in one backward pass
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,9 +25,7 @@ from needlework.measure import Progress, Sample, map_samples, measure, run_reque
 from needlework.model.attention import Forward, QueryBlock
 from needlework.observation import entropy, observing
 from needlework.stats import Estimate, accuracy, bootstrap_mean, difference, retained, wilson
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
+from needlework.subject import Subject
 
 SHARE = 0.15  # of the heads: the default size of the top set, as in the paper
 RANDOM = "random"
@@ -261,7 +259,8 @@ def count_selections(subject: Subject, samples: Sequence[Sample], progress: Prog
     """Count which heads dynamic selection keeps, observed under that intervention."""
     kept = {layer: heads_of_share(share, part.query_heads) for layer, part in subject.anatomy.attention_parts()}
     observer = SelectionCounts(len(samples), kept)
-    requests = [replace(s.requests(_keep(share))[0], sample=i) for i, s in enumerate(samples)]
+    by_entropy: dict[str, Any] = {"fraction": share}
+    requests = [replace(s.requests(KeepHeads(**by_entropy))[0], sample=i) for i, s in enumerate(samples)]
     with observing(subject, observer):
         run_requests(subject, requests, [sample.item.id for sample in samples], progress)
     return observer
@@ -288,15 +287,33 @@ def compare_selections(
     counts = join_observers(map_samples(subject, count, recording, lambda done: progress(done / 3)))
     anywhere, answering = (counts.all_heads(name) for name in ("anywhere", "decode"))  # [samples, heads] tokens
     per_layer = tuple(counts.kept[layer.index] for layer in anatomy.attention_layers)
-    totals = {"while answering": answering.sum(0), "anywhere": anywhere.sum(0)}
-    ways = _list_ways(anatomy, ranking, totals, per_layer, share)
-    acts = [act for _, _, some in ways for act in some]
+    fraction: dict[str, Any] = {"fraction": share}
+    total, heads, keep = sum(per_layer), len(anatomy.heads), partial(KeepHeads, **fraction)
+    same, by = f"{total} of {heads}, " + "+".join(map(str, per_layer)), ranking.method or "the ranking"
+    most_picked, all_picked = [], []
+    for when, picks in (("while answering", answering.sum(0)), ("anywhere", anywhere.sum(0))):
+        order = Ranking.by_scores(dict(zip(anatomy.heads, picks.tolist(), strict=True)))
+        most_picked.append((f"static: most picked {when}", same, [keep(by=order)]))
+        some = [head for head, tokens in zip(anatomy.heads, picks, strict=True) if tokens]
+        all_picked.append((f"static: all picked {when}", f"{len(some)} of {heads}", [keep_only(some, anatomy)]))
+    ways: list[tuple[str, str, Sequence[Intervention]]] = [  # name, heads kept, interventions (of random ones for each seed)
+        ("all heads", f"{heads} of {heads}", [NONE]),
+        ("dynamic: entropy", same, [keep()]),
+        ("dynamic: entropy beside the first token", same, [keep(sinks=1)]),
+        (f"static: {by}", same, [keep(by=ranking)]),
+        (f"static: {by}, in whichever layers", f"{total} of {heads}", [keep_only(ranking.top(total), anatomy)]),
+        *most_picked,
+        *all_picked,
+        ("static: random", same, [keep(by="random", draw="trial", seed=seed) for seed in range(RANDOM_ORDERS)]),
+        ("dynamic: random", same, [keep(by="random", seed=seed) for seed in range(RANDOM_ORDERS)]),
+    ]
+    acts = [act for _, _, each in ways for act in each]
     right = measure(subject, judging, acts, progress=lambda done: progress(1 / 3 + 2 * done / 3)).values()
     clusters, found, start = sample_clusters(judging), [], 0
-    for name, kept, some in ways:
-        rows = right[start : start + len(some)]
-        start += len(some)
-        retrieval = accuracy(rows[0]) if len(some) == 1 else cluster_mean(rows.mean(0), clusters)
+    for name, kept, each in ways:
+        rows = right[start : start + len(each)]
+        start += len(each)
+        retrieval = accuracy(rows[0]) if len(each) == 1 else cluster_mean(rows.mean(0), clusters)
         found.append(Selection(name, kept, retrieval, retained(rows.mean(0), right[0], clusters)))
     tokens = np.maximum(anywhere.sum(1, keepdims=True) / max(1, sum(per_layer)), 1)  # of each sample
     picked = {f"{h.layer}.{h.index}": float(x) for h, x in zip(anatomy.heads, (anywhere / tokens).mean(0), strict=True)}
@@ -306,40 +323,3 @@ def compare_selections(
         "answering_one_sample": float((answering > 0).sum(1).mean()),
     }
     return SelectionComparison(share, per_layer, tuple(found), picked, union)
-
-
-def _list_ways(
-    anatomy: Anatomy, ranking: Ranking, totals: Mapping[str, np.ndarray], per_layer: Sequence[int], share: float
-) -> list[tuple[str, str, Sequence[Intervention]]]:
-    """Return name, heads kept (as text) and interventions of each way to select heads; random ones have one for each seed.
-
-    Args:
-        anatomy: The model's.
-        ranking: The ranking that static sets are taken from.
-        totals: Number of tokens at which dynamic selection kept each head, [heads], while answering and anywhere.
-        per_layer: Heads selected at each token, of each attention layer.
-        share: Share of the heads of each layer to keep.
-    """
-    total, every, keep = sum(per_layer), len(anatomy.heads), partial(_keep, share)
-    same, seeds = f"{total} of {every}, " + "+".join(map(str, per_layer)), range(RANDOM_ORDERS)
-    by = ranking.method or "the ranking"
-    ways: list[tuple[str, str, Sequence[Intervention]]] = [
-        ("all heads", f"{every} of {every}", [NONE]),
-        ("dynamic: entropy", same, [keep()]),
-        ("dynamic: entropy beside the first token", same, [keep(sinks=1)]),
-        (f"static: {by}", same, [keep(by=ranking)]),
-        (f"static: {by}, in whichever layers", f"{total} of {every}", [keep_only(ranking.top(total), anatomy)]),
-    ]
-    for when, counts in totals.items():
-        order = Ranking.by_scores(dict(zip(anatomy.heads, counts.tolist(), strict=True)))
-        ways.append((f"static: most picked {when}", same, [keep(by=order)]))
-    for when, counts in totals.items():
-        picked = [head for head, count in zip(anatomy.heads, counts, strict=True) if count]
-        ways.append((f"static: all picked {when}", f"{len(picked)} of {every}", [keep_only(picked, anatomy)]))
-    ways.append(("static: random", same, [keep(by="random", draw="trial", seed=seed) for seed in seeds]))
-    ways.append(("dynamic: random", same, [keep(by="random", seed=seed) for seed in seeds]))
-    return ways
-
-
-def _keep(share: float, **how: Any) -> KeepHeads:
-    return KeepHeads(**{"fraction": share, **how})

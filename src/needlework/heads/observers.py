@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,13 +17,11 @@ from needlework.measure import Progress, map_samples, run_requests
 from needlework.model.attention import Forward, QueryBlock
 from needlework.observation import NEEDLE, AttentionObserver, entropy, observing
 from needlework.requests import Request
+from needlework.subject import Subject
 from needlework.tasks import toy
 from needlework.tasks.base import Item
 from needlework.tasks.prompts import token_ids
 from needlework.toy.words import WORD_ID
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
 
 _TAIL = 16  # number of last prompt tokens that count as the question where it is not marked
 NULL_QUESTION = {True: "?", False: "N/A"}  # a question without content, by whether the language is the toy language

@@ -16,7 +16,7 @@ from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.files import atomic_write, file_name, new_directory
 from needlework.heads import foreign
-from needlework.heads.evaluation import RANDOM, SHARE, Agreement
+from needlework.heads.evaluation import RANDOM, SHARE
 from needlework.heads.methods import all_methods
 from needlework.heads.recurrent import RecurrentSide
 from needlework.heads.survey import Survey
@@ -92,55 +92,41 @@ def legend(survey: Survey) -> str:
 
 def survey_tables(survey: Survey) -> list[Table]:
     """Return the tables of a survey: rankings with their evaluation, best heads, agreement, static against dynamic."""
-    found = [_ranking_table(survey), _best_heads_table(survey)]
-    if len(survey.rankings) > 1:
-        found.append(_agreement_table(survey))
-    if survey.dynamic:
-        ways = survey.dynamic.ways
-        rows = [(way.name, way.heads, _bounds(way.retrieval), percent(way.retained.value)) for way in ways]
-        title = f"{100 * survey.dynamic.share:g} % of the heads of each layer (n = {ways[0].retrieval.n})"
-        found.append(Table(("heads chosen", "kept", "retrieval % [95 %]", "retained"), rows, title, ("heads chosen", "kept")))
-    return found
-
-
-def _ranking_table(survey: Survey) -> Table:
-    def words(found: Agreement | None) -> str:
-        return f"{found.spearman:.2f},\u00a0{100 * found.overlap:.0f}%" if found else "–"
-
-    rows = []
-    names = sorted(survey.rankings, key=lambda name: -survey.curves[name].area.value if survey.curves else 0.0)
-    for name in [*names, *({RANDOM} & survey.curves.keys())]:
-        curve, retest = survey.curves.get(name), survey.retests.get(name)
-        measured = (_bounds(curve.area), str(curve.smallest(survey.settings.keep))) if curve else ("–", "–")
+    settings, curves, found = survey.settings, survey.curves, survey.agreements
+    names, rows = list(survey.rankings), list[Sequence[str]]()
+    for name in [*sorted(names, key=lambda name: -curves[name].area.value if curves else 0.0), *({RANDOM} & curves.keys())]:
+        curve, retest = curves.get(name), survey.retests.get(name)
+        measured = (_bounds(curve.area), str(curve.smallest(settings.keep))) if curve else ("–", "–")
         agreed = (retest.halves, retest.other_seed) if retest else (None, None)
-        rows.append((name, *measured, *map(words, agreed)))
-    keep = f"k for {100 * survey.settings.keep:g} %"
+        rows.append((name, *measured, *(f"{x.spearman:.2f},\u00a0{100 * x.overlap:.0f}%" if x else "–" for x in agreed)))
     title = f"{survey.model.name}: {len(survey.anatomy.heads)} heads; untouched retrieval {survey.baseline.text()}"
-    return Table(("method", "area % [95 %]", keep, "halves", "other seed"), rows, title, ("method",))
+    columns = ("method", "area % [95 %]", f"k for {100 * settings.keep:g} %", "halves", "other seed")
+    tables = [Table(columns, rows, title, ("method",))]
 
-
-def _best_heads_table(survey: Survey) -> Table:
-    ranking = survey.rankings[survey.best]
+    ranking, rows = survey.rankings[survey.best], []
     intervals = ranking.evidence.get("intervals", {})
-    rows = []
     for place, head in enumerate(ranking.order[:BEST_HEADS], 1):
         name = f"{head.layer}.{head.index}"
         score = number(ranking.scores[head]) if ranking.scores else "–"
         spread = f"[{number(intervals[name][0])}, {number(intervals[name][1])}]" if name in intervals else "–"
         rows.append((str(place), name, score, spread))
-    return Table(("place", "layer.head", "score", "95 %"), rows, f"best heads by {survey.best}", ())
+    tables.append(Table(("place", "layer.head", "score", "95 %"), rows, f"best heads by {survey.best}", ()))
 
+    if len(names) > 1:  # rank correlation above the diagonal, overlap below
+        rows = []
+        for i, a in enumerate(names):
+            below = [f"{100 * found[a][b].overlap:.0f}%" for b in names[:i]]
+            rows.append((f"{i + 1} {a}", *below, "·", *(f"{found[a][b].spearman:.2f}" for b in names[i + 1 :])))
+        pair = found[names[0]][names[1]]
+        title = f"agreement: rank correlation above,\noverlap of the best {pair.k} below (by chance {100 * pair.by_chance:.0f}%)"
+        tables.append(Table(("method", *(str(i + 1) for i in range(len(names)))), rows, title, ("method",)))
 
-def _agreement_table(survey: Survey) -> Table:
-    """Return the agreement of all pairs of rankings: rank correlation above the diagonal, top overlap below."""
-    names, found = list(survey.rankings), survey.agreements
-    rows = []
-    for i, a in enumerate(names):
-        below = [f"{100 * found[a][b].overlap:.0f}%" for b in names[:i]]
-        rows.append((f"{i + 1} {a}", *below, "·", *(f"{found[a][b].spearman:.2f}" for b in names[i + 1 :])))
-    first = found[names[0]][names[1]]
-    title = f"agreement: rank correlation above,\noverlap of the best {first.k} below (by chance {100 * first.by_chance:.0f}%)"
-    return Table(("method", *(str(i + 1) for i in range(len(names)))), rows, title, ("method",))
+    if survey.dynamic:
+        ways = survey.dynamic.ways
+        rows = [(way.name, way.heads, _bounds(way.retrieval), percent(way.retained.value)) for way in ways]
+        title = f"{100 * survey.dynamic.share:g} % of the heads of each layer (n = {ways[0].retrieval.n})"
+        tables.append(Table(("heads chosen", "kept", "retrieval % [95 %]", "retained"), rows, title, ("heads chosen", "kept")))
+    return tables
 
 
 def _bounds(x: Estimate) -> str:
@@ -255,17 +241,12 @@ def save_recurrent(side: RecurrentSide, out: Path, title: str = "") -> list[Path
     with new_directory(out) as folder:
         with atomic_write(folder / "recurrent.json") as file:
             json.dump(side.to_dict(), file, indent=1, allow_nan=False)
-        for kind in ("png", "svg"):
-            save_recurrent_plot(side, folder / f"recurrent.{kind}", title)
+        save_plot(draw_recurrent(side, title), folder / "recurrent")
     return sorted(out.iterdir())
 
 
 def recurrent_table(side: RecurrentSide) -> Group:
     """Return accuracy and lost log P of each ability under each condition, and the groups that matter most to retrieval."""
-
-    def nats(x: Estimate) -> str:
-        return f"{number(x.value)} [{number(x.low)}, {number(x.high)}]"
-
     conditions = [("nothing", ["none"])]
     conditions += [(f"{CUTS[site]}, all layers", [site]) for site in side.sites]
     conditions += [(f"{CUTS[site]}, layer {layer}", [f"{site}@{layer}"]) for site in side.sites for layer in side.layers]
@@ -274,29 +255,25 @@ def recurrent_table(side: RecurrentSide) -> Group:
         conditions.append((f"{count} groups at random, {side.draws} draws", side.random(share)))
     abilities = side.abilities
     columns = ["what is done", *(f"{x.name}: right" for x in abilities), *(f"{x.name}: nats lost" for x in abilities)]
-    rows = []
+    table = Table(columns, left=columns[:1])
     for label, done in conditions:
-        said = [x.said(*done) for x in abilities]
-        shares = [f"{percent(x.value)} [{percent(x.low, '')}, {percent(x.high, '')}]" for x in said]
-        rows.append((label, *shares, *(nats(x.drop(*done)) for x in abilities)))
-    missed = [(f"layer {group.layer}, {group.index}", nats(drop)) for group, drop in side.group_losses()[:MOST_GROUPS]]
+        texts = [*(x.accuracy(*done).text() for x in abilities), *(x.loss(*done).text("") for x in abilities)]
+        table.add_row(label, *(text.partition(", n =")[0] for text in texts))
+    losses = [(f"layer {group.layer}, {group.index}", drop.text("")) for group, drop in side.group_losses()[:MOST_GROUPS]]
+    missed = [(name, text.partition(", n =")[0]) for name, text in losses]
     title = f"\ngroups ({'/'.join(side.kinds)}) that retrieval misses most"
     best = Table(("group", "nats that retrieval loses without it"), missed, title, left=("group",))
-    word, why = side.segregated
     samples = ", ".join(f"{ability.name} {len(ability.clusters)}" for ability in abilities)
-    notes = (
-        f"\nsamples: {samples}; 95 % intervals over samples; top groups are ranked by other samples\nsegregated: {word} ({why})"
-    )
-    return Group(Table(columns, rows, left=("what is done",)), best, Text(notes))
+    notes = f"\nsamples: {samples}; 95 % intervals over samples; top groups are ranked by other samples"
+    word, why = side.segregated
+    return Group(table, best, Text(f"{notes}\nsegregated: {word} ({why})"))
 
 
 LINEAR_NATS = 0.003  # the colour scale is linear below this and logarithmic above
 
 
-def save_recurrent_plot(side: RecurrentSide, path: Path, title: str = "") -> None:
-    """Plot the log P that retrieval loses without each group, accuracy under the cuts, and top groups against random ones."""
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise NeedleworkError(f"{path}: a picture is a .png, .svg or .pdf file")
+def draw_recurrent(side: RecurrentSide, title: str = "") -> Any:
+    """Draw the log P that retrieval loses without each group, accuracy under the cuts, and top groups against random ones."""
     plot = _figure(11, 3.4)
     left, middle, right = plot.subplots(1, 3, width_ratios=(1.5, 1, 1.1))
     draw_group_map(side, left)
@@ -310,7 +287,7 @@ def save_recurrent_plot(side: RecurrentSide, path: Path, title: str = "") -> Non
         handles = middle.get_legend_handles_labels()
         plot.legend(*handles, loc="outside upper right", ncols=len(side.abilities), fontsize=8, frameon=False)
     plot.suptitle(f"{title} recurrent side".strip(), fontsize=10)
-    plot.savefig(path, dpi=150)
+    return plot
 
 
 def draw_group_map(side: RecurrentSide, ax: Any) -> None:
@@ -335,7 +312,7 @@ def _draw_bars(ax: Any, side: RecurrentSide, conditions: Sequence[tuple[str, Seq
     height = 0.8 / len(side.abilities)
     for a, ability in enumerate(side.abilities):
         for i, (_, done) in enumerate(conditions):
-            estimate = ability.said(*done)
+            estimate = ability.accuracy(*done)
             spread = [[100 * (estimate.value - estimate.low)], [100 * (estimate.high - estimate.value)]]
             label = ability.name if i == 0 else None
             at = i + (a - (len(side.abilities) - 1) / 2) * height

@@ -12,17 +12,15 @@ from rich.console import Console
 
 from needlework.anatomy import Anatomy, Group, GroupKind, heads_of_share
 from needlework.errors import NeedleworkError
-from needlework.heads.samples import answer_tokens
+from needlework.heads.samples import score_answers, with_answers
 from needlework.interventions import NONE, AblateRecurrent, AblateRecurrentGroups, Intervention
-from needlework.measure import Progress, no_progress, run_requests
-from needlework.requests import Request
+from needlework.measure import Progress, no_progress
 from needlework.stats import Estimate, Floats, bootstrap_mean, gain, retained, wilson
+from needlework.subject import Subject
 from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
     import pandas
-
-    from needlework.subject import Subject
 
 Site = Literal["conv", "state", "memory"]
 SITES: tuple[Site, ...] = ("conv", "state", "memory")
@@ -38,7 +36,7 @@ class Outcome:
     """Scores of the correct answers of all samples under one condition."""
 
     log_p: Floats  # [samples] log-likelihood in nats
-    said: Floats  # [samples] 1 where greedy decoding gives the answer
+    right: Floats  # [samples] 1 where greedy decoding gives the answer
 
 
 @dataclass(frozen=True)
@@ -49,26 +47,26 @@ class Ability:
     clusters: tuple[str, ...]  # cluster of each sample
     outcomes: Mapping[str, Outcome]  # by condition: "none", "2.7" (a group), "conv", "conv@2", "top 0.05", "random 0.05 3"
 
-    def said(self, *done: str) -> Estimate:
+    def accuracy(self, *done: str) -> Estimate:
         """Estimate accuracy; the mean over several conditions has an interval at least as wide as Wilson's for the samples."""
-        each = np.mean([self.outcomes[x].said for x in done], 0)
+        each = np.mean([self.outcomes[x].right for x in done], 0)
         mean, sure = bootstrap_mean(each, self.clusters), wilson(float(each.sum()), len(each))
         return sure if len(done) == 1 else replace(mean, low=min(mean.low, sure.low), high=max(mean.high, sure.high))
 
     def retained(self, done: str) -> Estimate:
         """Estimate the share of the baseline accuracy that is retained under a condition."""
-        return retained(self.outcomes[done].said, self.outcomes["none"].said, self.clusters)
+        return retained(self.outcomes[done].right, self.outcomes["none"].right, self.clusters)
 
-    def drop(self, *done: str) -> Estimate:
+    def loss(self, *done: str) -> Estimate:
         """Estimate the mean loss of log-likelihood of the correct answers under the conditions, in nats."""
         each = np.mean([self.outcomes["none"].log_p - self.outcomes[x].log_p for x in done], 0)
         return bootstrap_mean(each, self.clusters)
 
     def gap(self, top: str, random: Sequence[str]) -> Estimate:
         """Estimate accuracy with random groups ablated minus accuracy with the top groups ablated, paired by sample."""
-        return gain(np.mean([self.outcomes[x].said for x in random], 0), self.outcomes[top].said, self.clusters)
+        return gain(np.mean([self.outcomes[x].right for x in random], 0), self.outcomes[top].right, self.clusters)
 
-    def drops(self, groups: Sequence[Group]) -> Floats:
+    def losses(self, groups: Sequence[Group]) -> Floats:
         """Return the loss of log-likelihood of each sample with each group ablated, [samples, groups]."""
         untouched = self.outcomes["none"].log_p
         return np.stack([untouched - self.outcomes[name_of(group)].log_p for group in groups], 1)
@@ -111,11 +109,11 @@ class RecurrentSide:
     @cached_property
     def ranking(self) -> tuple[Group, ...]:
         """Groups by the log P that retrieval loses without them, largest loss first."""
-        return rank_groups(self.groups, self.retrieval.drops(self.groups))
+        return rank_groups(self.groups, self.retrieval.losses(self.groups))
 
     def group_losses(self) -> list[tuple[Group, Estimate]]:
         """Return groups in the order of the ranking, each with the log P that retrieval loses without it."""
-        return [(group, self.retrieval.drop(name_of(group))) for group in self.ranking]
+        return [(group, self.retrieval.loss(name_of(group))) for group in self.ranking]
 
     def frame(self) -> pandas.DataFrame:
         """Return one row per group, in the order of the ranking: the log P that retrieval loses without it, in nats."""
@@ -151,7 +149,7 @@ class RecurrentSide:
         many random groups ablated (lower bound above 0). "open": neither. "not testable": the model retrieves too little.
         "does not apply": the model has no attention heads.
         """
-        share, untouched = min(self.sizes), self.retrieval.said("none")
+        share, untouched = min(self.sizes), self.retrieval.accuracy("none")
         if not self.attention_heads:
             return "does not apply", "the model has no attention that retrieval could live in"
         if untouched.low < TESTABLE:
@@ -169,7 +167,7 @@ class RecurrentSide:
         """Return all results, JSON-compatible: estimates of each condition, and each sample's loss without each group."""
 
         def estimates(ability: Ability, *done: str) -> dict[str, Any]:
-            return {"said": ability.said(*done).to_dict(), "drop": ability.drop(*done).to_dict()}
+            return {"said": ability.accuracy(*done).to_dict(), "drop": ability.loss(*done).to_dict()}
 
         word, why = self.segregated
         return {
@@ -186,7 +184,7 @@ class RecurrentSide:
                     "conditions": {done: estimates(ability, done) for done in ability.outcomes},
                     "random": {str(share): estimates(ability, *self.random(share)) for share in self.sizes},
                     "gaps": {str(share): ability.gap(f"top {share}", self.random(share)).to_dict() for share in self.sizes},
-                    "drops": ability.drops(self.groups).round(5).tolist(),
+                    "drops": ability.losses(self.groups).round(5).tolist(),
                 }
                 for ability in self.abilities
             },
@@ -246,8 +244,7 @@ def recurrent_side(
         raise NeedleworkError("all samples are of one cluster, so no ranking can be tried on other samples; give more")
     halves = [[i for i, item in enumerate(items) if (item.cluster in second) == half] for half in (False, True)]
     conditions, refused = _conditions(anatomy, sizes, seed, draws)
-    samples = {RETRIEVAL: list(items), **{name: list(some) for name, some in (beside or {}).items()}}
-    answers = {name: [answer_tokens(subject, item) for item in some] for name, some in samples.items()}
+    samples = {name: with_answers(subject, some) for name, some in {RETRIEVAL: items, **(beside or {})}.items()}
     found: dict[str, dict[str, Outcome]] = {name: {} for name in samples}
     count = sum(map(len, samples.values()))
     done, total = 0, count * (len(conditions) + len(sizes))
@@ -255,17 +252,16 @@ def recurrent_side(
     def run(trials: Sequence[tuple[str, int, str, Intervention]]) -> None:
         """Run trials (ability, sample, condition, intervention) and keep their outcomes."""
         nonlocal done
-        requests = [Request(samples[name][i].prompt, act, options=(answers[name][i],)) for name, i, _, act in trials]
-        ids = [samples[name][i].id for name, i, _, _ in trials]
-        got = run_requests(subject, requests, ids, lambda share: progress((done + share * len(trials)) / total))
+        asked = [(samples[name][i], act) for name, i, _, act in trials]
+        scores = score_answers(subject, asked, progress=lambda share: progress((done + share * len(trials)) / total))
         done += len(trials)
-        for (name, i, condition, _), answer in zip(trials, got, strict=True):
+        for (name, i, condition, _), log_p, right in zip(trials, *scores, strict=True):
             outcome = found[name].setdefault(condition, Outcome(*np.zeros((2, len(samples[name])))))
-            outcome.log_p[i], outcome.said[i] = answer.totals[0], float(answer.greedy[0])
+            outcome.log_p[i], outcome.right[i] = log_p, right
 
     run([(name, i, word, act) for word, act in conditions.items() for name, some in samples.items() for i in range(len(some))])
-    abilities = tuple(Ability(name, tuple(item.cluster for item in some), found[name]) for name, some in samples.items())
-    drops = abilities[0].drops(anatomy.groups)
+    abilities = tuple(Ability(name, tuple(x.item.cluster for x in some), found[name]) for name, some in samples.items())
+    drops = abilities[0].losses(anatomy.groups)
     rankers = {"first half": halves[0], "second half": halves[1], "all": [*halves[0], *halves[1]]}
     orders = {who: rank_groups(anatomy.groups, drops[some]) for who, some in rankers.items()}
     trials: list[tuple[str, int, str, Intervention]] = []

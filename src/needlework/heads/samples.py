@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
 
 from needlework.errors import NeedleworkError
-from needlework.measure import Progress, Sample, make_samples, measure, require_tokenizer, run_requests
+from needlework.interventions.base import NONE, Intervention
+from needlework.measure import Progress, Sample, make_samples, measure, no_progress, require_tokenizer, run_requests
 from needlework.requests import Request
 from needlework.stats import Estimate, accuracy
+from needlework.subject import Subject
 from needlework.tasks import toy
 from needlework.tasks.base import Item, Task, make_task
 from needlework.tasks.prompts import token_ids
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
 
 LEAST_RETRIEVAL = 0.5  # least accuracy without intervention: below it, too little retrieval is left to rank heads by
 MOST_SAMPLES = 100_000
@@ -73,11 +75,6 @@ def draw_samples(
     return drawn
 
 
-def check_heads(subject: Subject) -> None:
-    if not subject.anatomy.heads:
-        raise NeedleworkError(f"{subject.anatomy.architecture} has no attention heads, so there is nothing to rank")
-
-
 def check_count(samples: int) -> None:
     if isinstance(samples, bool) or not isinstance(samples, int) or not 1 <= samples <= MOST_SAMPLES:
         raise NeedleworkError(f"samples={samples!r} must be a whole number, at least 1 and at most {MOST_SAMPLES:,}")
@@ -106,7 +103,16 @@ class AnsweredItem:
     place: int  # index among the given items
     item: Item
     answer: tuple[int, ...]
-    log_p: float  # log-likelihood of the answer without intervention, in nats
+    log_p: float = math.nan  # log-likelihood of the answer without intervention, in nats
+
+
+AblationPhase = Literal["both", "decode"]
+AnswerTrial = tuple[AnsweredItem, Intervention]
+
+
+def with_answers(subject: Subject, items: Sequence[Item]) -> list[AnsweredItem]:
+    """Return all samples with the tokens of their correct answers, whose log-likelihood is not known yet."""
+    return [AnsweredItem(i, item, answer_tokens(subject, item)) for i, item in enumerate(items)]
 
 
 def answer_tokens(subject: Subject, item: Item) -> tuple[int, ...]:
@@ -131,21 +137,46 @@ def answer_tokens(subject: Subject, item: Item) -> tuple[int, ...]:
 
 def select_correct(subject: Subject, items: Sequence[Item]) -> list[AnsweredItem]:
     """Return the samples whose correct answer greedy decoding gives without intervention, in order; raise if there are none."""
-    answers = [answer_tokens(subject, item) for item in items]
-    requests = [Request(item.prompt, options=(answer,)) for item, answer in zip(items, answers, strict=True)]
-    got = run_requests(subject, requests, [item.id for item in items])
-    found = [AnsweredItem(i, item, answers[i], got[i].totals[0]) for i, item in enumerate(items) if got[i].greedy[0]]
-    return require_correct(found, items)
+    every = with_answers(subject, items)
+    return keep_correct(every, *score_answers(subject, [(x, NONE) for x in every]))
 
 
-def require_correct(found: list[AnsweredItem], items: Sequence[Item]) -> list[AnsweredItem]:
-    """Return the samples that are answered correctly; raise if there are none."""
-    if not found:
+def keep_correct(every: Sequence[AnsweredItem], log_p: np.ndarray, right: np.ndarray) -> list[AnsweredItem]:
+    """Return the samples that are answered correctly, each with its log-likelihood; raise if there are none."""
+    if not right.any():
         raise NeedleworkError(
-            f"the model answers none of the {len(items)} samples right, so no head can be credited with it; choose an easier"
+            f"the model answers none of the {len(every)} samples right, so no head can be credited with it; choose an easier"
             " task (shorter lengths), or a model that retrieves"
         )
-    return found
+    return [replace(x, log_p=float(log_p[i])) for i, x in enumerate(every) if right[i]]
+
+
+def score_answers(
+    subject: Subject, trials: Sequence[AnswerTrial], phase: AblationPhase = "both", progress: Progress = no_progress
+) -> tuple[np.ndarray, np.ndarray]:
+    """Score the correct answers of all trials in one run of the engine, which computes shared prefixes once.
+
+    Args:
+        trials: Samples under interventions.
+        phase: The phase of the interventions. With "both", prompt and answer are scored as one text; with "decode", the answer
+            is generated with its tokens forced, or freely where there is no intervention.
+
+    Returns:
+        Log-likelihoods of the answers [trials]; and whether greedy decoding gives them [trials], which in phase "decode" is
+        False under any intervention.
+    """
+    requests = []
+    for x, act in trials:
+        if phase == "both":
+            requests.append(Request(x.item.prompt, act, options=(x.answer,), spans=x.item.spans))
+        else:
+            forced = () if act == NONE else x.answer
+            requests.append(Request(x.item.prompt, act, len(x.answer), forced=forced, spans=x.item.spans))
+    answers = run_requests(subject, requests, [x.item.id for x, _ in trials], progress)
+    if phase == "both":
+        return np.array([answer.totals[0] for answer in answers]), np.array([answer.greedy[0] for answer in answers])
+    right = [act == NONE and answer.tokens == x.answer for (x, act), answer in zip(trials, answers, strict=True)]
+    return np.array([sum(answer.logprobs) for answer in answers]), np.array(right)
 
 
 def evidence(used: Sequence[AnsweredItem], items: Sequence[Item]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,15 +25,13 @@ from needlework.heads.evaluation import (
     smallest_set,
 )
 from needlework.heads.methods import Method
-from needlework.heads.samples import check_count, check_heads, draw_samples, measure_baseline, sample_clusters
+from needlework.heads.samples import check_count, draw_samples, measure_baseline, sample_clusters
 from needlework.interventions.ranking import Origin, Ranking, jsonable
 from needlework.measure import Progress, Sample
 from needlework.stats import Estimate, cluster_sums, resample
+from needlework.subject import Subject
 from needlework.tasks.base import Task
 from needlework.terminal import Bar
-
-if TYPE_CHECKING:
-    from needlework.subject import Subject
 
 DRAWS = 2000
 
@@ -209,7 +207,8 @@ def survey(
     """
     if not methods and not given:
         raise NeedleworkError("give at least one method to rank heads by, or a ranking to be judged")
-    check_heads(subject)
+    if not subject.anatomy.heads:
+        raise NeedleworkError(f"{subject.anatomy.architecture} has no attention heads, so there is nothing to rank")
     for label, ranking in given.items():
         ranking.check(subject.anatomy, subject.body.weights)
         if ranking.seed in (settings.seed + CHOSEN, settings.seed + JUDGED):
