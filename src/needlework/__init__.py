@@ -39,6 +39,8 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.interventions import parse as parse
     from needlework.interventions import register as register
     from needlework.observation import observe as observe
+    from needlework.pruning.budget import ServingBudget as ServingBudget
+    from needlework.pruning.budget import budget as budget
     from needlework.pruning.prune import prune as prune
     from needlework.reports import report as report
     from needlework.requests import Answer as Answer

@@ -212,6 +212,54 @@ def prune(
     show(f"{summarize(done.record)}\ncard: {out / 'README.md'}", done.record, as_json)
 
 
+@command("needlework budget jamba-v0.1 --context 131072 --batch 8 --memory 160GiB")
+def budget(
+    model: options.Model,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of each request, prompt and answer.")],
+    batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
+    memory: Annotated[str | None, typer.Option(help="The limit for weights, KV cache and states, e.g. 24GiB.")] = None,
+    ranking: Annotated[
+        Path | None, typer.Option(help="The order in which heads keep all keys: ours, Wu's .json or DuoAttention's .tsv.")
+    ] = None,
+    stream: Annotated[str, typer.Option(help="What a streaming head keeps: last and first keys.")] = "window=256,sinks=4",
+    samples: Annotated[int, typer.Option(min=0, help="Needles that retrieval is measured on; 0: it is not measured.")] = 0,
+    export: Annotated[list[str], typer.Option(help="Forms for other programs: duo, kvpress or vllm.")] = [],  # noqa: B006
+    out: Annotated[Path | None, typer.Option(help="Directory for --export.")] = None,
+    as_json: options.Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    kernels: options.Kernels = None,
+    threads: options.Threads = None,
+) -> None:
+    """Compute the memory of a model that is served, and which attention heads can keep all keys within a limit.
+
+    Heads that do not fit stream: they keep a window of keys and the first keys. Weights are only loaded with --samples, which
+    measures the retrieval that is left.
+    """
+    from needlework.pruning.prune import Others
+
+    if bool(export) != bool(out):
+        raise nw.NeedleworkError("--export and --out go together, e.g. --export vllm --out serving")
+    streaming = Others.parse(stream)
+    if streaming.window is None:
+        raise nw.NeedleworkError("--stream none keeps nothing; give e.g. window=256,sinks=4")
+    found = nw.budget(
+        model,
+        context=context,
+        batch=batch,
+        memory=options.read_bytes(memory),
+        ranking=ranking,
+        window=streaming.window,
+        sinks=streaming.sinks,
+        samples=samples,
+        **loading_options(device, dtype, None, kernels),
+    )
+    written = found.save(out, export) if out else []
+    show(found.table(), found.to_dict(), as_json)
+    if not as_json:
+        show("\n".join(["", found.text(), *(f"wrote {file}" for file in written)]))
+
+
 @command("needlework zoo")
 def zoo(as_json: options.Json = False) -> None:
     """List the models that come with needlework, with their measured figures."""
