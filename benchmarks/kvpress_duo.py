@@ -1,4 +1,4 @@
-"""Try an exported DuoAttention pattern of a hybrid with kvpress itself: are the heads that it lets stream the lowest ranked?
+"""Try the pattern and the press that are exported for a hybrid with kvpress itself: does it let the right heads stream?
 
 kvpress is no dependency: run this where it is installed, with `src` and `tests` importable.
 `PYTHONPATH=src:tests python benchmarks/kvpress_duo.py`. Tried with kvpress 0.5.5.
@@ -6,6 +6,7 @@ kvpress is no dependency: run this where it is installed, with `src` and `tests`
 
 from __future__ import annotations
 
+import runpy
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,13 +36,18 @@ def pattern_files(text: str) -> Any:
     return mock.patch.object(duo_attention_press.requests, "get", get)
 
 
-def streamed(model: Any, layers: dict[int, Any], text: str, ratio: float) -> set[tuple[int, int]]:
-    """(layer, key-value head) of which kvpress masks keys in a prefill."""
+def with_pattern(model: Any, text: str, ratio: float) -> Any:
+    """kvpress's press with a pattern file of ours."""
     model.config.name_or_path = next(iter(duo_attention_press.PATTERNS_DICT))
     duo_attention_press.cache.clear()
     press = DuoAttentionPress(head_compression_ratio=ratio)
     with pattern_files(text):
         press.post_init_from_model(model)
+    return press
+
+
+def streamed(model: Any, layers: dict[int, Any], press: Any) -> set[tuple[int, int]]:
+    """(layer, key-value head) of which kvpress masks keys in a prefill."""
 
     def hook(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
         """Call kvpress's hook with the argument that newer versions of transformers no longer pass."""
@@ -75,10 +81,22 @@ def main() -> None:
         text = (Path(folder) / "x.tsv").read_text()
     lines = text.splitlines()
     ratio = STREAMING / (len(lines) * len(lines[0].split()))
-    found = streamed(model, {layer: model.model.layers[layer].self_attn for layer in parts}, text, ratio)
+    layers = {layer: model.model.layers[layer].self_attn for layer in parts}
+    found = streamed(model, layers, with_pattern(model, text, ratio))
     lowest = set(sorted(groups, key=lambda place: groups[place])[:STREAMING])
     print(f"transformers {transformers.__version__}: kvpress streams {sorted(found)}, the lowest ranked are {sorted(lowest)}")
     assert found == lowest
+
+    most = nw.budget(subject, context=100)
+    planned = nw.budget(
+        subject, context=100, memory=most.total - 3000, ranking=Ranking.by_scores(scores), window=RECENT, sinks=SINKS
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        press = runpy.run_path(str(planned.save(Path(folder), ["kvpress"])[0]))["press"]
+    press.post_init_from_model(model)
+    found, expected = streamed(model, layers, press), {(layer.index, kv) for layer in planned.layers for kv in layer.streaming}
+    print(f"the press of nw.budget: kvpress streams {sorted(found)}, planned are {sorted(expected)}")
+    assert found == expected != set()
 
 
 if __name__ == "__main__":

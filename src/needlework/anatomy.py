@@ -57,7 +57,8 @@ class AttentionPart:
         output_gate: Whether the model multiplies head outputs by a gate before its output projection.
         output_bias: Whether the output projection has a bias, which remains when heads are ablated.
         parameters: Number of parameters.
-        kv_bytes_per_token: Size of keys and values in the cache.
+        kv_bytes_per_token: Size of what the cache keeps for each token: keys and values, or what they are computed from.
+        state_bytes: Size of states inside attention for one sequence of any length, such as a short convolution of keys.
     """
 
     path: str
@@ -70,6 +71,7 @@ class AttentionPart:
     output_bias: bool
     parameters: int
     kv_bytes_per_token: int
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ class Anatomy:
 
     @property
     def state_bytes(self) -> int:
-        return sum(part.state_bytes for _, part in self.recurrent_parts())
+        return sum(part.state_bytes for parts in (self.attention_parts(), self.recurrent_parts()) for _, part in parts)
 
     def attention_parts(self) -> Iterator[tuple[int, AttentionPart]]:
         return ((layer.index, layer.attention) for layer in self.layers if layer.attention)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -20,6 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from needlework.anatomy import Anatomy, AttentionPart, GroupKind, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
+from needlework.interventions.acts import Half
 from needlework.model.families import Family
 from needlework.model.memory import Memory, Mixer, states_on_modules
 from needlework.model.pruned import ENTRY, Streams, streams_of
@@ -54,6 +55,7 @@ class _Log:
     stack: list[nn.Module] = field(default_factory=list)  # modules that are running, innermost last
     mixers: dict[nn.Module, int] = field(default_factory=dict)  # module that updated a recurrent state -> cache layer
     returned_keys: list[Tensor] = field(default_factory=list)  # by the cache
+    cached: dict[nn.Module, set[int]] = field(default_factory=dict)  # module -> cache layers that it stores keys in
     projections: dict[nn.Module, nn.Linear] = field(default_factory=dict)  # module -> linear map whose output it returns
     projected: tuple[nn.Linear, Tensor] | None = None  # the last linear map over [rows, tokens, channels], and its output
 
@@ -137,10 +139,12 @@ def _recorded(log: _Log, memory: Memory) -> Iterator[None]:
 
         def spy(*args: Any, **kwargs: Any) -> Any:
             result = method(*args, **kwargs)
+            index = next(x for x in (*args, *kwargs.values()) if isinstance(x, int))
             if name == "update":
                 log.returned_keys.append(result[0])
+                for module in log.stack:
+                    log.cached.setdefault(module, set()).add(index)
             else:
-                index = next(x for x in (*args, *kwargs.values()) if isinstance(x, int))
                 log.mixers.setdefault(log.stack[-1], index)
             return result
 
@@ -200,7 +204,7 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
     anatomy = Anatomy(
         model_type=config.model_type,
         architecture=type(model).__name__,
-        layers=_streaming(_layers(paths, calls, attention, mixers, memory), streams),
+        layers=_streaming(_layers(paths, log.cached, calls, attention, mixers, memory), streams),
         parameters=sum(p.numel() for p in model.parameters()),
         vocabulary=config.vocab_size,
         max_tokens=getattr(config, "max_position_embeddings", None),
@@ -237,12 +241,18 @@ def _number(path: str) -> int:
 
 def _layers(
     paths: dict[nn.Module, str],
+    cached: dict[nn.Module, set[int]],
     calls: list[_Call],
     layer_of: dict[nn.Module, int],
     mixers: tuple[Mixer, ...],
     memory: Memory,
 ) -> tuple[Layer, ...]:
     """Return all layers of the model with their attention and recurrent parts."""
+
+    def bytes_of(half: Half, layers: Iterable[int]) -> int:
+        return sum(s.tensor.numel() * s.tensor.element_size() for s in memory.slots(half) if s.layer in layers)
+
+    mixing = {mixer.cache_layer for mixer in mixers}
     attention = {
         layer_of[call.module]: AttentionPart(
             path=paths[call.module],
@@ -254,26 +264,27 @@ def _layers(
             output_gate=call.gate,
             output_bias=call.bias,
             parameters=_parameters(call.module),
-            kv_bytes_per_token=call.kv_heads * (call.key_dim + call.value_dim) * call.output.element_size(),
+            kv_bytes_per_token=bytes_of("kv", cached.get(call.module, ())) // PROBE_TOKENS,
+            state_bytes=bytes_of("recurrent", cached.get(call.module, set()) - mixing),
         )
         for call in calls
     }
     recurrent = {}
     for mixer in mixers:
         module, output, convolution = mixer.module, mixer.output, mixer.convolution
-        slots = [slot for slot in memory.slots("recurrent") if slot.layer == mixer.cache_layer]
+        kinds = [slot.kind for slot in memory.slots("recurrent") if slot.layer == mixer.cache_layer]
         width = output.in_features if isinstance(output, nn.Linear) else 0
         recurrent[mixer.layer] = RecurrentPart(
             path=paths[module],
             mixer=type(module).__name__,
             parameters=_parameters(module),
-            state_bytes=sum(slot.tensor.numel() * slot.tensor.element_size() for slot in slots),
+            state_bytes=bytes_of("recurrent", [mixer.cache_layer]),
             groups=mixer.groups,
             group_kind=groups_of(module, width)[0] if mixer.groups else "",
             group_width=width // mixer.groups if mixer.groups else 0,
             no_groups_reason="" if mixer.groups else NO_GROUPS,
             taps=convolution.kernel_size[0] if convolution is not None else 0,
-            carries_state=any(slot.kind == "state" for slot in slots),
+            carries_state="state" in kinds,
         )
     # The longest top-level list of layers, without vision layers.
     lists = [m for m, path in paths.items() if isinstance(m, nn.ModuleList) and not re.search(r"\.\d+\.", path)]

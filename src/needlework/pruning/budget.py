@@ -111,11 +111,14 @@ class ServingBudget:
 
     def table(self) -> Table:
         """Return the bytes per request and in all."""
-        rows = [("weights", "", self.weight_bytes), ("KV cache", self.kv_bytes, self.batch * self.kv_bytes)]
-        rows += [("recurrent states", self.state_bytes, self.batch * self.state_bytes), ("in all", "", self.total)]
+
+        def row(name: str, each: int) -> tuple[str, str, str]:
+            return name, size(each), size(self.batch * each)
+
+        rows = [("weights", "", size(self.weight_bytes)), row("KV cache", self.kv_bytes)]
+        rows += [row("recurrent states", self.state_bytes), ("in all", "", size(self.total))]
         caption = f"{self.model}, {self.batch} x {self.context:,} tokens"
-        cells = [(name, size(one) if isinstance(one, int) else one, size(total)) for name, one, total in rows]
-        return Table(("memory", "per request", "in all"), cells, caption, left=("memory",))
+        return Table(("memory", "per request", "in all"), rows, caption, left=("memory",))
 
     def text(self) -> str:
         """Return whether it fits, which heads stream, and what retrieval is left, in sentences."""
@@ -258,7 +261,7 @@ def budget(
                 tokens = min(context, part.window or context)
                 short = min(tokens, window + sinks)
                 kv_bytes = part.kv_bytes_per_token * (len(kept) * tokens + (len(heads) - len(kept)) * short) // len(heads)
-            state = layer.recurrent.state_bytes if layer.recurrent else 0
+            state = sum(side.state_bytes for side in (layer.attention, layer.recurrent) if side)
             rest = tuple(head for head in heads if head not in kept)
             layers.append(LayerBudget(layer.index, layer.kind, kept, rest, kv_bytes, state))
         by = "" if ranking is None else (ranking.method or "the given order")
