@@ -236,12 +236,12 @@ def budget(
     Heads that do not fit stream: they keep a window of keys and the first keys. Weights are only loaded with --samples, which
     measures the retrieval that is left.
     """
-    from needlework.pruning.prune import Others
+    from needlework.pruning.prune import parse_others
 
     if bool(export) != bool(out):
         raise nw.NeedleworkError("--export and --out go together, e.g. --export vllm --out serving")
-    streaming = Others.parse(stream)
-    if streaming.window is None:
+    streaming = parse_others(stream)
+    if streaming is None:
         raise nw.NeedleworkError("--stream none keeps nothing; give e.g. window=256,sinks=4")
     found = nw.budget(
         model,
