@@ -25,7 +25,6 @@ from harness import report_goals
 from needlework import zoo
 from needlework.play.playground import Playground
 from needlework.play.state import RequestState, intervention_of
-from needlework.play.stories import stories
 
 ROUNDS = 5
 ZOO_GOAL, SMOLLM2_GOAL = 150.0, 1000.0  # milliseconds
@@ -34,11 +33,8 @@ ZOO_GOAL, SMOLLM2_GOAL = 150.0, 1000.0  # milliseconds
 def measure(name: str) -> str:
     """Time every story of a model in turns and print the medians; return what missed its goal, or ""."""
     playground = Playground(nw.load(name), name)
-    described = playground.describe()
-    lengths = described["draws"]["lengths"]
-    prompt = playground.sample(lengths[1] if playground.language == "toy" else lengths[0], 50, 0)
-    states = [story.parts for story in stories(playground.anatomy) if not story.missing]
-    requests = [RequestState(prompt=prompt, parts=tuple(parts), max_new_tokens=described["max_new_tokens"]) for parts in states]
+    prompt = playground.sample(**playground.first_draw)
+    requests = playground.tour(prompt)
     check_equal(playground, requests)
     clock: list[float] = []
     cpu: list[float] = []

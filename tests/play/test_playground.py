@@ -88,8 +88,8 @@ def test_every_zoo_model_has_its_stories_or_says_what_it_lacks(name: str) -> Non
     told = stories(playground.anatomy)
     assert len(told) == 8
     prompt = playground.sample(64, 50, 0)
-    shown = [story for story in told if not story.missing]
-    requests = [RequestState(prompt=prompt, parts=tuple(story.parts), max_new_tokens=12) for story in shown]
+    requests = playground.tour(prompt)
+    assert len(requests) == sum(not story.missing for story in told)
     assert all(answer["tokens"] for answer in playground.generate_all(requests))
     missing = {story.id for story in told if story.missing}
     expected = {"tiny-transformer": {"no-recurrence"}, "tiny-mamba": {x.id for x in told} - {"untouched", "no-recurrence"}}
@@ -137,3 +137,21 @@ def test_draws_that_do_not_exist_are_refused(griffin: Playground) -> None:
     for draw in ((65, 50, 0), (64, 51, 0), (64, 50, 20), (64, 50, -1)):
         with pytest.raises(nw.NeedleworkError, match="prompts are drawn with"):
             griffin.sample(*draw)
+
+
+def test_after_the_warm_up_the_tour_is_answered_without_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    playground = Playground(nw.load("tiny-griffin"), "tiny-griffin")
+    states = playground.tour(playground.sample(**playground.first_draw))
+
+    def fail(_: object, requests: list[object], **__: object) -> list[object]:
+        assert not requests, "the model was asked"
+        return []
+
+    with monkeypatch.context() as patch:
+        patch.setattr("needlework.play.playground.run_requests", fail)
+        with pytest.raises(AssertionError, match="was asked"):
+            playground.generate(states[0])
+    playground.warm_up()
+    monkeypatch.setattr("needlework.play.playground.run_requests", fail)
+    assert all(playground.generate(state)["tokens"] for state in states)
+    assert playground.attention(states[0], 0)["layers"]

@@ -114,14 +114,13 @@ def _recorded_data(playground: Playground, progress: Progress) -> tuple[dict[str
     description = playground.describe()
     rankings = _rankings(playground)
     description["rankings"] = list(rankings)
-    lengths = description["draws"]["lengths"]
-    length = lengths[min(1, len(lengths) - 1)] if playground.language == "toy" else lengths[0]
+    length = playground.first_draw["length"]
     samples = {
         f"{length}/{RECORDED_DEPTH}/{seed}": playground.sample(length, RECORDED_DEPTH, seed) for seed in range(RECORDED_DRAWS)
     }
     description |= {
         "provider": "recorded",
-        "draws": {"lengths": [length], "depths": [RECORDED_DEPTH], "draws": RECORDED_DRAWS},
+        "draws": description["draws"] | {"lengths": [length], "depths": [RECORDED_DEPTH], "draws": RECORDED_DRAWS},
     }
     states = recorded_states(playground, rankings)
     asked = [
@@ -151,18 +150,14 @@ def _attention(playground: Playground, samples: dict[str, PromptState]) -> dict[
     """Return the attention of the stories, as recorded.js reads it."""
     if not playground.anatomy.attention_layers:
         return {}
-    told = [story["parts"] for story in playground.stories() if not story["missing"]]
-    most = playground.describe()["max_new_tokens"]
     found: dict[str, Any] = {}
     for name, prompt in samples.items():
         found[name] = {}
-        for parts in told:
-            if not prompt.twin and any(part["name"] == "swap_memory" for part in parts):
-                continue
-            looks = playground.looks(RequestState(prompt=prompt, parts=tuple(parts), max_new_tokens=most))
+        for state in playground.tour(prompt):
+            looks = playground.looks(state)
             count = next(iter(looks.layers.values())).shape[0]
             tokens = [_packed(looks, token) for token in range(count)]
-            found[name][text_of(parts)] = {"needle": looks.to_dict(0)["needle"], "tokens": tokens}
+            found[name][text_of(list(state.parts))] = {"needle": looks.to_dict(0)["needle"], "tokens": tokens}
     return found
 
 

@@ -114,11 +114,31 @@ class Playground:
             "no_mixers": anatomy.no_mixer_reason,
             "scores": SCORES if anatomy.attention_layers else [],
             "rankings": RANKINGS if anatomy.attention_layers else [],
-            "draws": {"lengths": self._lengths(), "depths": DEPTHS, "draws": DRAWS},
+            "draws": {"lengths": self._lengths(), "depths": DEPTHS, "draws": DRAWS, "first": self.first_draw},
             "stop": [str(self.tokenizer.decode([token])) for token in sorted(self._ending[1] - self._eos)],
             "task": {"kind": "niah", **self._task_fields},
             "weights": self.subject.body.weights,
         }
+
+    @property
+    def first_draw(self) -> dict[str, int]:
+        """The draw that the page opens with."""
+        lengths = self._lengths()
+        return {"length": lengths[min(int(self.language == "toy"), len(lengths) - 1)], "depth": 50, "seed": 0}
+
+    def tour(self, prompt: PromptState) -> list[RequestState]:
+        """Return the states of the tour that apply to the model and the prompt."""
+        parts = [tuple(story.parts) for story in stories.stories(self.anatomy) if not story.missing]
+        most = NEW_TOKENS[self.language]
+        states = [RequestState(prompt=prompt, parts=some, max_new_tokens=most) for some in parts]
+        return [state for state in states if prompt.twin or all(part["name"] != "swap_memory" for part in state.parts)]
+
+    def warm_up(self) -> None:
+        """Answer the tour on the first prompt, so that kernels are compiled before the page asks."""
+        states = self.tour(self.sample(**self.first_draw))
+        self.generate_all(states)
+        if self.anatomy.attention_layers:
+            self.looks(states[0])
 
     def stories(self) -> list[dict[str, Any]]:
         return [story.to_dict() for story in stories.stories(self.anatomy)]

@@ -353,9 +353,7 @@ class Page {
   async readAddress() {
     if (location.hash === this.address) return;
     const fields = new URLSearchParams(location.hash.slice(1));
-    const { lengths } = this.description.draws;
-    const usual = this.description.language === "toy" ? 1 : 0;
-    const standard = { length: lengths[Math.min(usual, lengths.length - 1)], depth: 50, seed: 0 };
+    const standard = this.description.draws.first;
     const troubles = [];
     let draw = standard;
     let prompt = null;

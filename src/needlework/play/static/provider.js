@@ -73,7 +73,8 @@
  *   recurrent: {mixer: string, groups: number, group_kind: string, no_groups: string, conv: boolean, state: boolean}|null}[]} layers
  * @property {string[]} scores           Values of `by` that need no ranking.
  * @property {string[]} rankings         Names that `ranking` accepts.
- * @property {{lengths: number[], depths: number[], draws: number}} draws  What `sample` accepts; draws: seeds 0 .. draws - 1.
+ * @property {{lengths: number[], depths: number[], draws: number, first: {length: number, depth: number, seed: number}}} draws
+ *   What `sample` accepts; draws: seeds 0 .. draws - 1; first: what the page opens with.
  * @property {string} weights            Hash of the weights.
  *
  * @typedef {object} Story
