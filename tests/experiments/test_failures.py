@@ -167,6 +167,6 @@ def test_a_condition_that_hides_nothing_in_any_trial_is_told(command: Any, plan_
 def test_eval_ends_with_1_when_questions_failed(monkeypatch: pytest.MonkeyPatch, failed: int, idle: list[str], code: int) -> None:
     from needlework.lmeval import evaluate
 
-    monkeypatch.setattr(evaluate, "evaluate", lambda *args, **options: evaluate.Summary([], [], [], failed, idle, 5))
+    monkeypatch.setattr(evaluate, "evaluate", lambda *args, **options: evaluate.Summary([], {}, [], failed, idle))
     shown = CliRunner().invoke(app, ["eval", "x", "--tasks", "mini-mmlu", "--intervene", "none", "--out", "x"])
     assert shown.exit_code == code  # what failed or hid nothing is said by the run itself

@@ -106,7 +106,8 @@ def test_the_same_call_goes_on_and_a_loaded_plan_will_do(
 
 def test_a_shipped_plan_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("needlework.experiments.run.expand", lambda plan, _: asked.append(plan) or pytest.skip("as it should"))
+    stop = lambda plan, _: asked.append(plan) or pytest.skip("as it should")  # noqa: E731
+    monkeypatch.setattr("needlework.experiments.run.expand_all", stop)
     with pytest.raises(pytest.skip.Exception):
         nw.run("02", tmp_path / "out", models="mine=tiny-griffin", fast=True)
     (plan,) = asked
