@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import emulated_device
 import needlework as nw
 from needlework.anatomy import Anatomy
+from needlework.interventions.acts import Half
 from needlework.model.memory import Memory
 from tiny import ARCHITECTURES, NO_HEADS, build
 
@@ -108,6 +109,11 @@ def _mixed(anatomy: Anatomy) -> nw.Intervention:
     return nw.KeepHeads(k=1, phase="decode") + nw.AblateRecurrent(layers=layers)
 
 
+def _swapped_layer(half: Half, anatomy: Anatomy) -> nw.SwapMemory:
+    own = anatomy.attention_layers if half == "kv" else anatomy.recurrent_layers
+    return nw.SwapMemory(half=half, layers=[layer.index for layer in own][-1:] or [0])
+
+
 def _some_groups(anatomy: Anatomy) -> nw.AblateRecurrentGroups:
     return nw.AblateRecurrentGroups(groups=anatomy.groups[1::3] or [(0, 0)])
 
@@ -119,6 +125,8 @@ _MADE: dict[str, Make] = {
     "keep by ranking": lambda a: nw.KeepHeads(k=1, by=nw.Ranking(order=a.heads[::-1])),
     "both sides": _mixed,
     "groups off": _some_groups,
+    "keys of a layer swapped": lambda a: _swapped_layer("kv", a),
+    "state of a layer swapped": lambda a: _swapped_layer("recurrent", a),
     "groups and state off": lambda a: _some_groups(a) + nw.AblateRecurrent(site="state"),
 }
 _FIXED: dict[str, nw.Intervention] = {
@@ -152,6 +160,7 @@ _FIXED: dict[str, nw.Intervention] = {
 RECURRENT_SIDE = (
     *("memory off", "mixers off", "convolution off", "state off", "groups off", "groups and state off"),
     *("reset at a token", "reset after the needle", "state swapped", "both sides"),
+    "state of a layer swapped",
 )
 NO_CONVOLUTION = ("minimax",)
 NO_STATE = ("lfm2", "lfm2_moe", "lfm3")  # a short convolution is all that their mixers remember with
@@ -170,9 +179,9 @@ def intervention(which: str, anatomy: Anatomy) -> nw.Intervention:
 
 def refusal(name: str, which: str) -> str:
     """The reason with which this cell of the matrix is refused; empty where the laws hold."""
-    if which == "keys swapped":
+    if which in ("keys swapped", "keys of a layer swapped"):
         return "no kv memory" if name in NO_HEADS else ""
-    if which == "state swapped":
+    if which in ("state swapped", "state of a layer swapped"):
         return "no recurrent memory" if name in NO_MIXER else ""
     if which in ATTENTION_SIDE and name in NO_HEADS:
         return "no separate attention layers"

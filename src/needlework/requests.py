@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from operator import index
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
-from needlework.interventions.acts import Act, ClearState, ExposeColumns, LimitKeys, LoweringContext, Phase, Span, SwapHalf
+from needlework.interventions.acts import Act, ClearState, ExposeColumns, Half, LimitKeys, LoweringContext, Phase, Span, SwapHalf
 from needlework.interventions.base import NONE, Intervention
 from needlework.interventions.text import as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
@@ -152,6 +152,22 @@ def failed_answer(error: Exception) -> Answer:
     return Answer(finish="failed", error=f"{type(error).__name__}: {error}")
 
 
+class Swap(NamedTuple):
+    """A part of the cache that is taken from a twin: one half, of one layer or of all (layer -1)."""
+
+    half: Half
+    layer: int = -1
+
+    @property
+    def counted(self) -> str:
+        """The name of its count in the receipt of a layer."""
+        return f"{self.half}_swapped"
+
+    def acted(self, receipt: Receipt) -> bool:
+        """Return whether the receipt says that it was swapped."""
+        return self.half in receipt.swapped if self.layer < 0 else bool(receipt.total(self.counted, "prefill", self.layer))
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A request with its interventions lowered to acts."""
@@ -159,7 +175,7 @@ class Prepared:
     request: Request
     sample: int
     acts: Mapping[Phase, tuple[Act, ...]]
-    twins: Mapping[str, tuple[int, ...]]  # half of the cache (kv or recurrent) -> prompt that it is taken from
+    twins: Mapping[Swap, tuple[int, ...]]  # part of the cache -> prompt that it is taken from
     apart: bool = False  # shares no prefill with other samples, so that an observer sees each of them
 
     @property
@@ -189,7 +205,9 @@ class Prepared:
             for act in acts:
                 if not receipt.total(act.count, phase, act.layer):
                     return f"{type(act).__name__} in layer {act.layer} should have acted in {phase}, but {act.count} is 0"
-        return next((f"the {half} half of the memory was not swapped" for half in self.twins if half not in receipt.swapped), "")
+        left = next((swap for swap in self.twins if not swap.acted(receipt)), None)
+        where = f" of layer {left.layer}" if left and left.layer >= 0 else ""
+        return f"the {left.half} half of the memory{where} was not swapped" if left else ""
 
     def notes(self, receipt: Receipt) -> tuple[str, ...]:
         """Return warnings: where an intervention had nothing to act on, which is not a failure."""
@@ -256,8 +274,8 @@ def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared
         phase: request.intervention.lower_for_phase(context, phase) if read else []
         for phase, read in check_phases(request).items()
     }
-    twins: dict[str, tuple[int, ...]] = {
-        swap.half: _twin(swap, request, anatomy) for swap in lowered["prefill"] if isinstance(swap, SwapHalf)
+    twins = {
+        Swap(swap.half, swap.layer): _twin(swap, request, anatomy) for swap in lowered["prefill"] if isinstance(swap, SwapHalf)
     }
     prepared = Prepared(request, sample, _in_own_phase(lowered, request), twins, apart)
     if request.options and prepared.one_piece:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import operator
+from typing import Any
+
 import pytest
 import torch
 
 import cases
 import needlework as nw
+from needlework.interventions.acts import Half
 from needlework.model.memory import Memory
 from needlework.model.probe import run_model
 from needlework.receipts import Tally
@@ -50,6 +56,63 @@ def test_half_a_swap_is_neither_prompt_nor_twin(name: str) -> None:
     assert back.logprobs == pytest.approx(kv.logprobs, abs=1e-4)
 
 
+def _layers(subject: nw.Subject, half: Half) -> list[int]:
+    own = subject.anatomy.attention_layers if half == "kv" else subject.anatomy.recurrent_layers
+    return [layer.index for layer in own]
+
+
+@cases.each(cases.ALL)
+def test_all_layers_swapped_by_name_are_the_whole_half(name: str) -> None:
+    """Also in one batch with the whole half, and as two swaps of disjoint layers."""
+    subject = cases.subject(name)
+    for half, lacking in (("kv", cases.NO_HEADS), ("recurrent", cases.NO_MIXER)):
+        if name in lacking or name in ("zaya", "inkling"):  # as above: some of their states belong to no half
+            continue
+        layers = _layers(subject, half)
+        swaps = [nw.SwapMemory(half=half, layers=some) for some in (layers, layers[:1], layers[1:]) if some]
+        acts = [nw.SwapMemory(half=half), swaps[0], functools.reduce(operator.add, swaps[1:])]
+        answers = subject.generate([cases.PROMPT] * 3, interventions=acts, twins=TWINS * 3, max_new_tokens=5)
+        for answer in answers[1:]:
+            assert answer.error == ""
+            assert answer.tokens == answers[0].tokens
+            assert answer.logprobs == pytest.approx(answers[0].logprobs, abs=1e-4)
+            assert {at for (at, _), count in answer.receipt.counts.items() if f"{half}_swapped" in count} == set(layers)
+            assert answer.receipt.swapped == ()
+
+
+STATES = ("conv_states", "recurrent_states")  # of a layer of transformers' cache
+
+
+@torch.no_grad()
+def _by_hand(model: Any, half: str, layers: list[int]) -> torch.Tensor:
+    """Log-probabilities after the prompt, with some layers of transformers' cache taken from that of the twin."""
+    name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
+    own, twin = (model(input_ids=torch.tensor([x[:-1]]), use_cache=True)[name] for x in (cases.PROMPT, cases.TWIN))
+    for layer in layers:
+        for part in ("keys", "values") if half == "kv" else STATES:
+            if hasattr(twin.layers[layer], part):
+                setattr(own.layers[layer], part, getattr(twin.layers[layer], part))
+    places = {"position_ids": torch.tensor([[len(cases.PROMPT) - 1]])} if name != "cache_params" else {}
+    out = model(input_ids=torch.tensor([cases.PROMPT[-1:]]), use_cache=True, **{name: own}, **places)
+    return torch.as_tensor(out.logits[0, -1]).log_softmax(-1)
+
+
+@pytest.mark.parametrize("half", ["kv", "recurrent"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "falcon_h1", "qwen3_next", "bamba", "lfm2"])
+def test_a_layer_is_swapped_as_in_the_cache_of_transformers(name: str, half: Half) -> None:
+    if half == "recurrent" and name in cases.NO_MIXER:
+        return
+    subject = cases.subject(name)
+    found = []
+    for layers in (_layers(subject, half)[:1], _layers(subject, half)[-1:]):
+        expected = _by_hand(cases.build(name), half, layers)
+        answer = _ask(subject, nw.SwapMemory(half=half, layers=layers))
+        assert answer.tokens[0] == int(expected.argmax())
+        assert answer.logprobs[0] == pytest.approx(float(expected.max()), abs=1e-4)
+        found.append(answer.logprobs[0])
+    assert len(_layers(subject, half)) == 1 or abs(found[0] - found[1]) > 1e-5  # which layer it is matters
+
+
 def test_a_twin_by_token_ids_is_the_twin_by_name() -> None:
     subject = cases.subject("jamba")
     given = subject.generate([cases.PROMPT], nw.SwapMemory(half="kv", from_=cases.TWIN), max_new_tokens=5)[0]
@@ -67,8 +130,12 @@ def test_swaps_that_cannot_be() -> None:
         _ask(jamba, nw.SwapMemory(half="kv", from_="other"))
     with pytest.raises(nw.NeedleworkError, match="must be of one length"):
         _ask(jamba, nw.SwapMemory(half="kv", from_=cases.TWIN[1:]))
-    with pytest.raises(nw.NeedleworkError, match="drop layers and phase"):
-        _ask(jamba, nw.SwapMemory(half="kv", layers=[2]))
+    with pytest.raises(nw.NeedleworkError, match="drop phase"):
+        _ask(jamba, nw.SwapMemory(half="kv", phase="both"))
+    with pytest.raises(nw.NeedleworkError, match=r"layers \[0\] of JambaForCausalLM have no kv memory; choose from \[2, 5\]"):
+        _ask(jamba, nw.SwapMemory(half="kv", layers=[0, 2]))
+    with pytest.raises(nw.NeedleworkError, match="two swap_memory meet"):
+        nw.SwapMemory(half="kv", layers=[2]) + KV
     with pytest.raises(nw.NeedleworkError, match="memory is swapped between prefill and decode"):
         jamba.choices([cases.PROMPT], [[(5,), (6,)]], nw.SwapMemory(half="kv", from_=cases.TWIN))
 

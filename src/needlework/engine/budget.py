@@ -16,7 +16,7 @@ from needlework.errors import NeedleworkError
 from needlework.model.hooked_model import LEAST_CHUNK, HookedModel
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt
-from needlework.requests import Prepared
+from needlework.requests import Prepared, Swap
 
 if TYPE_CHECKING:
     from needlework.engine.prefill import SharedPrefix
@@ -40,11 +40,11 @@ class Prefill:
         return (self.tokens, *self.item.group[1:])
 
 
-def prefills_of(item: Prepared) -> dict[str, Prefill]:
-    """Return the prefills that a request needs: its own prompt ("own") and the twin that a cache half comes from, by half."""
+def prefills_of(item: Prepared) -> dict[Swap | None, Prefill]:
+    """Return the prefills that a request needs: of its own prompt (None), and of the twin of each part of the cache."""
     tokens = item.prefill_tokens
-    own = {"own": Prefill(item, item.request.prompt[:tokens])}
-    return own | {half: Prefill(item, twin[:tokens]) for half, twin in item.twins.items()}
+    prefills: dict[Swap | None, Prefill] = {None: Prefill(item, item.request.prompt[:tokens])}
+    return prefills | {part: Prefill(item, twin[:tokens]) for part, twin in item.twins.items()}
 
 
 @dataclass
@@ -56,8 +56,8 @@ class PrefillResult:
     receipts: list[Receipt]
 
 
-def group(items: Sequence[Prepared]) -> tuple[list[Prefill], list[dict[str, int]]]:
-    """Return the distinct prefills that requests need, and for each request the indices of its own among them, by name."""
+def group(items: Sequence[Prepared]) -> tuple[list[Prefill], list[dict[Swap | None, int]]]:
+    """Return the distinct prefills that requests need, and for each request the indices of its own among them, by part."""
     distinct: dict[tuple[object, ...], tuple[int, Prefill]] = {}
     places = [
         {name: distinct.setdefault(prefill.key, (len(distinct), prefill))[0] for name, prefill in prefills_of(item).items()}

@@ -169,7 +169,7 @@ def score(body: HookedModel, prefiller: Prefiller, batch: Sequence[tuple[int, Pr
     """Return (index, answer) of each request, with the log-likelihoods of its options; options share their prompt's prefill."""
     prefills, places = group([item for _, item in batch])
     result = prefiller.run(prefills, remember=any(item.request.steps > 1 for _, item in batch))
-    rows = [(place["own"], item, o) for place, (_, item) in zip(places, batch, strict=True) for o in item.request.options]
+    rows = [(place[None], item, o) for place, (_, item) in zip(places, batch, strict=True) for o in item.request.options]
     if body.observer is not None:
         body.observer.begin([item.request for _, item, _ in rows], body.device)
     tally, first = Tally(len(rows)), result.logits.log_softmax(-1)  # [prefills, vocabulary]: scores each option's first token
@@ -193,7 +193,7 @@ def score(body: HookedModel, prefiller: Prefiller, batch: Sequence[tuple[int, Pr
     answers = []
     for own, (i, item) in zip(places, batch, strict=True):
         mine = [next(numbers) for _ in item.request.options]
-        receipt = sum((tally.receipt(r) for r in mine), start=result.receipts[own["own"]])
+        receipt = sum((tally.receipt(r) for r in mine), start=result.receipts[own[None]])
         receipt = replace(receipt, notes=item.notes(receipt))
         of_options, greedy_ones = zip(*(scores[r] for r in mine), strict=True)
         finite = all(math.isfinite(value) for logs in of_options for value in logs)

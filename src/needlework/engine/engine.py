@@ -15,14 +15,17 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
+from torch import Tensor
 
 from needlework.engine.budget import Budget, group, out_of_memory, prefills_of
 from needlework.engine.decode import Decoder, Generation, choose, score
 from needlework.engine.prefill import Padding, Prefiller
 from needlework.engine.shared_layers import SharedLayers
+from needlework.interventions.acts import Half
 from needlework.model.hooked_model import HookedModel
 from needlework.model.memory import Memory
-from needlework.requests import Answer, Prepared, Request, prepare
+from needlework.receipts import Receipt
+from needlework.requests import Answer, Prepared, Request, Swap, prepare
 
 logger = logging.getLogger("needlework")
 Batch = list[tuple[int, Prepared]]
@@ -208,9 +211,8 @@ class _Run:
             )
             memory = self._fork(result.memory, places, alone) if result.memory is not None else None
             for generation, place in zip(generations, places, strict=True):
-                swapped = tuple(half for half in generation.prepared.twins if place[half] != place["own"])
-                generation.receipt = replace(result.receipts[place["own"]], swapped=swapped)
-            logits = result.logits[torch.tensor([place["own"] for place in places], device=self.body.device)]
+                generation.receipt = self._with_swaps(result.receipts[place[None]], place)
+            logits = result.logits[torch.tensor([place[None] for place in places], device=self.body.device)]
         if decodes_last:
             assert memory is not None
             fed = torch.tensor([item.request.prompt[-1] for _, item in batch], device=self.body.device)
@@ -225,22 +227,34 @@ class _Run:
         alive = [t for t in generations if not t.finish]
         return Decoder(self.body, alive, memory, fed[rows], torch.full_like(rows, tokens)), done
 
-    def _fork(self, memory: Memory, places: Sequence[Mapping[str, int]], alone: bool) -> Memory:
-        """Return a cache with one row per request; a swapped half (kv or recurrent) comes from the twin's prefill.
+    def _with_swaps(self, receipt: Receipt, place: Mapping[Swap | None, int]) -> Receipt:
+        """Return a prefill's receipt with the parts of the cache that come from another prefill."""
+        swapped = [swap for swap, row in place.items() if swap is not None and row != place[None]]
+        of_layers = {
+            (swap.layer, "prefill"): {swap.counted: len(self.body.cache_layers(swap.half, swap.layer))}
+            for swap in swapped
+            if swap.layer >= 0
+        }
+        return replace(receipt + Receipt(of_layers), swapped=tuple(swap.half for swap in swapped if swap.layer < 0))
+
+    def _fork(self, memory: Memory, places: Sequence[Mapping[Swap | None, int]], alone: bool) -> Memory:
+        """Return a cache with one row per request; swapped parts of it come from the twin's prefill.
 
         Args:
             memory: The cache of the distinct prefills.
-            places: For each request, the rows of `memory` that hold its own prompt ("own") and its twins (by half).
+            places: For each request, the rows of `memory` that hold its own prompt (None) and the twin of each swapped part.
             alone: Whether no other batch can join, so that the stock cache can be used as it is if nothing is forked.
         """
-        kv, recurrent = (
-            torch.tensor([place.get(half, place["own"]) for place in places], device=self.body.device)
-            for half in ("kv", "recurrent")
-        )
-        straight = torch.arange(memory.rows, device=self.body.device)
-        if alone and torch.equal(kv, straight) and torch.equal(recurrent, straight):
+        own = torch.tensor([place[None] for place in places], device=self.body.device)
+        sources: dict[tuple[Half, int], Tensor] = {}
+        swaps = [(swap, row, other) for row, place in enumerate(places) for swap, other in place.items() if swap is not None]
+        for swap, row, other in sorted(swaps):  # of all layers first
+            for layer in self.body.cache_layers(*swap) if swap.layer >= 0 else (-1,):
+                whole = sources.get((swap.half, -1), own)
+                sources.setdefault((swap.half, layer), whole.clone())[row] = other
+        if alone and not sources and torch.equal(own, torch.arange(memory.rows, device=own.device)):
             return memory
-        return memory.share(kv, recurrent) if self.body.shareable else memory.select(kv, recurrent)
+        return memory.share(own, sources) if self.body.shareable else memory.select(own, sources)
 
 
 def _answer_tokens(item: Prepared) -> int:

@@ -66,7 +66,7 @@ class Prefiller:
 
     def prefixes_of(self, item: Prepared) -> list[SharedPrefix]:
         """Return the shared prefix that a request's prompt starts from and the prefixes it continues, longest first."""
-        return _chain(self._prefixes.get(prefills_of(item)["own"].key))
+        return _chain(self._prefixes.get(prefills_of(item)[None].key))
 
     def expect(self, prefills: Sequence[Prefill], fits: Callable[[Prefill, Sequence[SharedPrefix]], bool]) -> None:
         """Find the shared prefixes of all prefills of a run, before any of them is prefilled.

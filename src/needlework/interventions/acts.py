@@ -186,7 +186,10 @@ class ClearState(Act):
 
 @dataclass(frozen=True)
 class SwapHalf(Act):
-    """After prefill, take one half of the cache (kv or recurrent) from a twin prompt, given by name or token ids."""
+    """After prefill, take one half of the cache (kv or recurrent) from a twin prompt, given by name or token ids.
+
+    `layer` is -1 for the half of all layers.
+    """
 
     count = "swapped"  # `Receipt.swapped`, apart from the counts per layer
     half: Half

@@ -404,13 +404,13 @@ class ResetState(Part):
 
 @register
 class SwapMemory(Part):
-    """After prefill, take one half of the cache (kv or recurrent) from a twin prompt of the same length.
+    """After prefill, take one half of the cache (kv or recurrent), or that of some layers, from a twin prompt of the same length.
 
     Attributes:
         half: "kv" or "recurrent".
         from_: Name of a twin of the request, or its token ids; `from` in text forms.
         phase: Always "prefill": memory is swapped at its end.
-        layers: Always None: all layers are swapped.
+        layers: Layers whose half is swapped, by the model's own index; None: the half of all layers.
     """
 
     side = "memory"
@@ -419,13 +419,19 @@ class SwapMemory(Part):
     phase: When = "prefill"
 
     def clashes(self, other: Part) -> bool:
-        return isinstance(other, SwapMemory) and self.half == other.half
+        """Return whether both swap the same half of a layer; they always act in one phase."""
+        return isinstance(other, SwapMemory) and self.half == other.half and super().clashes(other)
 
     def check(self, anatomy: Anatomy) -> None:
-        if self.layers is not None or self.phase != "prefill":
-            raise NeedleworkError(f"{self}: it acts once, between prefill and decode, on a whole half: drop layers and phase")
-        if not (anatomy.attention_layers if self.half == "kv" else anatomy.recurrent_layers):
+        if self.phase != "prefill":
+            raise NeedleworkError(f"{self}: it acts once, between prefill and decode: drop phase")
+        own = [x.index for x in (anatomy.attention_layers if self.half == "kv" else anatomy.recurrent_layers)]
+        if not own:
             raise NeedleworkError(f"{self}: {anatomy.architecture} has no {self.half} memory to swap")
+        if wrong := sorted(set(self.layers or ()) - set(own)):
+            raise NeedleworkError(
+                f"{self}: layers {wrong} of {anatomy.architecture} have no {self.half} memory; choose from {own}"
+            )
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
-        yield acts.SwapHalf(-1, self.half, self.from_)
+        return (acts.SwapHalf(layer, self.half, self.from_) for layer in self.layers or (-1,))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
-from needlework.interventions.acts import Act, ClearState, LimitKeys, Phase
+from needlework.interventions.acts import Act, ClearState, Half, LimitKeys, Phase
 from needlework.interventions.base import Intervention
 from needlework.interventions.builtin import rankings
 from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
@@ -71,6 +71,7 @@ class HookedModel:
         self.mixers: tuple[Mixer, ...] = findings.mixers
         self.shareable = findings.shareable
         self.streams = findings.streams
+        self._kv_layers = findings.kv_layers
         self.means: dict[str, Mapping[tuple[int, str], Tensor]] = {}
         # A context variable, so that an observer sees only the forwards of its own thread (or asynchronous task).
         self._observer: ContextVar[Observer | None] = ContextVar("needlework_observer", default=None)
@@ -80,6 +81,12 @@ class HookedModel:
         self._devices = {layer: next(module.parameters()).device for module, layer in self.attention.items()}
         self._open = False
         self._trusted = False  # needlework's attention agreed with the model's own (`check_own_maths`)
+
+    def cache_layers(self, half: Half, layer: int) -> tuple[int, ...]:
+        """Return the cache layers that hold one half of the memory of a layer."""
+        if half == "kv":
+            return self._kv_layers.get(layer, ())
+        return tuple(mixer.cache_layer for mixer in self.mixers if mixer.layer == layer)
 
     @property
     def observer(self) -> Observer | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -28,6 +28,7 @@ _KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # 
 _KV |= dict.fromkeys(BUFFER, 0)
 _RECURRENT = ("conv_states", "recurrent_states")
 RecurrentKind = Literal["conv", "state"]
+RowSources = Mapping[tuple[Half, int], Tensor]  # (half, cache layer; -1: all others) -> rows that it is taken from
 
 
 @dataclass(frozen=True)
@@ -157,27 +158,27 @@ class Memory:
             slot.put(tensor(slot))
         return new
 
-    def select(self, rows: Tensor, recurrent_rows: Tensor | None = None) -> Memory:
+    def select(self, rows: Tensor, sources: RowSources | None = None) -> Memory:
         """Return a copy of the given rows, in this order; rows may repeat. Shared keys stay shared.
 
         Args:
             rows: [new rows] indices.
-            recurrent_rows: [new rows] rows to take the recurrent half from, if others: this swaps memory between rows.
+            sources: rows [new rows] to take parts of the memory from, if others: this swaps memory between rows.
         """
-        source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
-        new = self._rebuilt(len(rows), lambda slot: slot.select(source[slot.half]))
-        for layer in new._layers:
+        source = _row_source(rows, sources)
+        new = self._rebuilt(len(rows), lambda slot: slot.select(source(slot.half, slot.layer)))
+        for index, layer in enumerate(new._layers):
             if isinstance(layer, SharedKV):
-                layer.select(rows)
+                layer.select(source("kv", index))
         return new
 
-    def share(self, rows: Tensor, recurrent_rows: Tensor | None = None) -> Memory:
+    def share(self, rows: Tensor, sources: RowSources | None = None) -> Memory:
         """Fork rows as `select` does, but without copying keys and values: all rows read those of this memory."""
-        source = {"kv": rows, "recurrent": rows if recurrent_rows is None else recurrent_rows}
-        new = self._rebuilt(len(rows), lambda slot: slot.tensor if slot.shared else slot.select(source[slot.half]))
+        source = _row_source(rows, sources)
+        new = self._rebuilt(len(rows), lambda slot: slot.tensor if slot.shared else slot.select(source(slot.half, slot.layer)))
         new.cache.layers = [
-            SharedKV.adopt(layer, rows, self.length) if isinstance(vars(layer).get("keys"), Tensor) else layer
-            for layer in new.cache.layers
+            SharedKV.adopt(layer, source("kv", index), self.length) if isinstance(vars(layer).get("keys"), Tensor) else layer
+            for index, layer in enumerate(new.cache.layers)
         ]
         return new
 
@@ -259,6 +260,12 @@ class Memory:
             if isinstance(layer, SharedKV) and half in (None, "kv"):
                 tensors += [layer.prefix.key, layer.prefix.value]  # type: ignore[attr-defined]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _row_source(rows: Tensor, sources: RowSources | None) -> Callable[[Half, int], Tensor]:
+    """Return a function that gives the rows to take a half of a cache layer from."""
+    others = sources or {}
+    return lambda half, layer: others.get((half, layer), others.get((half, -1), rows))
 
 
 def _shell(cache: Any) -> Any:

@@ -92,6 +92,7 @@ class Findings:
     mixers: tuple[Mixer, ...]
     shareable: bool  # forked rows can share the keys of a prefix without a copy
     streams: Streams | None = None  # streaming heads, which keep the first and the newest tokens only
+    kv_layers: dict[int, tuple[int, ...]] = field(default_factory=dict)  # attention layer -> cache layers of its keys
 
 
 @contextmanager
@@ -212,7 +213,8 @@ def probe(model: Any, family: Family, window_rule: str) -> Findings:
         no_mixer_reason=family.no_mixer,
     )
     shareable = bool(calls) and all(call.keys_untouched for call in calls) and not family.dense_masks
-    return Findings(anatomy, attention, mixers, shareable, streams)
+    kv_layers = {layer: tuple(sorted(log.cached.get(module, ()))) for module, layer in attention.items()}
+    return Findings(anatomy, attention, mixers, shareable, streams, kv_layers)
 
 
 def run_model(model: Any, ids: Tensor, positions: Tensor, memory: Memory | None, **kwargs: Any) -> Any:
