@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+
+import torch
+from torch import Tensor
+
+from cases import output_projection, subject
 from needlework.anatomy import Anatomy, Head
 from needlework.pruning.prune import Pruned, parse_others, prune_subject
 from tiny import ARCHITECTURES, NO_HEADS
@@ -32,6 +38,25 @@ def some_heads(anatomy: Anatomy, which: str) -> tuple[Head, ...]:
     return tuple(Head(layer, index) for layer, indices in kept.items() for index in indices)
 
 
-def pruned(subject, which: str, others: str = "none") -> tuple[Pruned, tuple[Head, ...]]:  # type: ignore[no-untyped-def]
-    heads = some_heads(subject.anatomy, which)
-    return prune_subject(subject, heads, parse_others(others)), heads
+def pruned(whole, which: str, others: str = "none") -> tuple[Pruned, tuple[Head, ...]]:  # type: ignore[no-untyped-def]
+    heads = some_heads(whole.anatomy, which)
+    return prune_subject(whole, heads, parse_others(others)), heads
+
+
+@torch.no_grad()
+def stock_without(name: str, heads: tuple[Head, ...]) -> torch.nn.Module:
+    """The stock model with the columns of all other heads zeroed in its output maps: nothing of it is ours."""
+    whole = subject(name)
+    model = copy.deepcopy(whole.model)
+    for layer, part in whole.anatomy.attention_parts():
+        width = part.query_heads * part.value_dim
+        weight = output_projection(model.get_submodule(part.path), width).weight
+        for index in range(part.query_heads):
+            if (layer, index) not in heads:
+                weight[:, index * part.value_dim : (index + 1) * part.value_dim] = 0
+    return model
+
+
+def stock_logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(input_ids=ids, use_cache=False).logits

@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from kept import PRUNED, pruned
+from kept import PRUNED, REFUSED, pruned, stock_logits, stock_without
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import needlework as nw
-from cases import apart, each, subject, tokens
+from cases import WITH_HEADS, apart, each, subject, tokens
+from needlework.anatomy import Head
 from needlework.pruning.prune import Pruned, read_back, save
 
-OWN_WORDS = ("recurrent_gemma", "minimax", "glm5_next")  # other parts of these models go by the same number of heads
+NOT_STOCK = REFUSED | {  # why stock transformers cannot load fewer heads, even in equal numbers
+    "recurrent_gemma": "would also change model.layers.0.temporal_block.rg_lru.input_gate_bias",
+    "minimax": "would also change model.layers.0.self_attn.diagonal_decay",
+    "glm5_next": "transformers has no causal language model for 'glm5_next'",
+}
 
 
 def written(name: str, which: str, folder: Path, others: str = "none") -> Pruned:
@@ -41,12 +46,29 @@ def test_a_directory_is_the_model_that_was_in_memory(name: str, tmp_path: Path) 
     assert stored <= small < whole
 
 
-@each(PRUNED)
-def test_equal_numbers_are_stock(name: str, tmp_path: Path) -> None:
-    smaller = written(name, "equal", tmp_path)
-    assert smaller.stock == (name not in OWN_WORDS)
-    assert ("needlework" in json.loads((tmp_path / "config.json").read_text())) != smaller.stock
-    read_back(smaller, tmp_path)
+@each(WITH_HEADS)
+def test_uniform_is_loaded_by_stock_transformers_or_refused_with_a_reason(name: str, tmp_path: Path) -> None:
+    """The numbers of the whole stock model with the other heads' output columns zeroed, by transformers alone."""
+    whole = subject(name)
+    order = nw.Ranking(order=whole.anatomy.heads[::-1])
+    if name in NOT_STOCK:
+        with pytest.raises(nw.NeedleworkError, match=NOT_STOCK[name]):
+            nw.prune(whole, f"{saved(order, tmp_path)}:{len(order.order) // 2}", tmp_path / "half", uniform=True, samples=0)
+        return
+    done = nw.prune(whole, f"{saved(order, tmp_path)}:{len(order.order) // 2}", tmp_path / "half", uniform=True, samples=0)
+    assert done.record["loads_with"] == "AutoModelForCausalLM"
+    assert "needlework" not in json.loads((tmp_path / "half" / "config.json").read_text())
+    kept = tuple(Head(int(layer), i) for layer, row in done.record["layers"].items() for i in row["kept"])
+    assert len({tuple(row["after"]) for row in done.record["layers"].values()}) == 1
+    assert done.record["heads"]["zero"] == 0
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "half").eval()
+    ids = tokens(2, 14)
+    assert apart(stock_logits(stock, ids), stock_logits(stock_without(name, kept), ids)) <= 1e-4
+
+
+def saved(ranking: nw.Ranking, folder: Path) -> Path:
+    ranking.save(folder / "order.json")
+    return folder / "order.json"
 
 
 @pytest.mark.slow

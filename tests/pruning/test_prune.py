@@ -7,6 +7,8 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import needlework as nw
@@ -14,7 +16,7 @@ from cases import subject
 from needlework.cli import app
 from needlework.measure import make_samples, measure
 from needlework.pruning import card, prune
-from needlework.pruning.prune import choose
+from needlework.pruning.prune import choose, uniform_heads
 
 ORDER = "0.1 2.3 1.0 3.2 0.0 2.0"
 
@@ -96,6 +98,37 @@ def test_so_many_of_a_ranking(llama: Path, tmp_path: Path) -> None:
     for keep, why in ((tmp_path / "all.json", "say how many"), (f"{tmp_path}/five.json:6", "the ranking file has 5")):
         with pytest.raises(nw.NeedleworkError, match=why):
             choose(whole, keep)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), name=st.sampled_from(["llama", "jamba", "recurrent_gemma", "kimi_linear"]))
+def test_uniform_heads_are_the_best_whole_groups_of_each_layer(data: st.DataObject, name: str) -> None:
+    anatomy = subject(name).anatomy
+    order = data.draw(st.permutations(list(anatomy.heads)))
+    number = data.draw(st.integers(1, len(order)))
+    kept = uniform_heads(order, anatomy, number)
+    assert list(kept) == [head for head in order if head in kept]
+    fewest = 0  # the next smaller equal numbers would be too few
+    for layer, part in anatomy.attention_parts():
+        size = part.query_heads // part.kv_heads if part.kv_heads > 1 else 1
+        units = [{h for h in anatomy.heads if h.layer == layer and h.index // size == i} for i in range(part.query_heads // size)]
+        stay = [unit for unit in units if unit <= set(kept)]
+        assert set().union(*stay) == {head for head in kept if head.layer == layer}
+        fewest += len(units[0]) * (len(stay) - 1)
+        assert max(min(map(order.index, unit)) for unit in stay) < min(
+            (min(map(order.index, unit)) for unit in units if unit not in stay), default=len(order)
+        )
+    assert fewest < number <= len(kept)
+
+
+def test_uniform_is_refused_where_it_makes_no_sense(llama: Path, tmp_path: Path) -> None:
+    for words, why in (
+        (("--keep", ORDER), "a ranking of all heads"),
+        (("--keep", "15"), "are all 16 heads; keep fewer"),
+        (("--keep", "8", "--others", "window=8"), "has no streaming heads"),
+    ):
+        code, text = run("prune", llama, *words, "--uniform", "--out", tmp_path / "small", "--samples", 0)
+        assert (code, why in " ".join(text.split())) == (2, True), text
 
 
 def test_heads_that_were_named_are_not_called_a_ranking(llama: Path) -> None:

@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
-from kept import PRUNED, REFUSED, pruned
-from torch import Tensor
+from kept import PRUNED, REFUSED, pruned, stock_logits, stock_without
 
 import needlework as nw
-from cases import PROMPT, WITH_HEADS, apart, each, output_projection, subject, tokens
+from cases import PROMPT, WITH_HEADS, apart, each, subject, tokens
 from needlework.anatomy import AttentionPart
 from needlework.model.pruned import ZERO, Cut
 from needlework.receipts import Tally
 
 CLOSE = 1e-4
-
-
-@torch.no_grad()
-def stock_without(name: str, heads: tuple[nw.Head, ...]) -> torch.nn.Module:
-    """The stock model with the columns of all other heads zeroed in its output maps: nothing of it is ours."""
-    whole = subject(name)
-    model = copy.deepcopy(whole.model)
-    for layer, part in whole.anatomy.attention_parts():
-        width = part.query_heads * part.value_dim
-        weight = output_projection(model.get_submodule(part.path), width).weight
-        for index in range(part.query_heads):
-            if (layer, index) not in heads:
-                weight[:, index * part.value_dim : (index + 1) * part.value_dim] = 0
-    return model
-
-
-def stock_logits(model: torch.nn.Module, ids: Tensor) -> Tensor:
-    with torch.no_grad():
-        return model(input_ids=ids, use_cache=False).logits
 
 
 @each(PRUNED)

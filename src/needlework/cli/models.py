@@ -180,7 +180,7 @@ def heads(
     return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None
 
 
-@command("needlework prune tiny-jamba --keep 0.25 --out small-jamba")
+@command("needlework prune tiny-jamba --keep 0.25 --uniform --out small-jamba")
 def prune(
     model: options.Model,
     keep: Annotated[
@@ -193,6 +193,9 @@ def prune(
     others: Annotated[
         str, typer.Option(help="What stays of the other heads: none, or window=64,sinks=4 (they stream, weights stay).")
     ] = "none",
+    uniform: Annotated[
+        bool, typer.Option("--uniform", help="Equally many heads in every layer, whole groups: stock transformers loads it.")
+    ] = False,
     samples: Annotated[int, typer.Option(min=0, help="Needles for the card, rounded up to all depths; 0: none.")] = 1000,
     as_json: options.Json = False,
     device: options.Device = None,
@@ -208,7 +211,7 @@ def prune(
     from needlework.pruning.card import summarize
 
     loading = loading_options(device, dtype, window, kernels)
-    done = nw.prune(model, keep, out, others=others, samples=samples, progress=not as_json, **loading)
+    done = nw.prune(model, keep, out, others=others, uniform=uniform, samples=samples, progress=not as_json, **loading)
     show(f"{summarize(done.record)}\ncard: {out / 'README.md'}", done.record, as_json)
 
 

@@ -156,8 +156,10 @@ def render_card(record: dict[str, Any], name: str) -> str:
         )
     elif removed:
         how = (
-            "Layers have different numbers of heads, or numbers that this family's configuration has no words for: it loads\n"
-            "with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it: shapes do not fit."
+            "It loads with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it:"
+            f" {record['not_stock']}."
+            + "\nWith equal numbers (`needlework prune --uniform`) most families load there."
+            * ("different" in record["not_stock"])
         )
     else:
         how = (

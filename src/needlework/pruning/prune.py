@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from needlework.anatomy import Head, heads_of_share
+from needlework.anatomy import Anatomy, Head, heads_of_share
 from needlework.errors import NeedleworkError, TrialError, short_repr
 from needlework.files import new_directory
 from needlework.heads.methods import find_methods
@@ -43,6 +43,7 @@ class Choice:
 
     heads: tuple[Head, ...]  # best first
     ranking: Ranking
+    uniform: bool = False  # whether every layer keeps equally many, in whole groups
 
     @property
     def source(self) -> str:
@@ -52,20 +53,26 @@ class Choice:
             f"of {ranking.model.name}" if ranking.model.name else "",
             f"on {ranking.samples:,} samples of {ranking.task}" if ranking.samples else "",
             f"seed {ranking.seed}" if ranking.seed is not None else "",
+            "equally many of every layer, in whole groups" if self.uniform else "",
         )
         return ", ".join(part for part in parts if part)
 
 
-def choose(subject: Subject, keep: Keep, progress: bool = False) -> Choice:
+def choose(subject: Subject, keep: Keep, progress: bool = False, uniform: bool = False) -> Choice:
     """Return the heads to keep; without a ranking, heads are ranked by their attention on needles.
 
     Raises:
-        NeedleworkError: The model does not have these heads, or none or all of its heads would be kept.
+        NeedleworkError: The model does not have these heads, none or all of its heads would be kept, or equal numbers in every
+            layer (`uniform`) do not make it one that stock transformers loads.
     """
     ranking, count, named = _read_keep(keep)
     anatomy, every = subject.anatomy, subject.anatomy.heads
     if not every:
         raise NeedleworkError(f"{anatomy.architecture} has no attention heads that could be pruned")
+    if uniform and (named or count is None):
+        raise NeedleworkError("--uniform fills every layer from a ranking of all heads: give a number, a share, or heads.json:10")
+    if uniform:
+        _check_stock(subject, _count(count, len(every)))
     if ranking is None:
         _count(count, len(every))  # fail before heads are ranked
         samples = draw_samples(subject, named_tasks("niah", subject), RANKING_SAMPLES, RANKING_SEED)
@@ -89,7 +96,43 @@ def choose(subject: Subject, keep: Keep, progress: bool = False) -> Choice:
     number = len(ranking.order) if count is None else _count(count, len(every))
     if number > len(ranking.order):
         raise NeedleworkError(f"{number} heads are to stay, and the ranking file has {len(ranking.order)}")
+    if uniform:
+        ranking.check(anatomy)
+        return Choice(uniform_heads(ranking.order, anatomy, number), ranking, uniform=True)
     return Choice(ranking.top(number), ranking)
+
+
+def uniform_heads(order: Sequence[Head], anatomy: Anatomy, number: int) -> tuple[Head, ...]:
+    """Return an equal share of every attention layer, in whole groups and with at least this number of heads, best first.
+
+    A group of query heads that share a kv head has the place of its best head; a layer's only group may be split.
+    """
+    parts = dict(anatomy.attention_parts())
+    units: dict[int, dict[int, list[Head]]] = {layer: {} for layer in parts}
+    for head in order:
+        part = parts[head.layer]
+        unit = head.index * part.kv_heads // part.query_heads if part.kv_heads > 1 else head.index
+        units[head.layer].setdefault(unit, []).append(head)
+    kept = {
+        head
+        for of_layer in units.values()
+        for unit in list(of_layer.values())[: -(-number * len(of_layer) // len(order))]
+        for head in unit
+    }
+    return tuple(head for head in order if head in kept)
+
+
+def _check_stock(subject: Subject, number: int) -> None:
+    """Raise unless stock transformers loads the model with equal numbers of heads in every layer."""
+    heads = subject.anatomy.heads
+    kept = uniform_heads(heads, subject.anatomy, number)
+    if len(kept) == len(heads):
+        raise NeedleworkError(f"{number} heads in equal numbers and whole groups are all {len(heads)} heads; keep fewer")
+    if reason := _remove_heads(subject, kept).not_stock:
+        raise NeedleworkError(
+            f"stock transformers has no words for {subject.anatomy.architecture} with fewer heads: {reason}. Leave out --uniform:"
+            " needlework.load loads the result"
+        )
 
 
 def _read_keep(keep: Keep) -> tuple[Ranking | None, int | float | None, bool]:
@@ -149,7 +192,7 @@ class Pruned:
     equals: Intervention
     cuts: tuple[Cut, ...]  # one for each attention layer; empty if heads stream
     streams: Streams | None
-    stock: bool  # whether the configuration of transformers describes it, so that it loads without needlework
+    not_stock: str  # why the configuration of transformers cannot describe it; empty: it loads without needlework
 
     @property
     def zero_heads(self) -> int:
@@ -197,10 +240,10 @@ def _remove_heads(subject: Subject, kept: Collection[Head]) -> Pruned:
     model = _copy_model(subject.model, [cut.path for cut in cuts])
     sliding = {cut.path: bool(getattr(model.get_submodule(cut.path), "is_sliding", False)) for cut in cuts}
     cut_model(model, cuts)
-    stock = _write_stock_config(model, cuts, sliding)
-    if not stock:
+    reason = _write_stock_config(model, cuts, sliding)
+    if reason:
         setattr(model.config, ENTRY, {"layers": entry_of(cuts)})
-    return Pruned(_wrap_like(subject, model), OnlyHeads(heads=tuple(kept)), cuts, None, stock)
+    return Pruned(_wrap_like(subject, model), OnlyHeads(heads=tuple(kept)), cuts, None, reason)
 
 
 def _stream_heads(subject: Subject, kept: Collection[Head], others: Streams) -> Pruned:
@@ -222,7 +265,7 @@ def _stream_heads(subject: Subject, kept: Collection[Head], others: Streams) -> 
     streams = replace(others, kv_heads=layers)
     setattr(model.config, ENTRY, {"streaming": streams.to_dict()})
     equals = LimitContext(tokens=streams.window, sinks=streams.sinks, heads=tuple(limited))
-    return Pruned(_wrap_like(subject, model), equals, (), streams, False)
+    return Pruned(_wrap_like(subject, model), equals, (), streams, "it has no streaming heads: all heads see all keys there")
 
 
 def _copy_model(model: Any, apart: Collection[str]) -> Any:
@@ -237,8 +280,8 @@ def _wrap_like(subject: Subject, model: Any) -> Subject:
     return Subject(body, subject.tokenizer)
 
 
-def _write_stock_config(model: Any, cuts: tuple[Cut, ...], sliding: dict[str, bool]) -> bool:
-    """Write the new numbers of heads into the model's configuration if that can describe the pruned model; return whether.
+def _write_stock_config(model: Any, cuts: tuple[Cut, ...], sliding: dict[str, bool]) -> str:
+    """Write the new numbers of heads into the model's configuration if that can describe the pruned model; return why not.
 
     It can if all layers (of the same kind, full or sliding) have equal numbers, and a model built from it has the same shapes.
     """
@@ -249,7 +292,7 @@ def _write_stock_config(model: Any, cuts: tuple[Cut, ...], sliding: dict[str, bo
         prefix = "swa_" if sliding[cut.path] and hasattr(text, "swa_num_attention_heads") else ""
         counts.setdefault(prefix, set()).add(cut.counts)
     if any(len(some) > 1 or (0, 0) in some for some in counts.values()):
-        return False
+        return "layers have different numbers of heads"
     changed = {} if getattr(text, "head_dim", None) is not None else {"head_dim": cuts[0].dims[0]}
     for prefix, ((query, kv),) in counts.items():
         changed[f"{prefix}num_attention_heads"] = query
@@ -257,15 +300,17 @@ def _write_stock_config(model: Any, cuts: tuple[Cut, ...], sliding: dict[str, bo
             changed[f"{prefix}num_key_value_heads"] = kv
     for name, number in changed.items():
         setattr(text, name, number)
+    words = ", ".join(f"{name} = {number}" for name, number in changed.items())
     try:
         shapes = {name: x.shape for name, x in without_weights(config).state_dict().items()}
-    except Exception:  # model classes raise anything for numbers that they do not support
-        return False
-    if shapes != {name: x.shape for name, x in model.state_dict().items()}:
-        return False
+    except Exception as error:  # model classes raise anything for numbers that they do not support
+        return f"no model of it can be built with {words} ({short_repr(str(error))})"
+    own = {name: x.shape for name, x in model.state_dict().items()}
+    if wrong := sorted(name for name in {*own, *shapes} if own.get(name) != shapes.get(name)):
+        return f"{words} would also change {wrong[0]}"
     for name, number in changed.items():
         setattr(model.config.get_text_config(decoder=True), name, number)
-    return True
+    return ""
 
 
 def compare_logits(smaller: Subject, whole: Subject, equals: Intervention, streams: Streams | None) -> float:
@@ -326,6 +371,7 @@ def prune(
     out: str | Path,
     *,
     others: str = "none",
+    uniform: bool = False,
     samples: int = 1000,
     progress: bool = False,
     **loading: Any,
@@ -338,11 +384,15 @@ def prune(
             "file.json:10", a list of heads).
         out: The directory to write; it must be missing or empty.
         others: "none" removes the other heads; "window=64,sinks=4" limits their cache (streaming).
+        uniform: Whether every layer keeps equally many heads in whole groups, at least as many as `keep` says, so that stock
+            transformers loads the result; refused for families whose configuration cannot say it.
         samples: Number of needle samples that both models are measured on for the card; 0 measures nothing.
         progress: Whether to show progress bars.
         loading: Options of `nw.load`, if `model` is not loaded yet.
     """
     streams, place = parse_others(others), Path(out).absolute()
+    if uniform and streams:
+        raise NeedleworkError("--uniform is for heads that leave the weights: stock transformers has no streaming heads")
     if samples < 0:
         raise NeedleworkError(f"samples={samples} is no number of samples; 0 measures nothing")
     if not isinstance(model, Subject):
@@ -358,7 +408,7 @@ def prune(
             raise NeedleworkError(
                 "the model has no tokenizer, so that nothing can be asked of it: give a ranking file and samples=0 (--samples 0)"
             )
-        choice = choose(whole, keep, progress)
+        choice = choose(whole, keep, progress, uniform)
         pruned = prune_subject(whole, choice.heads, streams)
         save(pruned, folder, _file_dtype(whole))
         subject = read_back(pruned, folder)
@@ -413,7 +463,8 @@ def _record(whole: Subject, choice: Choice, pruned: Pruned) -> dict[str, Any]:
         "weights": whole.body.weights,
         "others": f"window={streams.window},sinks={streams.sinks}" if streams else "none",
         "equals": str(pruned.equals),
-        "loads_with": "AutoModelForCausalLM" if pruned.stock else "needlework",
+        "loads_with": "needlework" if pruned.not_stock else "AutoModelForCausalLM",
+        "not_stock": pruned.not_stock,
         "heads": {"before": len(before.heads), "kept": len(choice.heads), "zero": pruned.zero_heads, "after": len(after.heads)},
         "parameters": {"before": before.parameters, "after": after.parameters},
         "layers": layers,
