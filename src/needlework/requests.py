@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
 from needlework.interventions.acts import Act, ClearState, ExposeColumns, Half, LimitKeys, LoweringContext, Phase, Span, SwapHalf
-from needlework.interventions.base import NONE, Intervention
-from needlework.interventions.text import as_intervention
+from needlework.interventions.base import NONE, Intervention, as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
 if TYPE_CHECKING:

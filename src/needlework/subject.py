@@ -17,8 +17,7 @@ from needlework.engine.decode import logits
 from needlework.engine.engine import Engine
 from needlework.errors import NeedleworkError, check_plain
 from needlework.interventions.acts import Phase, Span
-from needlework.interventions.base import NONE, Intervention
-from needlework.interventions.text import as_intervention
+from needlework.interventions.base import NONE, Intervention, as_intervention
 from needlework.model.hooked_model import HookedModel, Kernels
 from needlework.requests import Answer, Request, stop_tokens
 from needlework.zoo import resolve

@@ -17,7 +17,7 @@ from needlework.cli import app
 from needlework.errors import NeedleworkError, short_repr
 from needlework.experiments.plan import load
 from needlework.experiments.trials import MOST_SAMPLES
-from needlework.interventions.text import MOST_CHARACTERS, check_ranges, expand
+from needlework.interventions.base import MOST_CHARACTERS, check_ranges, expand
 from needlework.tasks import make_task
 
 runner = CliRunner()

@@ -21,7 +21,7 @@ from needlework import zoo
 from needlework.experiments.models import look
 from needlework.experiments.plan import Model, load, plan_files
 from needlework.heads import foreign
-from needlework.interventions.text import check_ranges, expand
+from needlework.interventions.base import check_ranges, expand
 from needlework.model.load import blueprint
 from needlework.tasks import haystack, make_task
 

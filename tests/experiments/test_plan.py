@@ -15,7 +15,7 @@ from needlework.experiments.plan import Model, Plan, load
 from needlework.experiments.schema import Loading, PlanError
 from needlework.experiments.trials import decoding, expand, item_digest, trial_id
 from needlework.interventions import NONE, parse
-from needlework.interventions.text import expand as expand_text
+from needlework.interventions.base import expand as expand_text
 from needlework.tasks.base import Item
 
 GOOD = """\

@@ -14,7 +14,7 @@ from needlework.experiments.estimate import count_samples
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.plan import Model, Plan, load
 from needlework.experiments.trials import Work, expand
-from needlework.interventions import text as grid
+from needlework.interventions import base as grid
 from needlework.toy import tokenizer
 from needlework.training import recipes
 from needlework.zoo import SMOLLM2

@@ -9,7 +9,7 @@ import pytest
 import cases
 import needlework as nw
 from needlework.interventions import known_scores
-from needlework.interventions.text import expand
+from needlework.interventions.base import expand
 
 pytestmark = pytest.mark.usefixtures("registries")
 FAMILIES = ["llama", "jamba", "recurrent_gemma"]

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from needlework.checks import Check, Checkup, Outcome
 from needlework.checks.case import Case, DoesNotApply, LawResult, near, worst
-from needlework.interventions.base import NONE, Intervention
-from needlework.interventions.text import parse
+from needlework.interventions.base import NONE, Intervention, parse
 from needlework.requests import Request
 from needlework.subject import Subject
 from needlework.tasks import make_task, toy

@@ -20,7 +20,7 @@ from needlework.experiments.schema import Loading, Place, PlanError
 from needlework.heads.methods import find_methods
 from needlework.interventions import Ranking
 from needlework.interventions.acts import Phase
-from needlework.interventions.text import check_ranges
+from needlework.interventions.base import check_ranges
 from needlework.results.rows import scoring
 from needlework.tasks.base import Task
 

@@ -17,9 +17,9 @@ from needlework.experiments.models import DiskModels, ModelInfo, ModelSource, mo
 from needlework.experiments.plan import Experiment, InterventionText, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
 from needlework.interventions.acts import Phase
+from needlework.interventions.base import expand as expand_text
 from needlework.interventions.builtin import recorded, with_rankings
 from needlework.interventions.ranking import Recorded
-from needlework.interventions.text import expand as expand_text
 from needlework.requests import Answer, Request, prepare
 from needlework.results import ANSWER_FINISH, SEMANTICS_VERSION, Row, digest
 from needlework.results.rows import stored_facts

@@ -1,7 +1,7 @@
 """Public names of the interventions: ablations, masks, state resets and cache swaps. Does not import torch."""
 
 from needlework.interventions.acts import ChangeOutputs, head_score, known_scores
-from needlework.interventions.base import NONE, Intervention, Part, register, registered
+from needlework.interventions.base import NONE, Intervention, Part, as_intervention, parse, register, registered
 from needlework.interventions.builtin import (
     AblateAttention,
     AblateHeads,
@@ -15,7 +15,6 @@ from needlework.interventions.builtin import (
     SwapMemory,
 )
 from needlework.interventions.ranking import Ranking
-from needlework.interventions.text import as_intervention, parse
 
 __all__ = [
     "NONE",

@@ -242,14 +242,10 @@ class HeadScore:
         return self.needs == "probabilities" and len(signature(self.function).parameters) > 1
 
 
-def _negative_entropy(p: Any, log_p: Any) -> Any:
-    return log_p.mul_(p).sum(-1)
-
-
 HEAD_SCORES = {
     score.name: score
     for score in (
-        HeadScore("entropy", "probabilities", _negative_entropy),
+        HeadScore("entropy", "probabilities", lambda p, log_p: log_p.mul_(p).sum(-1)),  # negative: the lowest is kept
         HeadScore("l2", "probabilities", lambda p: p.norm(dim=-1)),
         HeadScore("norm", "outputs", lambda outputs: outputs.float().norm(dim=-1)),
     )

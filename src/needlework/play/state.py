@@ -16,9 +16,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from needlework.errors import NeedleworkError, short_repr
-from needlework.interventions.base import Intervention, Part, When, combine, registered
+from needlework.interventions.base import Intervention, Part, When, combine, parse, registered
 from needlework.interventions.ranking import Ranking, Recorded, as_heads
-from needlework.interventions.text import parse
 
 # The parts that the page's controls stand for, with the fields that it may set.
 FIELDS: dict[str, tuple[str, ...]] = {
