@@ -145,7 +145,7 @@ def sites() -> None:
             d.arrow(24 + i * 158 - 28, 64, 24 + i * 158 - 3, 64)
     for i, names in enumerate(
         (
-            ("limit_context",),
+            ("limit_context", "block_attention"),
             ("expose_tokens",),
             (),
             ("keep_heads", "ablate_heads", "only_heads"),

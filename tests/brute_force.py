@@ -82,6 +82,9 @@ class Run:
         for q in range(queries):
             self.count(layer, q, "positions", 1)
             self._limit(layer, q, visible, mask)
+        mask = mask.repeat(1, heads if self._blocks else 1, 1, 1)  # heads may see different keys
+        for q in range(queries):
+            self._block(layer, q, visible, mask)
         eager = sys.modules[type(module).__module__].eager_attention_forward
         _, p = eager(module, query, key, value, mask, **kwargs)  # [1, heads, queries, keys]
         p, value = p[0].float(), value[0].repeat_interleave(heads // value.shape[1], 0).float()
@@ -110,6 +113,27 @@ class Run:
                 visible[q, k] = False
                 mask[:, :, q, k] = torch.finfo(mask.dtype).min
                 self.count(layer, q, "keys_hidden", 1)
+
+    @property
+    def _blocks(self) -> list[nw.BlockAttention]:
+        return [part for part in self.parts if isinstance(part, nw.BlockAttention)]
+
+    def _block(self, layer: int, q: int, visible: Tensor, mask: Tensor) -> None:
+        """Hide edges of single heads by the additive mask alone: `visible` is what any head sees."""
+        phase = "decode" if q >= self.prompt_tokens - 1 else "prefill"
+        blocked = set()
+        for part in self._blocks:
+            spans = {"needle": self.needle, "answer": range(self.prompt_tokens - 1, 10**6), None: range(10**6)}
+            meant = spans.get(part.from_, part.from_)
+            keys = spans.get(part.to, part.to)
+            if part.phase not in (phase, "both") or q not in meant or (part.layers and layer not in part.layers):
+                continue
+            for h in range(mask.shape[1]):
+                if part.heads is None or (layer, h) in part.heads:
+                    for k in (k for k in keys if k < q and visible[q, k]):
+                        mask[:, h, q, k] = torch.finfo(mask.dtype).min
+                        blocked.add(k)
+        self.count(layer, q, "edges_blocked", len(blocked))
 
     def _expose(self, layer: int, q: int, p: Tensor, seen: list[int]) -> list[dict[int, float]]:
         """New probabilities of every head over the keys that this query sees."""

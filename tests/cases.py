@@ -122,6 +122,7 @@ Make = Callable[[Anatomy], nw.Intervention]
 _MADE: dict[str, Make] = {
     "only some heads": lambda a: nw.OnlyHeads(heads=[(_first(a), 0), (_first(a), 3)]),
     "one head off": lambda a: nw.AblateHeads(heads=[(_first(a), 1)]),
+    "needle blocked for one head": lambda a: nw.BlockAttention(to=(2, 4, 6), heads=[(_first(a), 2)]),
     "keep by ranking": lambda a: nw.KeepHeads(k=1, by=nw.Ranking(order=a.heads[::-1])),
     "both sides": _mixed,
     "groups off": _some_groups,
@@ -147,6 +148,7 @@ _FIXED: dict[str, nw.Intervention] = {
     "needle balanced": nw.ExposeTokens(mode="balanced"),
     "needle by phase": nw.ExposeTokens(mode="omit", phase="prefill", renormalize=True)
     + nw.ExposeTokens(mode="only", phase="decode"),
+    "needle blocked": nw.BlockAttention(),
     "short context": nw.LimitContext(tokens=4, sinks=1),
     "memory off": nw.AblateRecurrent(),
     "mixers off": nw.AblateRecurrent(site="block"),

@@ -60,6 +60,7 @@ PARTS: list[st.SearchStrategy[nw.Part]] = [
         **COMMON,
     ),
     _values(nw.LimitContext, tokens=st.integers(1, 10**6), sinks=st.integers(0, 100), **COMMON),
+    _values(nw.BlockAttention, from_=st.none() | NAMES | POSITIONS, to=NAMES | POSITIONS, heads=st.none() | HEADS, phase=PHASES),
     _values(nw.AblateRecurrent, site=st.sampled_from(["memory", "block", "conv", "state"]), **COMMON),
     _values(nw.AblateRecurrentGroups, groups=HEADS, **COMMON),
     _values(nw.ResetState, at=st.integers(1, 10**6) | NAMES, **COMMON),

@@ -22,6 +22,7 @@ PUBLIC = [
     "AblateRecurrentGroups",
     "Anatomy",
     "Answer",
+    "BlockAttention",
     "ChangeOutputs",
     "Checkup",
     "ExposeTokens",
@@ -126,6 +127,7 @@ def test_values_need_no_names() -> None:
         (nw.SwapMemory("kv", "b"), nw.SwapMemory(half="kv", from_="b"), "swap_memory('kv', 'b')"),
         (nw.AblateRecurrent("block"), nw.AblateRecurrent(site="block"), "ablate_recurrent('block')"),
         (nw.ResetState(3), nw.ResetState(at=3), "reset_state(3)"),
+        (nw.BlockAttention("a", "b"), nw.BlockAttention(from_="a", to="b"), "block_attention('a', 'b')"),
         (nw.LimitContext(8, 1), nw.LimitContext(tokens=8, sinks=1), "limit_context(8, 1)"),
     ):
         assert value == named == nw.parse(text)

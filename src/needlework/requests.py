@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
-from needlework.interventions.acts import Act, ClearState, ExposeColumns, Half, LimitKeys, LoweringContext, Phase, Span, SwapHalf
+from needlework.interventions.acts import (
+    Act,
+    BlockEdges,
+    ClearState,
+    ExposeColumns,
+    Half,
+    LimitKeys,
+    LoweringContext,
+    Phase,
+    Span,
+    SwapHalf,
+)
 from needlework.interventions.base import NONE, Intervention, as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
@@ -212,11 +223,16 @@ class Prepared:
         """Return warnings: where an intervention had nothing to act on, which is not a failure."""
         notes = []
         hidden: Counter[tuple[int, int]] = Counter()  # summed by limit: with a long answer, it may act in decode only
+        blocked: list[int] = []
         for phase, act in ((phase, act) for phase, acts in self.acts.items() for act in acts):
             if isinstance(act, ExposeColumns) and not receipt.total("columns_exposed", phase, act.layer):
                 notes.append(f"layer {act.layer}, {phase}: the exposed span was outside what any query could see")
             if isinstance(act, LimitKeys):
                 hidden[act.tokens, act.sinks] += receipt.total("keys_hidden", phase, act.layer)
+            if isinstance(act, BlockEdges):
+                blocked.append(receipt.total("edges_blocked", phase, act.layer))
+        if blocked and not any(blocked):
+            notes.append(f"{NOTHING_TO_HIDE}: no query that block_attention names could see the keys that it blocks")
         for (tokens, sinks), keys in hidden.items():
             if not keys:
                 notes.append(f"{NOTHING_TO_HIDE}: no query had keys beyond the last {tokens} and the first {sinks}")

@@ -105,6 +105,8 @@ def test_golden_texts() -> None:
         ("keep_heads(k=1, scope='model')", "scope='model' needs a Ranking"),
         ("ablate_heads(heads=[[0, 0]], value='mean')", "means=HASH"),
         ("keep_heads(k=1) + keep_heads(k=2)", "merge them"),
+        ("block_attention(from='a', from_='b')", "is given 'from' twice"),
+        ("block_attention('a') + block_attention('a')", "merge them"),
         ("limit_context(8, tokens=16)", "is given 'tokens' twice"),
         ("limit_context(tokens=8, tokens=16)", "is given 'tokens' twice"),
         ("swap_memory('kv', from='a', from_='b')", "is given 'from' twice"),

@@ -13,7 +13,7 @@ PROMPTS = [cases.PROMPT, cases.TWIN, cases.PROMPT[:7], cases.PROMPT + cases.MORE
 
 
 def _some(name: str) -> list[nw.Intervention]:
-    heads = [nw.KeepHeads(k=1), nw.LimitContext(tokens=3), nw.AblateAttention(phase="decode")]
+    heads = [nw.KeepHeads(k=1), nw.LimitContext(tokens=3), nw.AblateAttention(phase="decode"), nw.BlockAttention(to=(1, 3))]
     mixers = [nw.AblateRecurrent(), nw.ResetState(at=4)]
     some: list[nw.Intervention] = [nw.NONE]
     return some + (heads if name not in cases.NO_HEADS else []) + (mixers if name not in cases.NO_MIXER else [])

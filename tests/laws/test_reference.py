@@ -12,6 +12,7 @@ import torch
 import brute_force
 import cases
 import needlework as nw
+from needlework.anatomy import Anatomy
 from needlework.requests import Request, sample_key
 
 NEEDLE = (3, 4, 5)
@@ -30,7 +31,24 @@ SOME: dict[str, nw.Intervention] = {
     "all at once": nw.LimitContext(tokens=6, sinks=1) + nw.ExposeTokens(mode="omit", renormalize=True) + nw.KeepHeads(k=2),
     "scores come before exposure": nw.ExposeTokens(mode="only") + nw.KeepHeads(k=2, by="norm"),
     "attention off in prefill": nw.AblateAttention(phase="prefill"),
+    "block all queries": nw.BlockAttention(to="needle"),
+    "block the answer": nw.BlockAttention("answer", "needle"),
+    "block two pairs of spans": nw.BlockAttention((6, 8), "needle") + nw.BlockAttention("answer", (0, 1, 7)),
+    "block in prefill": nw.BlockAttention(to=(0, 2, 9), phase="prefill"),
+    "block under a limit": nw.BlockAttention(to="needle") + nw.LimitContext(tokens=5, sinks=1) + nw.KeepHeads(k=2),
 }
+
+
+def _some_heads(anatomy: Anatomy) -> nw.Intervention:
+    """Other spans for other heads of one layer, one head without any, beside edits that come later in the layer."""
+    first, last = anatomy.attention_layers[0].index, anatomy.attention_layers[-1].index
+    blocks = nw.BlockAttention(None, "needle", heads=[(first, 0), (last, 1)]) + nw.BlockAttention(
+        "answer", (0, 1), heads=[(first, 0), (first, 3)]
+    )
+    return blocks + nw.KeepHeads(k=2) + nw.ExposeTokens(mode="omit", renormalize=True, phase="decode")
+
+
+OF_MODEL = {"block some heads": _some_heads}
 CHOSEN = ("llama", "gemma3", "jamba", "recurrent_gemma", "falcon_h1", "qwen3_next", "hrm_text")
 QUICK = ("llama", "jamba", "recurrent_gemma")
 IDS = torch.tensor([cases.PROMPT + cases.MORE])
@@ -39,14 +57,15 @@ SPLIT = len(cases.PROMPT)
 
 def _cells() -> list[Any]:
     more = tuple(name for name in cases.WITH_HEADS if name not in CHOSEN)
-    few = ("keep 1 by entropy", "balanced", "all at once")
-    cells = [(name, which) for name in CHOSEN for which in SOME] + [(name, which) for name in more for which in few]
+    few = ("keep 1 by entropy", "balanced", "all at once", "block some heads")
+    cells = [(name, which) for name in CHOSEN for which in (*SOME, *OF_MODEL)] + [(name, which) for name in more for which in few]
     return [pytest.param(*cell, marks=() if cell[0] in QUICK else pytest.mark.slow) for cell in cells]
 
 
 @pytest.mark.parametrize("name, which", _cells())
 def test_logits_and_receipts(name: str, which: str, record_property: Callable[[str, Any], None]) -> None:
-    subject, intervention = cases.subject(name), SOME[which]
+    subject = cases.subject(name)
+    intervention = OF_MODEL[which](subject.anatomy) if which in OF_MODEL else SOME[which]
     run = brute_force.Run(subject.model, intervention, SPLIT, NEEDLE, sample_key(cases.PROMPT))
     expected = run.logits(IDS)
     found = subject.logits(IDS, intervention, prompt_tokens=SPLIT, spans=cases.SPANS)

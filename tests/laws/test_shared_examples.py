@@ -45,7 +45,7 @@ def acts(name: str) -> list[nw.Intervention]:
     if name not in cases.NO_HEADS:
         some += [nw.KeepHeads(k=1), nw.KeepHeads(k=2, by="norm"), nw.AblateAttention(site="block"), nw.LimitContext(tokens=4)]
         layer = cases.subject(name).anatomy.attention_layers[0].index
-        some += [nw.AblateHeads(heads=[(layer, 0)]) + nw.KeepHeads(k=2)]
+        some += [nw.AblateHeads(heads=[(layer, 0)]) + nw.KeepHeads(k=2), nw.BlockAttention("answer", (2, 3))]
     if name not in cases.NO_MIXER:
         some += [nw.AblateRecurrent(), nw.ResetState(at=9)]
     return some

@@ -9,7 +9,7 @@ import cases
 import needlework as nw
 from needlework.engine import budget as budget_module
 from needlework.engine import shared_layers as layers_module
-from needlework.interventions.acts import Act, ChangeOutputs, ExposeColumns, KeepBest, LimitKeys, SilenceHeads
+from needlework.interventions.acts import Act, BlockEdges, ChangeOutputs, ExposeColumns, KeepBest, LimitKeys, SilenceHeads
 from needlework.model import attention
 from needlework.model.attention import Forward, QueryBlock, fuses
 from needlework.model.memory import OwnKeys
@@ -30,6 +30,7 @@ def fused_acts(subject: nw.Subject) -> list[nw.Intervention]:
     return [
         *some,
         nw.KeepHeads(k=2) + nw.AblateHeads(heads=[(first, 0)]),
+        nw.BlockAttention(to=(1, 2, 5)) + nw.LimitContext(9) + nw.KeepHeads(k=2),
         nw.LimitContext(7) + nw.AblateHeads(heads=[(first, 1)]),
     ]
 
@@ -67,6 +68,7 @@ OTHERS = {
     "a score of outputs": KeepBest(0, 1, "norm"),
     "chance": KeepBest(0, 1, "random"),
     "a limit of some heads": LimitKeys(0, 4, 0, frozenset({1})),
+    "edges of some heads": BlockEdges(0, (), 5, (1, 2), frozenset({1})),
     "columns": ExposeColumns(0, "omit", (3, 4), False, False),
     "a function of outputs": ChangeOutputs(0, lambda out, place: out),
 }

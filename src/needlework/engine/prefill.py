@@ -30,7 +30,16 @@ from needlework.engine.budget import (
     try_proof,
 )
 from needlework.engine.shared_layers import SharedLayers
-from needlework.interventions.acts import ChangeOutputs, ClearState, ExposeColumns, KeepBest, LimitKeys, Phase, SilenceHeads
+from needlework.interventions.acts import (
+    BlockEdges,
+    ChangeOutputs,
+    ClearState,
+    ExposeColumns,
+    KeepBest,
+    LimitKeys,
+    Phase,
+    SilenceHeads,
+)
 from needlework.model.edits import keeps_from_sdpa
 from needlework.model.hooked_model import HookedModel, Rows
 from needlework.model.memory import Memory
@@ -38,7 +47,7 @@ from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
 
 PAD = 0  # any token id: no real token attends to it
-_UNEVEN = (LimitKeys, ExposeColumns, ChangeOutputs, ClearState)  # their effect on a token depends on its position
+_UNEVEN = (LimitKeys, BlockEdges, ExposeColumns, ChangeOutputs, ClearState)  # their effect on a token depends on its position
 _PROOF_LENGTHS = (12, 5, 9)
 
 

@@ -134,6 +134,17 @@ class LimitKeys(Act):
 
 
 @dataclass(frozen=True)
+class BlockEdges(Act):
+    """Mask keys for some queries, in these heads or in all; a query's own key stays visible."""
+
+    count = "positions"  # blocking no edge (outside a window) is not a failure, but adds a note
+    queries: tuple[int, ...]
+    first: int | None  # queries from this position on are meant, too
+    keys: tuple[int, ...]
+    heads: frozenset[int] | None = None
+
+
+@dataclass(frozen=True)
 class ExposeColumns(Act):
     """Change attention probabilities on or off the given key positions."""
 

@@ -307,6 +307,50 @@ class LimitContext(Part):
             yield acts.LimitKeys(index, self.tokens, self.sinks, heads)
 
 
+@register
+class BlockAttention(Part):
+    """Attention knockout: mask, before softmax, the keys of one span for the queries of another, in all heads or in some.
+
+    A query's own key stays visible, so that no query is left without keys.
+
+    Attributes:
+        from_: Span or positions of the queries; `from` in text forms. None: all queries. "answer", if the prompt has no span of
+            this name: the last prompt token and all tokens after it, from which the answer is predicted.
+        to: Span or positions of the keys.
+        heads: Pairs of (layer, head); None: all.
+        phase: "prefill", "decode" or "both".
+        layers: Layers to act on, by the model's own index; None: all attention layers.
+    """
+
+    side = "attention"
+    from_: str | tuple[int, ...] | None = Field(None, alias="from")
+    to: str | tuple[int, ...] = "needle"
+    heads: Heads | None = None
+
+    def clashes(self, other: Part) -> bool:
+        return self == other  # what several of them block adds up
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        return super().where(anatomy) if self.heads is None else _layers_of(self.heads)
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        if self.heads is not None:
+            _check_heads(self, self.heads, anatomy)
+
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        keys, queries, first = context.positions(self.to), tuple[int, ...](), None
+        if self.from_ is None:
+            first = 0
+        elif self.from_ == "answer" and "answer" not in context.spans:
+            first = context.prompt_tokens - 1
+        else:
+            queries = context.positions(self.from_)
+        for index in self.where(context.anatomy):
+            heads = None if self.heads is None else _in_layer(self.heads, index)
+            yield acts.BlockEdges(index, queries, first, keys, heads)
+
+
 # --- Recurrent mixers ---
 
 

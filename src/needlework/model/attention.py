@@ -337,6 +337,8 @@ def _one_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor, k
     edits, keys, scaling = forward.edits.get(layer), block.source, kwargs.get("scaling")
     if edits is not None and edits.limit is not None:
         block.visible = edits.limit_keys(forward, layer, block)
+    if edits is not None and edits.blocked:
+        block.visible = edits.block_edges(forward, layer, block)
     scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if fused:
         return fused_block(forward, layer, block, scaled)
@@ -380,9 +382,8 @@ def fuses(forward: Forward, layer: int, query: Tensor, keys: Keys, kwargs: dict[
     edits = forward.edits.get(layer)
     if edits is None:
         return True
-    by_head = edits.limit is not None and edits.limit[0].dim() == 2  # one mask per head
     other_scores = edits.keep is not None and edits.keep.names != (_ENTROPY,)
-    return not (by_head or other_scores or edits.expose is not None or edits.functions or edits.gates is not None)
+    return not (edits.masks_by_head or other_scores or edits.expose is not None or edits.functions or edits.gates is not None)
 
 
 def fused_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor) -> Tensor:

@@ -77,6 +77,16 @@ class Expose:
 
 
 @dataclass
+class Blocked:
+    """One BlockEdges act of each row: which keys are masked for which queries."""
+
+    queries: Tensor  # [rows, positions] True at the positions of the queries
+    first: Tensor  # [rows] queries from this position on are meant, too
+    keys: Tensor  # [rows, positions] True at the positions of the keys
+    heads: Tensor | None = None  # [rows, heads]; None: all heads in all rows
+
+
+@dataclass
 class LayerEdits:
     """Edits of one attention layer in one phase; a field is None if no row needs it."""
 
@@ -84,6 +94,7 @@ class LayerEdits:
     means: Tensor | None = None  # [rows, heads, dim] outputs that replace those of ablated heads
     keep: Keep | None = None
     limit: tuple[Tensor, Tensor] | None = None  # visible last tokens and sinks: [rows], or [rows, heads] if heads differ
+    blocked: tuple[Blocked, ...] = ()  # what they mask adds up
     expose: Expose | None = None
     dropped: Tensor | None = None  # [rows] the output of the whole attention block is zeroed
     functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, sample, function of its outputs)
@@ -96,7 +107,13 @@ class LayerEdits:
     @property
     def needs_probabilities(self) -> bool:
         scored = self.keep is not None and bool(self.keep.scores("probabilities"))
-        return scored or self.limit is not None or self.expose is not None
+        return scored or self.limit is not None or bool(self.blocked) or self.expose is not None
+
+    @property
+    def masks_by_head(self) -> bool:
+        """Whether heads of one layer see different keys."""
+        of_limit = self.limit is not None and self.limit[0].dim() == 2
+        return of_limit or any(blocked.heads is not None for blocked in self.blocked)
 
     @property
     def silences_only(self) -> bool:
@@ -123,6 +140,19 @@ class LayerEdits:
         before = k <= q if block.visible is None else block.visible
         forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, _pairs(before & ~near))
         return before & near
+
+    def block_edges(self, forward: Forward, layer: int, block: QueryBlock) -> Tensor:
+        """Return a block's visible pairs [rows, 1 or heads, queries, keys] without the blocked ones; count those."""
+        q, k = block.q_positions, block.k_positions
+        before = (k[:, None] <= q[..., None])[:, None] if block.visible is None else block.visible
+        hidden = torch.zeros((), dtype=torch.bool, device=q.device)
+        for blocked in self.blocked:
+            queries = _marked(blocked.queries, q) | (q >= blocked.first[:, None])
+            pairs = (queries[..., None] & _marked(blocked.keys, k)[:, None])[:, None]  # [rows, 1, queries, keys]
+            hidden = hidden | (pairs if blocked.heads is None else pairs & blocked.heads[..., None, None])
+        hidden = before & hidden & (k[:, None] != q[..., None])[:, None]
+        forward.tally.add(layer, forward.phase, "edges_blocked", forward.slots, _pairs(hidden))
+        return before & ~hidden
 
     def scores_of_probabilities(self, block: QueryBlock, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
         """Compute the head scores that are based on probabilities.
@@ -156,8 +186,7 @@ class LayerEdits:
         assert self.expose is not None
         e, rows = self.expose, p.shape[0]
         k = block.k_positions
-        inside = (k >= 0) & (k < e.columns.shape[1])
-        columns = e.columns.gather(1, k.clamp(0, e.columns.shape[1] - 1)) & inside  # [rows, keys]
+        columns = _marked(e.columns, k)  # [rows, keys]
         causal = k[:, None, None] <= block.q_positions[:, None, :, None]
         visible = (causal if block.visible is None else block.visible & causal).expand(rows, -1, p.shape[2], -1)
         exposed = visible & columns[:, None, None]  # [rows, 1, queries, keys]
@@ -251,7 +280,8 @@ class LayerEdits:
 
     def always_off(self, heads: int) -> Tensor | None:
         """Return the number of heads [rows] ablated at every query; None if it depends on computed values."""
-        if self.functions or self.limit is not None or self.expose is not None or (self.keep and self.silenced is not None):
+        masked = self.limit is not None or bool(self.blocked) or self.expose is not None
+        if self.functions or masked or (self.keep and self.silenced is not None):
             return None
         if self.keep is not None:
             return heads - self.keep.k.clamp(0, heads)
@@ -361,6 +391,7 @@ def compile_layer(
             tokens, sinks = (x[:, None].expand(-1, heads) for x in edits.limit)
             free = ~limited.to(device)
             edits.limit = tokens.masked_fill(free, EVERYTHING), sinks.masked_fill(free, 0)
+    edits.blocked = _blocked([[act for act in row if isinstance(act, acts.BlockEdges)] for row in rows], heads, device)
     exposures = one_a_row(acts.ExposeColumns)
     if any(exposures):
         edits.expose = _expose(exposures, device)
@@ -376,7 +407,8 @@ def compile_layer(
 def keeps_from_sdpa(of_row: Sequence[Act]) -> bool:
     """Return whether acts read or change attention probabilities, so that stock SDPA cannot be used."""
     return any(
-        isinstance(act, (acts.LimitKeys, acts.ExposeColumns)) or (isinstance(act, acts.KeepBest) and scores_attention(act.by))
+        isinstance(act, (acts.LimitKeys, acts.BlockEdges, acts.ExposeColumns))
+        or (isinstance(act, acts.KeepBest) and scores_attention(act.by))
         for act in of_row
     )
 
@@ -389,18 +421,47 @@ def _pairs(of_heads: Tensor) -> Tensor:
     return of_heads.any(1).sum((1, 2))
 
 
+def _marks(positions: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Return a mask [rows, positions] that is True at the given positions of each row."""
+    mask = torch.zeros(len(positions), 1 + max(max(row, default=0) for row in positions), dtype=torch.bool, device=device)
+    for row, marked in enumerate(positions):
+        mask[row, list(marked)] = True
+    return mask
+
+
+def _marked(mask: Tensor, positions: Tensor) -> Tensor:
+    """Return whether each position [rows, n] is marked in a mask of `_marks`: [rows, n]."""
+    width = mask.shape[1]
+    return mask.gather(1, positions.clamp(0, width - 1)) & (positions >= 0) & (positions < width)
+
+
+def _blocked(rows: Sequence[Sequence[acts.BlockEdges]], heads: int, device: torch.device) -> tuple[Blocked, ...]:
+    """Compile the BlockEdges acts [rows][acts]: the first of each row, the second, and so on."""
+    none = acts.BlockEdges(-1, (), None, ())
+    compiled = []
+    for nth in range(max(map(len, rows), default=0)):
+        some = [row[nth] if nth < len(row) else none for row in rows]
+        first = [EVERYTHING if act.first is None else act.first for act in some]
+        by_head = any(act.heads is not None for act in some)
+        named = [[act.heads is None or head in act.heads for head in range(heads)] for act in some]
+        compiled.append(
+            Blocked(
+                queries=_marks([act.queries for act in some], device),
+                first=torch.tensor(first, device=device),
+                keys=_marks([act.keys for act in some], device),
+                heads=torch.tensor(named, device=device) if by_head else None,
+            )
+        )
+    return tuple(compiled)
+
+
 def _expose(exposures: Sequence[acts.ExposeColumns | None], device: torch.device) -> Expose:
-    width = 1 + max(max(act.positions) for act in exposures if act)
-    columns = torch.zeros(len(exposures), width, dtype=torch.bool, device=device)
-    for row, act in enumerate(exposures):
-        if act:
-            columns[row, list(act.positions)] = True
 
     def flag(test: Callable[[acts.ExposeColumns], bool]) -> Tensor:
         return torch.tensor([act is not None and test(act) for act in exposures], device=device)
 
     return Expose(
-        columns=columns,
+        columns=_marks([act.positions if act else () for act in exposures], device),
         inside=1.0 - flag(lambda act: act.mode in ("omit", "null")).float(),
         outside=1.0 - flag(lambda act: act.mode in ("only", "null")).float(),
         balanced=flag(lambda act: act.mode == "balanced"),
