@@ -181,7 +181,8 @@ def test_text_needs_a_tokenizer(checkpoint: Path) -> None:
 
 def test_amounts_of_memory() -> None:
     assert read_bytes("8GiB") == 8 << 30
-    assert read_bytes("500 MB") == 500 << 20
+    assert read_bytes("500 MB") == 500 * 10**6
+    assert read_bytes("1.5g") == 3 << 29
     assert read_bytes(None) is None
     for wrong in ("", "lots", "-1GiB", "0"):
         with pytest.raises(NeedleworkError, match="8GiB"):

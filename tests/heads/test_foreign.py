@@ -12,7 +12,7 @@ import cases
 import needlework as nw
 from needlework.anatomy import Anatomy
 from needlework.heads import foreign
-from needlework.interventions.ranking import Ranking
+from needlework.interventions.ranking import Origin, Ranking
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,23 @@ def test_wu_there_and_back(tmp_path: Path, anatomy: Anatomy) -> None:
     again = foreign.read(tmp_path / "x.json", anatomy)
     assert again == mine
     assert again.scores == mine.scores
+
+
+def test_locos_file_as_its_authors_read_and_write_it(tmp_path: Path, anatomy: Anatomy) -> None:
+    """Their `load_retrieval_heads`, restated: the scores of an envelope, heads by mean score; their writer adds intervals."""
+    mine = Ranking.by_scores(ranking(anatomy).scores, method="locos", samples=9, task="niah", seed=4, model=Origin(name="m"))
+    foreign.write(mine, tmp_path / "x.json", "locos", anatomy)
+    content = json.loads((tmp_path / "x.json").read_text())
+    means = sorted(content["scores"].items(), key=lambda item: np.mean(item[1]), reverse=True)
+    assert [mine.scores[nw.Head(*map(int, name.split("-")))] for name, _ in means] == [mine.scores[h] for h in mine.order]
+    assert foreign.read(tmp_path / "x.json", anatomy).scores == mine.scores
+    theirs = {f"{h.layer}-{h.index}": [0.5 * i, -0.1 * i] for i, h in enumerate(anatomy.heads)}
+    meta = {"method": "logit_contribution", "dataset": "nolima", "model": "m", "seed": 4, "num_trials_passed": 2}
+    envelope = {"meta": meta, "scores": theirs, "trial_ids": ["a", "b"], "confidence_intervals": {"0-0": [0, 1]}}
+    (tmp_path / "y.json").write_text(json.dumps(envelope))
+    found = foreign.read(tmp_path / "y.json", anatomy)
+    assert found.order == anatomy.heads[::-1]
+    assert (found.method, found.samples, found.task, found.seed, found.model.name) == ("locos:y", 2, "nolima", 4, "m")
 
 
 def test_gates_are_a_matrix_of_layers_by_key_heads(tmp_path: Path, anatomy: Anatomy) -> None:
@@ -103,6 +120,8 @@ def test_our_own_file_is_read_too_and_other_models_heads_are_refused(tmp_path: P
     [
         ("a.json", "{}", "neither a needlework ranking nor a JSON object"),
         ("a.json", "[1]", "neither"),
+        ("a.json", '{"scores": {}}', "neither a needlework ranking"),
+        ("a.json", '{"meta": 3, "scores": {"5-0": [1]}}', "does not cover|has no heads"),
         ("a.json", '{"1-2-3": [1]}', "is no head"),
         ("a.json", '{"x-2": [1]}', "is no head"),
         ("a.json", '{"1-2": []}', "has no scores"),

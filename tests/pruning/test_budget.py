@@ -16,7 +16,8 @@ import needlework as nw
 from cases import ALL, HYBRIDS, each, subject
 from needlework.anatomy import Head
 from needlework.cli import app
-from needlework.interventions.ranking import Ranking
+from needlework.heads import foreign
+from needlework.interventions.ranking import Origin, Ranking
 from needlework.receipts import Tally
 
 TOKENS = 24
@@ -104,13 +105,38 @@ def test_what_does_not_fit_says_what_would() -> None:
         nw.budget(whole, context=5, ranking=Ranking(order=[(0, 99)]))
 
 
+def test_a_ranking_of_other_weights_is_refused(tmp_path: Path) -> None:
+    whole = subject("jamba")
+    fits = nw.budget(whole, context=100, ranking=Ranking(order=whole.anatomy.heads, model=Origin(weights=whole.body.weights)))
+    assert fits.ranked_by == "the given order"
+    whole.model.save_pretrained(tmp_path / "model")
+    Ranking(order=whole.anatomy.heads, model=Origin(weights="0" * 32)).save(tmp_path / "other.json")
+    with pytest.raises(nw.NeedleworkError, match="other weights"):
+        nw.budget(tmp_path / "model", context=100, ranking=tmp_path / "other.json")
+
+
+def test_compressed_caches_cannot_stream_head_by_head() -> None:
+    whole = subject("kimi_linear")
+    all_heads = nw.budget(whole, context=1000, batch=2)
+    order = Ranking(order=whole.anatomy.heads)
+    with pytest.raises(nw.NeedleworkError, match=r"no head can stream.*; 1 request at a time would fit"):
+        nw.budget(whole, context=1000, batch=2, memory=all_heads.total - 1, ranking=order, window=8)
+
+
 def test_forms_for_other_programs(tmp_path: Path) -> None:
     whole = subject("jamba")
     ranking = Ranking(order=whole.anatomy.heads)
     most = nw.budget(whole, context=100)
     found = nw.budget(whole, context=100, memory=most.total - 1, ranking=ranking, window=10, sinks=3)
-    files = found.save(tmp_path / "out", ["duo", "kvpress", "vllm"])
-    assert sorted(file.name for file in files) == ["config.json", "full_attention_heads.tsv", "press.py", "vllm.json"]
+    files = found.save(tmp_path / "out", ["duo", "kvpress", "locos", "vllm"])
+    names = ["config.json", "full_attention_heads.tsv", "locos.json", "press.py", "vllm.json"]
+    assert sorted(file.name for file in files) == names
+    scores = foreign.read(tmp_path / "out/locos.json", whole.anatomy).scores
+    group = {i: part.query_heads // part.kv_heads for i, part in whole.anatomy.attention_parts()}
+    full = {(layer.index, kv) for layer in found.layers for kv in layer.full}
+    assert {head for head, score in scores.items() if score >= 0.4} == {
+        head for head in whole.anatomy.heads if (head.layer, head.index // group[head.layer]) in full
+    }
     pattern = [
         [int(x) for x in line.split("\t")] for line in (tmp_path / "out/full_attention_heads.tsv").read_text().splitlines()
     ]
@@ -136,7 +162,7 @@ def test_retrieval_is_measured_with_the_heads_that_stream() -> None:
     assert found.kept is not None
     assert found.untouched.value > 0.9 > found.streaming.value
     assert found.untouched.n == found.kept.n == 20
-    assert "of retrieval is left" in found.text()
+    assert "of retrieval is left (niah, prompts of up to 2" in found.text()
     with pytest.raises(nw.NeedleworkError, match="hides nothing of"):
         nw.budget(griffin, **{**fixed, "window": 300, "memory": most.total - 1}, samples=20)
 

@@ -124,7 +124,7 @@ def heads(
     import_: Annotated[
         list[Path], typer.Option("--import", help="A ranking to judge: ours, Wu's .json or DuoAttention's .tsv.")
     ] = [],  # noqa: B006
-    export: Annotated[list[str], typer.Option(help="Write rankings for other programs, too: wu or duo.")] = [],  # noqa: B006
+    export: Annotated[list[str], typer.Option(help="Write rankings for other programs, too: wu, locos or duo.")] = [],  # noqa: B006
     recurrent: Annotated[
         bool, typer.Option("--recurrent", help="The recurrent side instead: its groups, convolutions and states.")
     ] = False,
@@ -215,18 +215,19 @@ def prune(
     show(f"{summarize(done.record)}\ncard: {out / 'README.md'}", done.record, as_json)
 
 
-@command("needlework budget jamba-v0.1 --context 131072 --batch 8 --memory 160GiB")
+@command("needlework budget jamba-v0.1 --context 131072 --batch 8 --memory 160GB")
 def budget(
     model: options.Model,
     context: Annotated[int, typer.Option(min=1, help="Tokens of each request, prompt and answer.")],
     batch: Annotated[int, typer.Option(min=1, help="Requests at a time.")] = 1,
-    memory: Annotated[str | None, typer.Option(help="The limit for weights, KV cache and states, e.g. 24GiB.")] = None,
+    memory: Annotated[str | None, typer.Option(help="The limit for weights, KV cache and states, e.g. 24GB or 24GiB.")] = None,
     ranking: Annotated[
-        Path | None, typer.Option(help="The order in which heads keep all keys: ours, Wu's .json or DuoAttention's .tsv.")
+        Path | None,
+        typer.Option(help="The order in which heads keep all keys: ours, Wu's or LOCOS's .json, or DuoAttention's .tsv."),
     ] = None,
     stream: Annotated[str, typer.Option(help="What a streaming head keeps: last and first keys.")] = "window=256,sinks=4",
     samples: Annotated[int, typer.Option(min=0, help="Needles that retrieval is measured on; 0: it is not measured.")] = 0,
-    export: Annotated[list[str], typer.Option(help="Forms for other programs: duo, kvpress or vllm.")] = [],  # noqa: B006
+    export: Annotated[list[str], typer.Option(help="Forms for other programs: duo, kvpress, locos or vllm.")] = [],  # noqa: B006
     out: Annotated[Path | None, typer.Option(help="Directory for --export.")] = None,
     as_json: options.Json = False,
     device: options.Device = None,

@@ -205,13 +205,13 @@ def cluster_options(address: str | None, workers: int | None, gpus: int | None, 
 
 
 def read_bytes(text: str | None) -> int | None:
-    """ "8GiB" -> bytes."""
+    """Return bytes: "8GiB" and "8G" in powers of 1024, "8GB" in powers of 1000."""
     if text is None:
         return None
-    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([KMGT]?)i?B?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d*)?|\.\d+)\s*([KMGT]?)(i?B?)\s*", text, re.IGNORECASE)
     if not match or float(match[1]) <= 0:
-        raise NeedleworkError(f"--memory {short_repr(text)} is no amount of memory; write e.g. 8GiB or 500MiB")
-    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+        raise NeedleworkError(f"--memory {short_repr(text)} is no amount of memory; write e.g. 8GiB or 8GB")
+    return int(float(match[1]) * (1000 if match[3].upper() == "B" else 1024) ** " KMGT".index(match[2].upper() or " "))
 
 
 def show(table: Any, data: Any = None, as_json: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Read and write rankings in formats of other tools: Wu et al.'s JSON head scores, and DuoAttention's TSV of gates."""
+"""Read and write rankings in formats of other tools: head scores of Wu et al. and of LOCOS, and DuoAttention's TSV of gates."""
 
 from __future__ import annotations
 
@@ -12,22 +12,35 @@ from needlework.errors import NeedleworkError, short_repr
 from needlework.files import atomic_write, read_text
 from needlework.interventions.ranking import FORMAT, MOST_BYTES, Origin, Ranking, read_json
 
-FILES: dict[str, str] = {"wu": "{name}.wu.json", "duo": "{name}.full_attention_heads.tsv"}
+FILES: dict[str, str] = {"wu": "{name}.wu.json", "duo": "{name}.full_attention_heads.tsv", "locos": "{name}.locos.json"}
 _WU = 'a JSON object such as {"16-19": [0.93, 0.95]}, layer and head before lists of scores'
 _DUO = "numbers between tabs, a line for each layer (or each attention layer) and a column for each key-value head"
 
 
 def read(path: Path | str, anatomy: Anatomy) -> Ranking:
-    """Read a ranking file and check it against the model: needlework's own JSON, Wu et al.'s JSON, or DuoAttention's .tsv."""
+    """Read a ranking file and check it against the model: needlework's own JSON, Wu et al.'s, LOCOS's, or DuoAttention's .tsv."""
     if Path(path).suffix == ".tsv":
         return _read_duo(path, anatomy)
     content = read_json(path)
     if isinstance(content, dict) and "format" in content:
         ranking = Ranking.from_dict(content, str(path))
+    elif isinstance(content, dict) and isinstance(content.get("scores"), dict):
+        ranking = _read_locos(path, content)
     else:
         ranking = _read_wu(path, content)
     ranking.check(anatomy)
     return ranking
+
+
+def _read_locos(path: Path | str, content: dict[str, Any]) -> Ranking:
+    """Return a ranking from a file of the LOCOS repository: Wu et al.'s scores under "scores", beside "meta"."""
+    meta = content.get("meta")
+    named = {key: value for key, value in meta.items() if type(value) in (str, int)} if isinstance(meta, dict) else {}
+    seed = named.get("seed")
+    about = {"model": Origin(name=str(named.get("model", ""))), "task": str(named.get("dataset", ""))}
+    return _read_wu(path, content["scores"]).model_copy(
+        update={"method": f"locos:{Path(path).stem}", "seed": seed if isinstance(seed, int) else None, **about}
+    )
 
 
 def _read_wu(path: Path | str, content: Any) -> Ranking:
@@ -81,7 +94,7 @@ def _read_duo(path: Path | str, anatomy: Anatomy) -> Ranking:
 
 
 def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> None:
-    """Write a ranking in the format of another tool ("wu" or "duo").
+    """Write a ranking in the format of another tool ("wu", "locos" or "duo").
 
     DuoAttention has one gate for each key-value head: here the score of its best query head, scaled so that the lowest score
     of the model is 0 and the highest is 1. kvpress indexes the matrix by layer over all layers: rows of layers without
@@ -91,9 +104,11 @@ def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> No
         raise NeedleworkError(f"there is no format {kind!r} to export to; choose from {', '.join(FILES)}")
     ranking.check(anatomy)
     scores = ranking.scores or {head: float(-i) for i, head in enumerate(ranking.order)}
-    if kind == "wu":
+    if kind != "duo":
+        lists = {f"{head.layer}-{head.index}": [scores[head]] for head in sorted(scores)}
         with atomic_write(Path(path)) as file:
-            json.dump({f"{head.layer}-{head.index}": [scores[head]] for head in sorted(scores)}, file)
+            about = {"method": ranking.method, "dataset": ranking.task, "model": ranking.model.name, "seed": ranking.seed}
+            json.dump(lists if kind == "wu" else locos_file(lists, ranking.samples, **about), file)
         return
     low, high = min(scores.values()), max(scores.values())
     widths = {part.kv_heads for _, part in anatomy.attention_parts()}
@@ -109,3 +124,8 @@ def write(ranking: Ranking, path: Path | str, kind: str, anatomy: Anatomy) -> No
         gates[layer] = [(value - low) / (high - low) if high > low else 1.0 for value in best]
     with atomic_write(Path(path)) as file:
         file.writelines("\t".join(f"{gate:.9g}" for gate in row) + "\n" for row in gates)
+
+
+def locos_file(scores: dict[str, list[float]], samples: int, **meta: Any) -> dict[str, Any]:
+    """Return what the LOCOS repository writes and reads, for scores by "layer-head"."""
+    return {"meta": {**meta, "num_trials_passed": samples, "num_trials_total": samples}, "scores": scores, "trial_ids": []}

@@ -17,13 +17,14 @@ from needlework.heads import foreign
 from needlework.interventions.base import NONE
 from needlework.interventions.builtin import LimitContext
 from needlework.interventions.ranking import Ranking
+from needlework.model.files import weights_hash
 from needlework.stats import Estimate, accuracy, retained
 from needlework.tables import Table
 
 if TYPE_CHECKING:
     from needlework.subject import Subject
 
-FORMS = {"duo": "full_attention_heads.tsv, config.json", "kvpress": "press.py", "vllm": "vllm.json"}  # form -> files
+FORMS = ("duo", "kvpress", "locos", "vllm")
 SEED = 2000  # of the samples that retrieval is measured on; heads are ranked and cards are measured on others
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
@@ -35,6 +36,7 @@ class LayerBudget:
     Attributes:
         index: The model's own layer index.
         kind: "attention", "recurrent", "hybrid" or "other".
+        query_heads: Number of query heads; each kv head serves equally many.
         full: Indices of the kv heads that keep all keys (of the layer's window).
         streaming: Indices of the kv heads that keep a window of keys and the first keys.
         kv_bytes: Keys and values in the cache.
@@ -43,6 +45,7 @@ class LayerBudget:
 
     index: int
     kind: LayerKind
+    query_heads: int
     full: tuple[int, ...]
     streaming: tuple[int, ...]
     kv_bytes: int
@@ -66,6 +69,7 @@ class ServingBudget:
         untouched: Needles found by the whole model; None if it was not measured.
         streaming: Needles found with these heads streaming; None if it was not measured.
         kept: Share of retrieval that is left with these heads streaming; None if it was not measured.
+        measured_on: The samples that it was measured on; empty if it was not measured.
     """
 
     model: str
@@ -80,6 +84,7 @@ class ServingBudget:
     untouched: Estimate | None = None
     streaming: Estimate | None = None
     kept: Estimate | None = None
+    measured_on: str = ""
 
     @property
     def kv_bytes(self) -> int:
@@ -140,14 +145,17 @@ class ServingBudget:
             else:
                 lines.append(
                     f"Needles found: {self.untouched.text()} untouched, {self.streaming.text()} with these heads streaming:"
-                    f" {self.kept.text()} of retrieval is left."
+                    f" {self.kept.text()} of retrieval is left ({self.measured_on})."
                 )
         elif self.memory is not None and self.total > self.memory:
             lines.append("Give --ranking FILE (`needlework heads` writes it) to see which heads can stream.")
         return "\n".join(lines)
 
     def save(self, folder: Path, forms: Sequence[str]) -> list[Path]:
-        """Write which heads stream in forms that other programs read: "duo", "kvpress" or "vllm"; return the files.
+        """Write which heads stream in forms that other programs read, and return the files.
+
+        "duo" writes DuoAttention's pattern, "kvpress" a press, "locos" scores of query heads (1 in full, 0 streaming) and "vllm"
+        the layers whose cache is not to be quantised, as `kv_cache_dtype_skip_layers`.
 
         Raises:
             NeedleworkError: The form is unknown, or cannot describe layers with different numbers of kv heads.
@@ -158,8 +166,17 @@ class ServingBudget:
             if form not in FORMS:
                 raise NeedleworkError(f"there is no form {form!r}; choose from {', '.join(FORMS)}")
             if form == "vllm":
-                kept = [str(layer.index) for layer in self.layers if layer.full]
-                texts["vllm.json"] = json.dumps({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": kept}, indent=1)
+                whole = [str(layer.index) for layer in self.layers if layer.full]
+                texts["vllm.json"] = json.dumps({"kv_cache_dtype": "fp8", "kv_cache_dtype_skip_layers": whole}, indent=1)
+                continue
+            if form == "locos":
+                scores: dict[str, list[float]] = {}
+                for layer in (layer for layer in self.layers if layer.query_heads):
+                    group = layer.query_heads // len(layer.full + layer.streaming)
+                    kept = [float(query // group in layer.full) for query in range(layer.query_heads)]
+                    scores |= {f"{layer.index}-{query}": [score] for query, score in enumerate(kept)}
+                about = {"method": "needlework budget", "model": self.model}
+                texts["locos.json"] = json.dumps(foreign.locos_file(scores, 0, **about))
                 continue
             if len(widths) > 1:
                 raise NeedleworkError(f"{form} has one number of kv heads for all layers, and {self.model} has {sorted(widths)}")
@@ -249,8 +266,8 @@ def budget(
     weights = anatomy.parameters * int(next(body.model.parameters()).element_size())
     if isinstance(ranking, (str, Path)):
         ranking = foreign.read(ranking, anatomy)
-    elif ranking is not None:
-        ranking.check(anatomy)
+    if ranking is not None:
+        ranking.check(anatomy, _hash_of(model) if ranking.model.weights else "")
 
     def plan(full: set[Head]) -> ServingBudget:
         layers = []
@@ -263,14 +280,15 @@ def budget(
                 kv_bytes = part.kv_bytes_per_token * (len(kept) * tokens + (len(heads) - len(kept)) * short) // len(heads)
             state = sum(side.state_bytes for side in (layer.attention, layer.recurrent) if side)
             rest = tuple(head for head in heads if head not in kept)
-            layers.append(LayerBudget(layer.index, layer.kind, kept, rest, kv_bytes, state))
+            query_heads = part.query_heads if part else 0
+            layers.append(LayerBudget(layer.index, layer.kind, query_heads, kept, rest, kv_bytes, state))
         by = "" if ranking is None else (ranking.method or "the given order")
         return ServingBudget(name, context, batch, memory, weights, tuple(layers), window, sinks, by)
 
     order = [Head(i, kv) for i, part in anatomy.attention_parts() for kv in range(part.kv_heads)]
     found = plan(set(order))
     if memory is not None and found.total > memory:
-        least = plan(set())
+        least = plan(set()) if body.shareable else found
         if least.total > memory:
             raise NeedleworkError(_too_little(least, memory))
         if ranking is None:
@@ -288,6 +306,17 @@ def budget(
     return _measure(found, subject, LimitContext(tokens=window, sinks=sinks, heads=limited), samples)
 
 
+def _hash_of(model: str | Path | Subject) -> str:
+    """Return the hash of a model's weights, which a ranking may be signed with; empty if its weights are not here."""
+    from needlework.subject import Subject
+    from needlework.zoo import resolve
+
+    if isinstance(model, Subject):
+        return model.body.weights
+    place = Path(resolve(model))
+    return weights_hash(place) if place.is_file() or any(place.glob("*.safetensors")) else ""
+
+
 def _kv_order(ranking: Ranking, anatomy: Anatomy) -> list[Head]:
     """Return the kv head of each query head, in the order of the ranking; a kv head occurs once for each of its query heads."""
     parts = dict(anatomy.attention_parts())
@@ -296,6 +325,8 @@ def _kv_order(ranking: Ranking, anatomy: Anatomy) -> list[Head]:
 
 def _too_little(least: ServingBudget, memory: int) -> str:
     """Return the message for a limit that is exceeded with all heads streaming, with what would fit."""
+    streams = any(layer.streaming for layer in least.layers)
+    how = "even with all heads streaming" if streams else "and no head can stream: keys are not cached head by head"
     each = least.kv_bytes + least.state_bytes
     requests = (memory - least.weight_bytes) // each if each else 0
     if requests >= 1:
@@ -304,7 +335,7 @@ def _too_little(least: ServingBudget, memory: int) -> str:
         would = f"one request would fit into {size(least.weight_bytes + each)}"
     return (
         f"{size(memory)} is too little for {least.model}: weights take {size(least.weight_bytes)}, and {least.batch} x"
-        f" {least.context:,} tokens take {size(least.total - least.weight_bytes)} even with all heads streaming; {would}, and"
+        f" {least.context:,} tokens take {size(least.total - least.weight_bytes)}{', ' * (not streams) or ' '}{how}; {would}, and"
         f" {size(least.total)} would do for all"
     )
 
@@ -324,4 +355,5 @@ def _measure(found: ServingBudget, subject: Subject, act: LimitContext, samples:
     before, after = measure(subject, drawn, [NONE, act]).values("correct")
     clusters = np.unique([sample.item.cluster for sample in drawn], return_inverse=True)[1]
     kept = retained(after, before, clusters, task.chance)
-    return replace(found, untouched=accuracy(before), streaming=accuracy(after), kept=kept)
+    where = f"{task.kind}, prompts of up to {longest:,} tokens, seed {SEED}"
+    return replace(found, untouched=accuracy(before), streaming=accuracy(after), kept=kept, measured_on=where)
