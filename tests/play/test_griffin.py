@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from parts import parts_of
 
 import needlework as nw
 from needlework.play.browser_model import browser_model, refusal
 from needlework.play.export import export
 from needlework.play.playground import Playground
-from needlework.play.state import PromptState, RequestState, parts_of
+from needlework.play.state import PromptState, RequestState
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 TOLERANCE = 2e-3

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from parts import parts_of
 
 import needlework as nw
 from needlework.play.export import export
 from needlework.play.playground import Playground
-from needlework.play.state import parts_of, text_of
+from needlework.play.state import text_of
 from needlework.play.stories import stories
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from parts import parts_of
 
 import needlework as nw
 from needlework import zoo
 from needlework.measure import make_samples
 from needlework.play.playground import Playground
-from needlework.play.state import PromptState, RequestState, parts_of
+from needlework.play.state import PromptState, RequestState
 from needlework.play.stories import stories
 from needlework.tasks import make_task
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from jsonschema import Draft202012Validator
+from parts import parts_of
 
 import needlework as nw
 from needlework.play import state
+from needlework.play.page import static
 
 TEXTS = [
     "none",
@@ -27,11 +31,11 @@ TEXTS = [
 
 @pytest.mark.parametrize("text", TEXTS)
 def test_text_and_parts_are_two_forms_of_one_intervention(text: str) -> None:
-    parts = state.parts_of(text)
+    parts = parts_of(text)
     assert state.text_of(parts) == str(nw.parse(text))
     assert state.intervention_of(parts) == nw.parse(text)
-    assert state.parts_of(state.text_of(parts)) == parts
-    Draft202012Validator(state.schema()).validate(parts)
+    assert parts_of(state.text_of(parts)) == parts
+    Draft202012Validator(json.loads(static("intervention.schema.json"))).validate(parts)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +62,8 @@ def test_other_parts_are_refused(parts: list[object]) -> None:
 
 @pytest.mark.parametrize("text", ["reset_state(at=4)", "keep_heads(fraction=0.5)", "keep_heads(k=2, sinks=1)"])
 def test_interventions_without_a_control_are_refused_by_name(text: str) -> None:
-    with pytest.raises(nw.NeedleworkError, match="the page has no control"):
-        state.parts_of(text)
+    with pytest.raises(nw.NeedleworkError, match=r"the page has no part|has no field .* on the page"):
+        state.intervention_of(parts_of(text))
 
 
 def test_the_parts_of_a_prompt_never_touch() -> None:

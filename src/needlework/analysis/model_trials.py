@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
@@ -123,36 +123,18 @@ class ModelTrials:
         options = self.frame.distinct("against", model=self.model, kind=kind, mode=mode, text=text, layout=layout)
         against = next((name for name in AGAINST if name in options), "")
         settings = [s for s in self.frame.distinct("setting", model=self.model, kind=kind, mode=mode) if one_hop(s)]
-        return self._pick("retrieval", kind, mode, against, text, layout, setting=settings, in_window=in_window)
+        named = {"against": against, "layout": layout, "setting": settings, "in_window": in_window}
+        return self.pick("retrieval", kind, mode, text, **named)
 
-    def _pick(
-        self,
-        ability: str,
-        kind: str,
-        mode: str,
-        against: str,
-        text: str,
-        layout: str = "plain",
-        form: str = "",
-        setting: Want[str] = ALL,
-        in_window: Want[bool] = True,
-    ) -> Pick:
-        """Return the selection of one kind of task, pooled over task names and samples."""
-        return Pick(
-            model=self.model,
-            ability=ability,
-            kind=kind,
-            task=ALL,
-            setting=setting,
-            mode=mode,
-            against=against,
-            text=text,
-            boundary=self.boundary if mode == "generate" else "",
-            layout=layout,
-            form=form,
-            in_window=in_window,
-            **ANY_SAMPLE,
-        )
+    def pick(self, ability: Want[str], kind: str, mode: str, text: Want[str], **named: Want[Any]) -> Pick:
+        """Return the selection of one kind of task under an intervention.
+
+        Unless `named` says otherwise, it is pooled over task names and settings, in the plain layout, and inside the window.
+        """
+        fields: dict[str, Any] = {"model": self.model, "ability": ability, "kind": kind, "mode": mode, "text": text}
+        fields |= {"task": ALL, "setting": ALL, "against": "", "boundary": self.boundary if mode == "generate" else ""}
+        fields |= {"layout": "plain", "form": "", "in_window": True, **ANY_SAMPLE}
+        return Pick(**{**fields, **named})
 
     def retrieval(self, text: str, mode: str = "generate", layout: str = "plain", in_window: bool = True) -> Ints:
         """Return the needle trials under an intervention (see `needle_pick`)."""
@@ -176,7 +158,7 @@ class ModelTrials:
     def in_hops(self, hops: int, text: str) -> Ints:
         """Return the trials whose answer is this many hops away from the queried name, inside the window."""
         kind = NEEDLE["generate"] if hops == 1 else LINKED
-        return self.frame.rows(self._pick("retrieval", kind, "generate", "", text, setting=self.hops.get(hops, [])))
+        return self.frame.rows(self.pick("retrieval", kind, "generate", text, setting=self.hops.get(hops, [])))
 
     def needle_tasks(self, texts: Iterable[str], mode: str = "generate") -> list[tuple[str, str]]:
         """Return (name, setting) of the needle tasks that were run under these interventions."""
@@ -205,7 +187,7 @@ class ModelTrials:
             return np.zeros(0, dtype=np.int64)
         kind, mode = kinds[which]
         against = "all" if mode == "choices" else ""
-        return self.frame.rows(self._pick("knowledge", kind, mode, against, text, form=form, in_window=ALL))
+        return self.frame.rows(self.pick("knowledge", kind, mode, text, against=against, form=form, in_window=ALL))
 
     def forms(self) -> list[str]:
         """Return the forms of the knowledge tasks that were run."""
@@ -256,19 +238,26 @@ class ModelTrials:
             way: How heads are selected (`Condition.way`).
             ranking: Text of the ranking, if `way` is "ranking"; "" for any.
         """
-        texts: dict[int, dict[int, list[str]]] = {}
-        for c in self.conditions_of("heads", phase="both", way=way):
-            if (kept := c.kept(self.heads)) and ranking in ("", c.by):
-                texts.setdefault(kept, {}).setdefault(c.seed, []).append(c.text)
+        asked = [c for c in self.conditions_of("heads", phase="both", way=way) if ranking in ("", c.by)]
         base = self.retrieval("none")
-        points = {}
-        for kept, by_seed in sorted(texts.items()):
-            # of equivalent texts (k=2, fraction=0.125) only the one with more trials is used
-            rows = [max((self.retrieval(text) for text in same), key=len) for same in by_seed.values()]
-            pairs = self.pairs(np.concatenate(rows), base)
-            if len(pairs.after):
-                points[kept] = pairs.raw
-        return points
+        pairs = {kept: self.pairs(rows, base) for kept, rows in self.by_heads(asked, self.retrieval).items() if kept}
+        return {kept: of_kept.raw for kept, of_kept in pairs.items() if len(of_kept.after)}
+
+    def by_heads(self, conditions: Iterable[Condition], rows: Callable[[str], Ints]) -> dict[int, Ints]:
+        """Return trials by number of heads kept, fewest first, pooled over the seeds of random heads.
+
+        Args:
+            rows: Function from an intervention's text to its trials.
+        """
+        texts: dict[int, dict[int, list[str]]] = {}
+        for c in conditions:
+            if (kept := c.kept(self.heads)) is not None:
+                texts.setdefault(kept, {}).setdefault(c.seed if kept else 0, []).append(c.text)
+        # of equivalent texts (k=2, fraction=0.125) only the one with more trials is used
+        return {
+            kept: np.concatenate([max(map(rows, same), key=len) for same in by_seed.values()])
+            for kept, by_seed in sorted(texts.items())
+        }
 
     def text_of(self, wanted: Intervention) -> str | None:
         """Return the text under which an equivalent intervention was run; of several, the one with more trials."""

@@ -1,23 +1,20 @@
 """The state of the page: its prompt and its intervention as JSON, and both as needlework's own values.
 
 An intervention travels as a list of parts, `{"name": "keep_heads", "k": 2, "by": "entropy", "phase": "decode"}`: fields that have
-their default are left out, heads are [layer, head] pairs, and a ranking is `{"ranking": [[layer, head], ...]}`. `parts_of` and
-`intervention_of` convert; static/intervention.js does the same in the browser. Does not import torch.
+their default are left out, heads are [layer, head] pairs, and a ranking is `{"ranking": [[layer, head], ...]}`: see
+static/intervention.schema.json. static/intervention.js converts to and from text in the browser. Does not import torch.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from functools import cache
-from importlib import resources
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from needlework.errors import NeedleworkError, short_repr
-from needlework.interventions.base import Intervention, Part, When, combine, parse, registered
-from needlework.interventions.ranking import Ranking, Recorded, as_heads
+from needlework.interventions.base import Intervention, Part, When, combine, registered
+from needlework.interventions.ranking import Ranking, as_heads
 
 # The parts that the page's controls stand for, with the fields that it may set.
 FIELDS: dict[str, tuple[str, ...]] = {
@@ -102,26 +99,8 @@ def intervention_of(parts: Sequence[Mapping[str, Any]]) -> Intervention:
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Return the canonical text of a list of parts; `parts_of` reads it."""
+    """Return the canonical text of a list of parts."""
     return str(intervention_of(parts))
-
-
-def parts_of(given: Intervention | str) -> list[dict[str, Any]]:
-    """Return the parts of an intervention, or of its text, as JSON values.
-
-    Raises:
-        NeedleworkError: The text is invalid, or the page has no control for it.
-    """
-    intervention = parse(given) if isinstance(given, str) else given
-    return [_jsonable(part) for part in intervention.parts]
-
-
-@cache
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of a list of parts."""
-    text = resources.files("needlework.play").joinpath("static", "intervention.schema.json").read_text(encoding="utf-8")
-    content: dict[str, Any] = json.loads(text)
-    return content
 
 
 def _part(given: Mapping[str, Any]) -> Part:
@@ -138,21 +117,3 @@ def _part(given: Mapping[str, Any]) -> Part:
     if isinstance(by := fields.get("by"), Mapping):
         fields["by"] = Ranking(order=tuple(as_heads(by.get("ranking"))))
     return registered()[name](**fields)
-
-
-def _jsonable(part: Part) -> dict[str, Any]:
-    if part.name not in FIELDS:
-        raise NeedleworkError(f"the page has no control for {part.name}; it has {', '.join(FIELDS)}")
-    given: dict[str, Any] = {"name": part.name}
-    for key, info in type(part).model_fields.items():
-        value = getattr(part, key)
-        if value == info.default:
-            continue
-        if key not in FIELDS[part.name] or isinstance(value, Recorded):
-            raise NeedleworkError(f"the page has no control for {key} of {part}")
-        given[key] = {"ranking": [list(head) for head in value.order]} if isinstance(value, Ranking) else _plain(value)
-    return given
-
-
-def _plain(value: Any) -> Any:
-    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

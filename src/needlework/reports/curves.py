@@ -10,7 +10,7 @@ import numpy as np
 
 from needlework import stats
 from needlework.analysis.conditions import FEW_HEADS, RANKING, Condition, ways
-from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
+from needlework.analysis.frame import ALL, Frame, Ints, Pick, differences
 from needlework.analysis.model_trials import ModelTrials, by_model_and_boundary
 from needlework.interventions.acts import RANDOM
 from needlework.reports.browser import Browser
@@ -44,17 +44,10 @@ def _series(
     conditions = [c for c in of_phase if c.way == way and not c.attention_off]
     if way == RANKING:  # rankings are not pooled: only the first one is drawn
         conditions = [c for c in conditions if c.by == conditions[0].by]
-    # share of heads kept -> seed of random heads (pooled) -> equivalent texts; no heads and all heads belong to every curve
-    shares: dict[float, dict[int, list[str]]] = {1.0: {0: ["none"]}}
-    for condition in conditions + [c for c in of_phase if c.attention_off]:
-        kept = condition.kept(trials.heads)
-        if kept is not None and kept < trials.heads:
-            seed = condition.seed if kept else 0
-            shares.setdefault(kept / trials.heads, {}).setdefault(seed, []).append(condition.text)
+    conditions += [c for c in of_phase if c.attention_off]  # no heads and all heads belong to every curve
+    by_share = {kept / trials.heads: found for kept, found in trials.by_heads(conditions, rows).items() if kept < trials.heads}
     points, measured = [], False
-    for share, draws in sorted(shares.items()):
-        # of equivalent texts (k=2, fraction=0.125) only the one with more trials is used
-        drawn = np.concatenate([max((rows(text) for text in spellings), key=len) for spellings in draws.values()])
+    for share, drawn in (by_share | {1.0: rows("none")}).items():
         estimate = measure(drawn)
         if estimate.n and estimate.value == estimate.value:
             words = f"{share * trials.heads:.0f} of {trials.heads} heads" if trials.heads else "untouched"
@@ -69,19 +62,15 @@ def _best_way(trials: ModelTrials) -> str:
     return next((way for way in ways() if way in run), ways()[0])
 
 
-def _other_ways(trials: ModelTrials) -> list[str]:
-    """Return the further ways to select heads that were run, scores of plug-ins among them."""
-    run = {c.way for c in trials.conditions_of("heads", phase="both")} - {_best_way(trials), "", RANDOM}
-    return [way for way in ways() if way in run] + sorted(run - set(ways()))
-
-
 def _retrieval(trials: ModelTrials, browser: Browser) -> Lines:
     way = _best_way(trials)
+    run = {c.way for c in trials.conditions_of("heads", phase="both")} - {way, "", RANDOM}
+    others = [other for other in ways() if other in run] + sorted(run - set(ways()))  # those of plug-ins come last
     curves = [
         (f"by {way}, every position", 1, way, "both", False),
         (f"by {way}, decode only", 2, way, "decode", True),
         (f"by {way}, prefill only", 3, way, "prefill", True),
-        *((f"by {other}, every position", 4 + i % 3, other, "both", False) for i, other in enumerate(_other_ways(trials))),
+        *((f"by {other}, every position", 4 + i % 3, other, "both", False) for i, other in enumerate(others)),
         ("random heads, every position", 0, RANDOM, "both", False),
     ]
     series = [
@@ -133,21 +122,8 @@ def _perplexities(trials: ModelTrials, browser: Browser) -> list[Lines]:
     unlike = differences(setting for _, _, setting in tasks)
     panels = []
     for kind, task, setting in tasks:
-        pick = Pick(
-            model=trials.model,
-            ability=ALL,
-            kind=kind,
-            task=task,
-            setting=setting,
-            mode="perplexity",
-            against="",
-            text=ALL,
-            boundary="",
-            layout=ALL,
-            form=ALL,
-            in_window=ALL,
-            **ANY_SAMPLE,
-        )
+        any_prompt = {"layout": ALL, "form": ALL, "in_window": ALL}
+        pick = trials.pick(ALL, kind, "perplexity", ALL, task=task, setting=setting, **any_prompt)
         words = [task] * (len({name for _, name, _ in tasks}) > 1) + [unlike[setting]] * bool(unlike[setting])
         panels.append(_perplexity(trials, browser, pick, ", ".join(["Perplexity", *words])))
     return panels

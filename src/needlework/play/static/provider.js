@@ -24,7 +24,7 @@
  * @property {string} label    How it was drawn, e.g. "192 words, needle at 50 %, draw 0"; "" if it was typed.
  *
  * @typedef {object} Part  One part of an intervention: its name, and its fields as in the text form. `intervention.js` and
- *   `state.py` turn lists of parts into text and back; intervention.schema.json is their schema. "[layer, head]" pairs are lists.
+ *   `state.py` turn lists of parts into text; intervention.schema.json is their schema. "[layer, head]" pairs are lists.
  *   {"name": "keep_heads", "phase": "decode", "k": 2, "by": "entropy"}; by: "entropy" | "l2" | "norm" | "random" (with "seed")
  *     | {"ranking": [[layer, head], ...]}
  *   {"name": "ablate_heads", "heads": [[2, 0], [5, 3]]}      {"name": "ablate_attention", "layers": [2]}
