@@ -14,8 +14,7 @@ from needlework.engine import budget as budget_module
 from needlework.engine import shared_layers as layers_module
 from needlework.engine.budget import Costs, group
 from needlework.engine.prefill import Padding, Prefiller
-from needlework.engine.shared_layers import SharedLayers
-from needlework.model.depth import EntryPoint
+from needlework.engine.shared_layers import EntryPoint, SharedLayers
 from needlework.requests import Answer, Request, prepare
 
 PROMPTS = [tuple(row) for row in cases.tokens(2, 13, seed=5).tolist()]
