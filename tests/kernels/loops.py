@@ -43,7 +43,6 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     state: Tensor | None = None,
-    reset: Tensor | None = None,
     *,
     dt_bias: Tensor | None = None,
     skip: Tensor | None = None,
@@ -57,8 +56,6 @@ def selective_scan(
     for t in range(x.shape[1]):
         step = dt[:, t, :, None].float()  # [batch, inner, 1]
         kept = torch.exp(step * A.float()) * hidden
-        if reset is not None:
-            kept = torch.where(reset[:, t, None, None], torch.zeros_like(kept), kept)
         hidden = kept + step * x[:, t, :, None].float() * B[:, t, None, :].float()
         rows.append((hidden * C[:, t, None, :].float()).sum(-1))
     y = torch.stack(rows, dim=1) if rows else torch.empty_like(x)

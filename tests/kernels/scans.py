@@ -19,10 +19,10 @@ BATCHES = st.integers(1, 3)
 SEEDS = st.integers(0, 2**16)
 
 
-def run(scan: Scan, floats: dict[str, Tensor], reset: Tensor | None, weights: tuple[float, float] = (1.0, 1.0)) -> Run:
+def run(scan: Scan, floats: dict[str, Tensor], reset: Tensor | None = None, weights: tuple[float, float] = (1.0, 1.0)) -> Run:
     """Results and gradients of a scan. The loss looks at all of the output and at the last state, weighted."""
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in floats.items()}
-    out, final = scan(**leaves, reset=reset)
+    out, final = scan(**leaves) if reset is None else scan(**leaves, reset=reset)
     loss = torch.zeros(())
     if weights[0]:
         loss = loss + weights[0] * (out.float() * _directions(out)).sum()

@@ -28,19 +28,18 @@ def test_log_depth_rglru_equals_the_reference(seed: int, batch: int, length: int
 
 
 @settings(max_examples=25, deadline=None)
-@given(SEEDS, BATCHES, LENGTHS, st.sampled_from([1, 8]), st.booleans())
-def test_log_depth_selective_scan_equals_the_reference(seed: int, batch: int, length: int, inner: int, with_reset: bool) -> None:
+@given(SEEDS, BATCHES, LENGTHS, st.sampled_from([1, 8]))
+def test_log_depth_selective_scan_equals_the_reference(seed: int, batch: int, length: int, inner: int) -> None:
     torch.manual_seed(seed)
     tensors = selective_inputs(batch, length, inner)
-    reset = resets(batch, length) if with_reset else None
-    assert_close(run(devices.selective_scan, tensors, reset), run(loops.selective_scan, tensors, reset), 2e-5)
+    assert_close(run(devices.selective_scan, tensors), run(loops.selective_scan, tensors), 2e-5)
 
 
 def test_log_depth_without_tokens() -> None:
     state = torch.randn(2, 8)
     assert torch.equal(devices.rglru_scan(torch.empty(2, 0, 8), torch.empty(2, 0, 8), state, None)[1], state)
     tensors = selective_inputs(2, 0, 8)
-    assert torch.equal(devices.selective_scan(**tensors, reset=None)[1], tensors["state"])
+    assert torch.equal(devices.selective_scan(**tensors)[1], tensors["state"])
 
 
 def test_log_depth_takes_logarithmically_many_passes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,18 +93,17 @@ def mamba_scan(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, return
     return y.transpose(1, 2), last
 
 
-@pytest.mark.parametrize("case", ["plain", "state", "reset", "gradient"])
+@pytest.mark.parametrize("case", ["plain", "state", "gradient"])
 def test_mamba_ssm_is_used_only_where_it_computes_the_same(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
     library = Library(selective_scan_fn=mamba_scan)
     monkeypatch.setattr(devices, "library_function", library)
     tensors: dict[str, Any] = selective_inputs(2, 20, 6)
     if case != "state":
         tensors["state"] = None
-    reset = resets(2, 20, 0.2) if case == "reset" else None
     if case == "gradient":
         tensors["x"].requires_grad_()
-    ours = devices.selective_scan(**tensors, reset=reset)
-    theirs = loops.selective_scan(**tensors, reset=reset)
+    ours = devices.selective_scan(**tensors)
+    theirs = loops.selective_scan(**tensors)
     assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
     assert library.calls == (1 if case == "plain" else 0)
 
@@ -131,18 +129,18 @@ def test_another_device_never_reaches_the_cpu_kernels(monkeypatch: pytest.Monkey
 
 
 @settings(max_examples=15, deadline=None)
-@given(SEEDS, LENGTHS, st.booleans(), st.booleans())
-def test_fused_selective_scan_on_a_device_equals_the_cpu(seed: int, length: int, with_state: bool, with_reset: bool) -> None:
+@given(SEEDS, LENGTHS, st.booleans())
+def test_fused_selective_scan_on_a_device_equals_the_cpu(seed: int, length: int, with_state: bool) -> None:
     """What another device runs is plain torch, so it can be compared here, gradients included."""
     torch.manual_seed(seed)
-    tensors, reset = selective_inputs(2, length, 70, fused=True, state=with_state), resets(2, length) if with_reset else None
-    assert_close(run(devices.selective_scan, tensors, reset), run(selective_scan, tensors, reset), 5e-5)
+    tensors = selective_inputs(2, length, 70, fused=True, state=with_state)
+    assert_close(run(devices.selective_scan, tensors), run(selective_scan, tensors), 5e-5)
 
 
 @settings(max_examples=15, deadline=None)
 @given(SEEDS, LENGTHS, st.booleans())
 def test_rglru_on_a_device_equals_the_cpu(seed: int, length: int, with_reset: bool) -> None:
-    def on_device(state: Tensor, reset: Tensor | None, **gates: Tensor) -> tuple[Tensor, Tensor]:
+    def on_device(state: Tensor, reset: Tensor | None = None, **gates: Tensor) -> tuple[Tensor, Tensor]:
         return devices.rglru_scan(*rglru_gates(**gates, reset=reset), state, reset)
 
     torch.manual_seed(seed)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scans import BATCHES, LENGTHS, SEEDS, WIDTHS, Threads, assert_close, resets, run, selective_inputs
+from scans import BATCHES, LENGTHS, SEEDS, WIDTHS, Threads, assert_close, run, selective_inputs
 from torch import Tensor
 
 from needlework.kernels import selective_scan
@@ -22,14 +22,13 @@ def cut(tensors: dict[str, Tensor], at: slice) -> dict[str, Tensor]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(SEEDS, BATCHES, LENGTHS, WIDTHS, st.sampled_from([1, 5, 16]), *[st.booleans()] * 3)
+@given(SEEDS, BATCHES, LENGTHS, WIDTHS, st.sampled_from([1, 5, 16]), *[st.booleans()] * 2)
 def test_equals_the_reference_with_all_gradients(
-    seed: int, batch: int, length: int, inner: int, n: int, fused: bool, with_state: bool, with_reset: bool
+    seed: int, batch: int, length: int, inner: int, n: int, fused: bool, with_state: bool
 ) -> None:
     torch.manual_seed(seed)
     tensors = selective_inputs(batch, length, inner, n, fused, with_state)
-    reset = resets(batch, length) if with_reset else None
-    assert_close(run(selective_scan, tensors, reset), run(loops.selective_scan, tensors, reset), tolerance=2e-5)
+    assert_close(run(selective_scan, tensors), run(loops.selective_scan, tensors), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
@@ -59,17 +58,6 @@ def test_continuing_from_the_final_state_is_one_scan(split: int) -> None:
     second, final = selective_scan(**cut(tensors, slice(split, None)) | {"state": state})
     assert torch.equal(torch.cat([first, second], 1), whole)
     assert torch.equal(final, last)
-
-
-def test_a_reset_is_a_fresh_start() -> None:
-    tensors = selective_inputs(2, 40, 65)
-    reset = torch.zeros(2, 40, dtype=torch.bool)
-    reset[1, 13] = True
-    out, final = selective_scan(**tensors, reset=reset)
-    fresh = cut({name: tensor[1:] if name != "A" else tensor for name, tensor in tensors.items()}, slice(13, None))
-    again, last = selective_scan(**fresh | {"state": torch.zeros(1, 65, 5)})
-    assert torch.equal(out[1:, 13:], again)
-    assert torch.equal(final[1:], last)
 
 
 def test_a_row_does_not_depend_on_its_batch_nor_on_threads(threads: Threads) -> None:

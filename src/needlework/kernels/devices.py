@@ -30,7 +30,7 @@ def library_function(module: str, name: str) -> Callable[..., Any] | None:
     return function
 
 
-def rglru_scan(x: Tensor, decay: Tensor, state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+def rglru_scan(x: Tensor, decay: Tensor, state: Tensor, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute h_t = decay_t * h_{t-1} + x_t, with accelerated-scan if it is installed.
 
     Args:
@@ -64,7 +64,6 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     state: Tensor | None = None,
-    reset: Tensor | None = None,
     *,
     dt_bias: Tensor | None = None,
     skip: Tensor | None = None,
@@ -72,14 +71,14 @@ def selective_scan(
 ) -> tuple[Tensor, Tensor]:
     """Compute `needlework.kernels.selective_scan`, with mamba-ssm if it is installed and supports the arguments.
 
-    mamba-ssm has no initial state, no resets, and no gradient of the last state.
+    mamba-ssm has no initial state and no gradient of the last state.
     """
     dt = dt.float() if dt_bias is None else functional.softplus(dt.float() + dt_bias.float())
     tokens = x.float(), dt, B.float(), C.float()
     scan = library_function("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
-    if scan is None or state is not None or reset is not None or needs_gradient(x, dt, A, B, C) or x.shape[1] == 0:
+    if scan is None or state is not None or needs_gradient(x, dt, A, B, C) or x.shape[1] == 0:
         start = torch.zeros(x.shape[0], *A.shape, device=x.device) if state is None else state.float()
-        y, final = _scan_in_pieces(*tokens, A.float(), start, reset)
+        y, final = _scan_in_pieces(*tokens, A.float(), start)
     else:
         u, delta, b, c = (tensor.transpose(1, 2) for tensor in tokens)
         y, final = scan(u, delta, A.float(), b, c, return_last_state=True)
@@ -89,17 +88,13 @@ def selective_scan(
     return y.to(x.dtype), final
 
 
-def _scan_in_pieces(
-    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor, reset: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _scan_in_pieces(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, A: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
     """Compute the selective scan in slices of tokens; backward recomputes each slice from its initial state."""
 
-    def scan_piece(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor, reset: Tensor | None) -> tuple[Tensor, Tensor]:
+    def scan_piece(x: Tensor, dt: Tensor, B: Tensor, C: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         batch, length, inner = x.shape
         decay = torch.exp(dt[..., None] * A).reshape(batch, length, -1)
         drive = ((dt * x)[..., None] * B[:, :, None]).reshape(batch, length, -1)
-        if reset is not None:
-            decay = decay.masked_fill(reset[..., None], 0.0)
         first = drive[:, :1] + decay[:, :1] * state.reshape(batch, 1, -1)
         hidden = _LinearScan.apply(decay, torch.cat([first, drive[:, 1:]], dim=1))  # type: ignore[no-untyped-call]
         hidden = hidden.view(batch, length, inner, -1)
@@ -109,8 +104,7 @@ def _scan_in_pieces(
     for start in range(0, x.shape[1], _PIECE):
         piece = slice(start, start + _PIECE)
         tokens = [tensor[:, piece] for tensor in (x, dt, B, C)]
-        cut = None if reset is None else reset[:, piece]
-        y, state = checkpoint(scan_piece, *tokens, state, cut, use_reentrant=False, preserve_rng_state=False)
+        y, state = checkpoint(scan_piece, *tokens, state, use_reentrant=False, preserve_rng_state=False)
         outputs.append(y)
     return torch.cat(outputs, dim=1), state
 

@@ -73,14 +73,6 @@ def check_shapes(*shape: int, **tensors: Tensor | None) -> None:
             raise ValueError(f"{name} has shape {list(tensor.shape)}, but {list(shape)} is needed")
 
 
-def reset_mask(reset: Tensor | None, batch: int, length: int) -> Tensor:
-    """Return a reset mask as a kernel argument: bool [batch, length], which is checked, or [1, 0] for no reset."""
-    check_shapes(batch, length, reset=reset)
-    if reset is not None and reset.dtype != torch.bool:
-        raise TypeError(f"reset is {reset.dtype}, but a bool mask is needed: pass `reset != 0`")
-    return torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset.contiguous()
-
-
 def needs_gradient(*tensors: Tensor) -> bool:
     """Return whether autograd is needed; if not, it is skipped, since for one token it costs as much as a kernel."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)

@@ -36,11 +36,14 @@ def gated_rglru(
     jit.check_shapes(batch, length, width, gate_in=gate_in, gate_keep=gate_keep)
     jit.check_shapes(width, rate=rate)
     jit.check_shapes(batch, width, state=state)
-    mask = jit.reset_mask(reset, batch, length)
+    jit.check_shapes(batch, length, reset=reset)
+    if reset is not None and reset.dtype != torch.bool:
+        raise TypeError(f"reset is {reset.dtype}, but a bool mask is needed: pass `reset != 0`")
     state = torch.zeros(batch, width, device=x.device) if state is None else state.float()
     if x.device.type != "cpu":
         out, final = devices.rglru_scan(*rglru_gates(x, gate_in, gate_keep, rate, reset), state, reset)
         return out.to(x.dtype), final
+    mask = torch.zeros(1, 0, dtype=torch.bool) if reset is None else reset.contiguous()
     inputs = (x.float(), gate_in.float(), gate_keep.float(), rate.float().contiguous(), mask, state.contiguous())
     run = _CpuRglru.apply if jit.needs_gradient(*inputs) else _run_forward
     out, final = run(*inputs)  # type: ignore[no-untyped-call]

@@ -22,7 +22,6 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     state: Tensor | None = None,
-    reset: Tensor | None = None,
     *,
     dt_bias: Tensor | None = None,
     skip: Tensor | None = None,
@@ -38,7 +37,6 @@ def selective_scan(
         A: [inner, n].
         B, C: [batch, time, n].
         state: [batch, inner, n] before the first token; zeros when None.
-        reset: bool [batch, time]; where True the state before that token counts as 0.
         dt_bias: [inner]; dt is first replaced by softplus(dt + dt_bias).
         skip: [inner]; skip * x is added to y.
         z: [batch, time, inner]; y is multiplied by silu(z).
@@ -53,15 +51,14 @@ def selective_scan(
     jit.check_shapes(batch, length, n_state, B=B, C=C)
     jit.check_shapes(batch, inner, n_state, state=state)
     jit.check_shapes(inner, dt_bias=dt_bias, skip=skip)
-    mask = jit.reset_mask(reset, batch, length)
     if x.device.type != "cpu":
-        return devices.selective_scan(x, dt, A, B, C, state, reset, dt_bias=dt_bias, skip=skip, z=z)
+        return devices.selective_scan(x, dt, A, B, C, state, dt_bias=dt_bias, skip=skip, z=z)
     state = torch.zeros(batch, inner, n_state) if state is None else state
     none = torch.empty(0)
     vectors = [none if tensor is None else tensor for tensor in (dt_bias, skip)]
     A, B, C, state, bias, skip = (tensor.float().contiguous() for tensor in (A, B, C, state, *vectors))
     gate = none.view(0, 0, 0) if z is None else z.float()
-    inputs = (x.float(), dt.float(), A, B, C, mask, bias, skip, gate)
+    inputs = (x.float(), dt.float(), A, B, C, bias, skip, gate)
     if jit.needs_gradient(state, *inputs):
         y, final = _CpuScan.apply(state, *inputs)  # type: ignore[no-untyped-call]
     else:
@@ -70,7 +67,7 @@ def selective_scan(
 
 
 def _arguments(x: Tensor, dt: Tensor, *dense_and_z: Tensor) -> tuple[Any, ...]:
-    """Return x, dt, A, B, C, reset, bias, skip, z as the kernels' first argument; bias, skip and z may be empty."""
+    """Return x, dt, A, B, C, bias, skip, z as the kernels' first argument; bias, skip and z may be empty."""
     *dense, z = dense_and_z
     return jit.flatten_tokens(x), jit.flatten_tokens(dt), *jit.arrays(*dense), jit.flatten_tokens(z)
 
@@ -116,7 +113,7 @@ class _CpuScan(torch.autograd.Function):
             tuple(jit.arrays(*flat, grad_A, grad_B, grad_C, grad_state, grad_bias, grad_skip)),
         )
         vectors = (grad.sum(0) if used.numel() else None for grad, used in ((grad_bias, bias), (grad_skip, skip)))
-        return grad_state, grad_x, grad_dt, grad_A.sum(0), grad_B.sum(1), grad_C.sum(1), None, *vectors, grad_z
+        return grad_state, grad_x, grad_dt, grad_A.sum(0), grad_B.sum(1), grad_C.sum(1), *vectors, grad_z
 
 
 # --- CPU kernels ------------------------------------------------------------------------------------------------------
@@ -151,7 +148,7 @@ def _scan_token(steps: Any, drive: Any, rate: Any, B: Any, C: Any, row: int, sta
 
 @kernel
 def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final: Any, saved: Any) -> None:
-    x, dt, A, B, C, reset, bias, skip, z = arguments
+    x, dt, A, B, C, bias, skip, z = arguments
     inner, n_state, length = A.shape[0], A.shape[1], B.shape[1]
     blocks = (inner + LANES - 1) // LANES
     rate, h = np.zeros((n_state, LANES), np.float32), np.zeros((n_state, LANES), np.float32)
@@ -179,8 +176,6 @@ def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final:
                 _compute_steps(drive, biases, tokens, steps)
             _prepare_inputs(inputs, steps, skips, tokens, drive, result)
             for t in range(tokens):
-                if reset.shape[1] > 0 and reset[row, start + t]:
-                    h[:] = ZERO
                 _scan_token(steps, drive, rate, B, C, row, start, t, h, result)
             if z[0].size > 0:
                 load_tile(z, row, start, low, lanes, tokens, inputs)
@@ -203,17 +198,13 @@ def _dot(left: Any, t: int, right: Any, s: int, n: int) -> Any:
 
 
 @helper
-def _recompute_token(tile: Any, B: Any, C: Any, row: int, start: int, t: int, cut: bool, result: Any) -> None:
-    """Compute decays[t], states[t + 1] and the output of token t; `cut`: the state is reset before it."""
+def _recompute_token(tile: Any, B: Any, C: Any, row: int, start: int, t: int, result: Any) -> None:
+    """Compute decays[t], states[t + 1] and the output of token t."""
     steps, drive, rate, decays, states = tile
     for n in range(rate.shape[0]):
         b, c = B[row, start + t, n], C[row, start + t, n]
-        if cut:
-            for j in range(LANES):
-                decays[t, n, j] = ZERO
-        else:
-            for j in range(LANES):
-                decays[t, n, j] = exp2(steps[t, j] * rate[n, j])
+        for j in range(LANES):
+            decays[t, n, j] = exp2(steps[t, j] * rate[n, j])
         for j in range(LANES):
             states[t + 1, n, j] = decays[t, n, j] * states[t, n, j] + drive[t, j] * b
             result[t, j] += states[t + 1, n, j] * c
@@ -269,7 +260,7 @@ def _reverse_inputs(inputs: Any, steps: Any, skip: Any, tokens: int, g_y: Any, g
 
 @kernel
 def _backward(first: int, stop: int, arguments: Any, grad_out: Any, saved: Any, grad_final: Any, gradients: Any) -> None:
-    x, dt, A, B, C, reset, bias, skip, z = arguments
+    x, dt, A, B, C, bias, skip, z = arguments
     grad_x, grad_dt, grad_z, grad_A, grad_B, grad_C, grad_state, grad_bias, grad_skip = gradients
     inner, n_state, length = A.shape[0], A.shape[1], B.shape[1]
     blocks = (inner + LANES - 1) // LANES
@@ -311,8 +302,7 @@ def _backward(first: int, stop: int, arguments: Any, grad_out: Any, saved: Any, 
             _prepare_inputs(inputs, steps, skips, tokens, drive, result)
             states[0] = saved[row, tile, group]
             for t in range(tokens):
-                cut = reset.shape[1] > 0 and reset[row, start + t]
-                _recompute_token(tile_arrays, B, C, row, start, t, cut, result)
+                _recompute_token(tile_arrays, B, C, row, start, t, result)
             if z[0].size > 0:
                 load_tile(z, row, start, low, lanes, tokens, gates)
                 _reverse_gate(gates, result, tokens, g_y)
