@@ -83,7 +83,7 @@ def test_logits_are_those_of_reading_as_a_whole(name: str) -> None:
 def both_ways(subject: nw.Subject, requests: list[Request]) -> tuple[dict[int, Tensor], list[Tensor]]:
     """Logits after the prompt of each request that shares depth, and of every one read by itself as a whole."""
     readings, places = group([prepare(request, subject.anatomy) for request in requests])
-    assert [place["own"] for place in places] == list(range(len(requests)))
+    assert [place[None] for place in places] == list(range(len(requests)))
     with subject.body.session():
         depth = SharedLayers(subject.body)
         reader = Prefiller(subject.body, lambda: depth, Padding(subject.body), 0)
