@@ -186,6 +186,16 @@ def _rglru(self: Any, activations: Tensor, position_ids: Tensor) -> Tensor:
 _initial_states: ContextVar[Iterator[Tensor] | None] = ContextVar("initial_states", default=None)
 
 
+@contextmanager
+def without_initial_state() -> Iterator[None]:
+    """Let the scans that are called while the context is open start from an empty state."""
+    token = _initial_states.set(None)
+    try:
+        yield
+    finally:
+        _initial_states.reset(token)
+
+
 def _continuing(stock: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wrap a mixer's forward to pass the layer's recurrent state to the scan that it calls."""
 
