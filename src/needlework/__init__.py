@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.interventions import AblateRecurrent as AblateRecurrent
     from needlework.interventions import AblateRecurrentGroups as AblateRecurrentGroups
     from needlework.interventions import BlockAttention as BlockAttention
+    from needlework.interventions import BlockRecurrent as BlockRecurrent
     from needlework.interventions import ChangeOutputs as ChangeOutputs
     from needlework.interventions import ExposeTokens as ExposeTokens
     from needlework.interventions import Intervention as Intervention

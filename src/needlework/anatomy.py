@@ -89,6 +89,7 @@ class RecurrentPart:
         no_groups_reason: Why the groups are unknown.
         taps: Width of its short convolution in tokens, the current one included; 0: it has none.
         carries_state: Whether it has a recurrent state besides the convolution's window.
+        recurrence: What the recurrence of its state is, if it is known to be linear in its values; empty otherwise.
     """
 
     path: str
@@ -101,6 +102,7 @@ class RecurrentPart:
     no_groups_reason: str = ""
     taps: int = 0
     carries_state: bool = False
+    recurrence: str = ""
 
     @property
     def grouped(self) -> str:

@@ -213,7 +213,7 @@ class Prepared:
         """Return why the intervention failed to act as it should have, according to the receipt; empty if it did not."""
         for phase, acts in self.acts.items():
             for act in acts:
-                if not receipt.total(act.count, phase, act.layer):
+                if not receipt.total(act.count, None if act.once else phase, act.layer):
                     return f"{type(act).__name__} in layer {act.layer} should have acted in {phase}, but {act.count} is 0"
         left = next((swap for swap in self.twins if not swap.acted(receipt)), None)
         where = f" of layer {left.layer}" if left and left.layer >= 0 else ""

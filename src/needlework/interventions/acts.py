@@ -55,6 +55,7 @@ class Act:
     """Base class of acts. `layer` is the model's own layer index; -1 for acts on the whole cache."""
 
     count: ClassVar[str]  # name of its count in the receipt; a trial fails if the count stays 0
+    once: ClassVar[bool] = False  # whether the count may stay 0 in one of the phases that it acts in
     layer: int
 
     @property
@@ -171,6 +172,26 @@ class CutState(Act):
     """Clear the mixer's recurrent state before every token; its short convolution is kept."""
 
     count = "carries_cut"
+
+
+@dataclass(frozen=True)
+class BlockSources(Act):
+    """Keep what the tokens at these positions write into a mixer's state from all later tokens; gates are unchanged."""
+
+    count = "writes_blocked"
+    once = True
+    sources: tuple[int, ...]
+    groups: frozenset[int] | None = None  # of the mixer's channels; None: all
+
+
+@dataclass(frozen=True)
+class BlockTaps(Act):
+    """Take the tokens at these positions out of what a mixer's short convolution adds up for later tokens."""
+
+    count = "taps_blocked"
+    once = True
+    sources: tuple[int, ...]
+    queries: tuple[int, ...] | None = None  # positions of the later tokens; None: all
 
 
 @dataclass(frozen=True)

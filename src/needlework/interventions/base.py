@@ -189,9 +189,10 @@ def combine(parts: Sequence[Part]) -> Intervention:
     ordered = sorted(parts, key=str)
     for i, a in enumerate(ordered):
         for b in ordered[i + 1 :]:
-            if a.clashes(b):
+            if a.clashes(b) or b.clashes(a):
+                both = f"two {a.name}" if a.name == b.name else f"{a.name} and {b.name}"
                 raise NeedleworkError(
-                    f"two {a.name} meet in one phase and layer ({a}; {b}): merge them, or give them different phases or layers"
+                    f"{both} meet in one phase and layer ({a}; {b}): merge them, or give them different phases or layers"
                 )
     if not ordered:
         return NONE

@@ -418,6 +418,79 @@ class AblateRecurrentGroups(Part):
 
 
 @register
+class BlockRecurrent(Part):
+    """Block what the tokens of a span give to later tokens through recurrent mixers, gates unchanged; each keeps its own output.
+
+    Attributes:
+        to: Name of the span whose contributions are blocked, or positions.
+        from_: With site="conv": the later tokens that they are blocked for, a span or positions; None: all. `from` in text forms.
+        site: "state": contributions through the recurrent state. "conv": through the short convolution before it.
+        groups: With site="state": pairs of (layer, group) whose contributions are blocked; None: all.
+        phase: Always "both": what a token does not write into the state, no later token finds there.
+        layers: Layers to act on, by the model's own index; None: all recurrent layers.
+    """
+
+    side = "recurrent"
+    to: str | tuple[int, ...] = "needle"
+    from_: str | tuple[int, ...] | None = Field(None, alias="from")
+    site: Literal["state", "conv"] = "state"
+    groups: Groups | None = None
+
+    def model_post_init(self, _: Any) -> None:
+        if self.site == "state" and self.from_ is not None:
+            raise NeedleworkError(f"{self.name}: a state is the same for all later tokens: from goes with site='conv'")
+        if self.site == "conv" and self.groups is not None:
+            raise NeedleworkError(f"{self.name}: the convolution also computes gates: groups go with site='state'")
+        if self.phase != "both":
+            raise NeedleworkError(f"{self.name}: it acts on the span and on all later tokens: drop phase")
+
+    def clashes(self, other: Part) -> bool:
+        """Return whether two parts clash: in one layer, a memory that is ablated gives nothing that could be blocked."""
+        if not isinstance(other, (BlockRecurrent, AblateRecurrent)):
+            return False
+        layers_meet = self.layers is None or other.layers is None or bool(set(self.layers) & set(other.layers))
+        return layers_meet and (isinstance(other, AblateRecurrent) or self.site == other.site)
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        return super().where(anatomy) if self.groups is None else _layers_of(self.groups)
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        for index, part in anatomy.recurrent_parts():
+            if index not in self.where(anatomy):
+                continue
+            lacks = "short convolution" if self.site == "conv" and not part.taps else ""
+            lacks = "recurrent state" if self.site == "state" and not part.carries_state else lacks
+            if lacks:
+                other = "state" if self.site == "conv" else "conv"
+                raise NeedleworkError(f"{self}: the mixer of layer {index} ({part.mixer}) has no {lacks}; use site={other!r}")
+            if self.site == "state" and not part.recurrence:
+                raise NeedleworkError(
+                    f"{self}: the state of layer {index} ({part.mixer}) is not known to be linear in what tokens write into it,"
+                    " so that single tokens cannot be taken out; cut the memory instead: ablate_recurrent(site='state')"
+                )
+        if self.groups is not None:
+            hint = "`needlework inspect` shows how many each layer has"
+            _check_listed(self, "groups", self.groups, anatomy.groups, anatomy, hint)
+
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        sources = context.positions(self.to)
+        queries = None if self.from_ is None else context.positions(self.from_)
+        taps = {index: part.taps for index, part in context.anatomy.recurrent_parts()}
+        for index in self.where(context.anatomy):
+            if self.site == "state":
+                groups = None if self.groups is None else _in_layer(self.groups, index)
+                yield acts.BlockSources(index, sources, groups)
+                continue
+            if queries is not None and not any(0 < query - source < taps[index] for query in queries for source in sources):
+                raise NeedleworkError(
+                    f"{self}: the convolution of layer {index} reaches back {taps[index] - 1} tokens, and no token of"
+                    f" {self.from_!r} is that close after one of {self.to!r}"
+                )
+            yield acts.BlockTaps(index, sources, queries)
+
+
+@register
 class ResetState(Part):
     """Clear the recurrent state once: before the token at a position, or right after the last token of a span.
 

@@ -24,6 +24,26 @@ from needlework.model.attention import Forward, get_current
 from needlework.model.edits import select_rows
 from needlework.model.memory import Memory, Mixer, holder
 from needlework.model.probe import first, replace_first
+from needlework.model.scans import ConvolutionCall, ScanCall, intercepted
+
+@dataclass
+class Sources:
+    """Source tokens that each row blocks, by absolute position."""
+
+    to: Tensor  # [rows, positions + 1] whether a source is blocked; the last entry stands for all further positions
+    only: Tensor  # [rows, groups], or [rows, positions + 1] of later tokens: what the sources are blocked for
+
+    def at(self, positions: Tensor) -> Tensor:
+        """Return whether the tokens at these positions [rows, n] are blocked sources; none are before position 0."""
+        return self.to.gather(1, positions.clamp(0, self.to.shape[1] - 1)) & (positions >= 0)
+
+    def taps(self, positions: Tensor, taps: int) -> Tensor:
+        """Return which lags are blocked for the tokens at these positions [rows, n]: [rows, n, taps]."""
+        lags = torch.arange(taps, device=positions.device)
+        sources = (positions[..., None] - lags).flatten(1)
+        later = self.only.gather(1, positions.clamp(0, self.only.shape[1] - 1))
+        return self.at(sources).unflatten(1, (-1, taps)) & later[..., None] & (lags > 0)
+
 
 _CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> name of its receipt count
 
@@ -37,6 +57,8 @@ class MixerEdits:
     state: Tensor | None = None  # [rows] the state is not carried
     dropped: Tensor | None = None  # [rows] the output is zeroed
     silenced: Tensor | None = None  # [rows, groups] groups of channels to zero
+    sources: Sources | None = None  # tokens whose contributions through the state are blocked, in some groups
+    taps: Sources | None = None  # tokens whose contributions through the convolution are blocked, for some later tokens
 
     @property
     def idle(self) -> bool:
@@ -44,7 +66,11 @@ class MixerEdits:
 
     def select(self, rows: Tensor) -> MixerEdits:
         """Return the edits of the given rows, in this order."""
-        return MixerEdits(*map(_none_if_empty, vars(select_rows(self, rows)).values()))
+        new = select_rows(self, rows)
+        for name, marked in vars(new).items():
+            if marked is not None and not bool((marked.to if isinstance(marked, Sources) else marked).any()):
+                setattr(new, name, None)
+        return new
 
     def replaced(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return disjoint masks [rows] of rows without any memory, without convolution only, and without state only."""
@@ -71,13 +97,37 @@ def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.devi
         for act in row:
             if isinstance(act, acts.SilenceGroups):
                 silenced[i, list(act.groups)] = True
+    blocks = [[next((act for act in row if isinstance(act, kind)), None) for row in rows] for kind in _BLOCKS]
+    all_groups = torch.ones(len(rows), max(groups, 1), dtype=torch.bool)
+    for i, act in enumerate(blocks[0]):
+        if isinstance(act, acts.BlockSources) and act.groups is not None:
+            all_groups[i] = torch.tensor([group in act.groups for group in range(groups)])
     return MixerEdits(
         rows_with(acts.CutMemory),
         rows_with(acts.CutConvolution),
         rows_with(acts.CutState),
         rows_with(acts.DropRecurrent),
         _none_if_empty(silenced.to(device)),
+        Sources(_columns([act and act.sources for act in blocks[0]], device), all_groups.to(device)) if any(blocks[0]) else None,
+        Sources(
+            _columns([act and act.sources for act in blocks[1]], device),
+            _columns([act.queries if isinstance(act, acts.BlockTaps) else None for act in blocks[1]], device, True),
+        )
+        if any(blocks[1])
+        else None,
     )
+
+
+_BLOCKS = (acts.BlockSources, acts.BlockTaps)
+
+
+def _columns(positions: Sequence[Sequence[int] | None], device: torch.device, default: bool = False) -> Tensor:
+    """Return which positions each row names [rows, positions + 1]; rows without positions have the default everywhere."""
+    width = 2 + max((max(named) for named in positions if named), default=-1)
+    marked = torch.zeros(len(positions), width, dtype=torch.bool)
+    for row, named in zip(marked, positions, strict=True):
+        row[list(named) if named is not None else slice(None)] = named is not None or default
+    return marked.to(device)
 
 
 @contextmanager
@@ -103,6 +153,8 @@ def hooked(
         empty: returns an empty memory for one mixer and a number of rows.
     """
     with ExitStack() as stack:
+        if any(_blocks(get_current(), mixer) for mixer in mixers):
+            stack.enter_context(intercepted(mixers, _kept_values, _blocked_taps))
         for mixer in mixers:
             acting = _MixerHooks(mixer, memory, empty)
             stack.callback(mixer.module.register_forward_pre_hook(acting.enter).remove)
@@ -112,6 +164,43 @@ def hooked(
         for module, layer in attention.items():
             stack.callback(module.register_forward_hook(_block_hook(layer)).remove)
         yield
+
+
+def _blocks(forward: Forward | None, mixer: Mixer) -> bool:
+    edits = None if forward is None else forward.mixers.get(mixer.layer)
+    return edits is not None and (edits.sources is not None or edits.taps is not None)
+
+
+def _kept_values(mixer: Mixer, call: ScanCall) -> Tensor | None:
+    """Return which values of a scan are kept [rows, tokens, channels]; None: all. Count the tokens that lose some."""
+    forward = get_current()
+    edits = None if forward is None else forward.mixers.get(mixer.layer)
+    if forward is None or edits is None or edits.sources is None:
+        return None
+    forward = forward.on(mixer.device)
+    blocked, groups = edits.sources.at(forward.positions), edits.sources.only
+    if not bool(blocked.any()):
+        return None
+    here = slice(call.offset, call.offset + call.values.shape[-1])
+    width = getattr(mixer.output, "in_features", 0) or here.stop
+    channels = groups.repeat_interleave(width // groups.shape[1], 1)[:, here]
+    if here.start == 0:  # of several calls, the first counts
+        forward.tally.add(mixer.layer, forward.phase, "writes_blocked", forward.slots, blocked.sum(1))
+    return ~(blocked[..., None] & channels[:, None])
+
+
+def _blocked_taps(mixer: Mixer, call: ConvolutionCall) -> Tensor | None:
+    """Return which lags of a convolution are left out [rows, tokens, taps]; None: none. Count them."""
+    forward = get_current()
+    edits = None if forward is None else forward.mixers.get(mixer.layer)
+    if forward is None or edits is None or edits.taps is None:
+        return None
+    forward = forward.on(mixer.device)
+    marked = edits.taps.taps(forward.positions, call.weight.shape[-1])
+    if not bool(marked.any()):
+        return None
+    forward.tally.add(mixer.layer, forward.phase, "taps_blocked", forward.slots, marked.sum((1, 2)))
+    return marked
 
 
 class _MixerHooks:

@@ -24,6 +24,7 @@ from needlework.interventions.acts import Half
 from needlework.model.families import Family
 from needlework.model.memory import Memory, Mixer, states_on_modules
 from needlework.model.pruned import ENTRY, Streams, streams_of
+from needlework.model.scans import recurrence_of
 
 PROBE = "needlework_probe"
 PROBE_TOKENS = 6
@@ -287,6 +288,7 @@ def _layers(
             no_groups_reason="" if mixer.groups else NO_GROUPS,
             taps=convolution.kernel_size[0] if convolution is not None else 0,
             carries_state="state" in kinds,
+            recurrence=recurrence_of(module),
         )
     # The longest top-level list of layers, without vision layers.
     lists = [m for m, path in paths.items() if isinstance(m, nn.ModuleList) and not re.search(r"\.\d+\.", path)]
