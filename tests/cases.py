@@ -156,6 +156,8 @@ _FIXED: dict[str, nw.Intervention] = {
     "state off": nw.AblateRecurrent(site="state"),
     "reset at a token": nw.ResetState(at=9),
     "reset after the needle": nw.ResetState(at="needle"),
+    "span blocked in the state": nw.BlockRecurrent(),
+    "span blocked in the convolution": nw.BlockRecurrent(site="conv"),
     "keys swapped": nw.SwapMemory(half="kv"),
     "state swapped": nw.SwapMemory(half="recurrent"),
 }
@@ -163,6 +165,7 @@ RECURRENT_SIDE = (
     *("memory off", "mixers off", "convolution off", "state off", "groups off", "groups and state off"),
     *("reset at a token", "reset after the needle", "state swapped", "both sides"),
     "state of a layer swapped",
+    *("span blocked in the state", "span blocked in the convolution"),
 )
 NO_CONVOLUTION = ("minimax",)
 NO_STATE = ("lfm2", "lfm2_moe", "lfm3")  # a short convolution is all that their mixers remember with
@@ -187,6 +190,10 @@ def refusal(name: str, which: str) -> str:
         return "no recurrent memory" if name in NO_MIXER else ""
     if which in ATTENTION_SIDE and name in NO_HEADS:
         return "no separate attention layers"
+    if which == "span blocked in the convolution" and name in NO_CONVOLUTION:
+        return "has no short convolution"
+    if which == "span blocked in the state" and name in NO_STATE:
+        return "has no recurrent state"
     if which == "convolution off" and name in NO_CONVOLUTION:
         return "no short convolution of their own"
     if which in ("state off", "groups and state off") and name in NO_STATE:

@@ -49,7 +49,8 @@ def without(sources: Collection[int], queries: Callable[[int], bool] = lambda i:
 
 def apart(a: Tensor, b: Tensor) -> float:
     """The largest difference, relative to the largest entry."""
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max())
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().max() / b.abs().max())
 
 
 def compare(subject: nw.Subject, own: Own, outputs: dict[int, Tensor], **asked: Any) -> None:
@@ -188,7 +189,7 @@ def test_receipts_count_blocked_tokens_and_pairs(name: str) -> None:
 
 def contributions() -> LayerContributions:
     """Two groups of two channels, three tokens; the second token's contribution to the third is minus half of the first's."""
-    weights = torch.ones(3, 3, 4).tril().permute(1, 2, 0) if False else torch.ones(3, 3).tril()[..., None].expand(3, 3, 4).clone()
+    weights = torch.ones(3, 3).tril()[..., None].expand(3, 3, 4)
     values = torch.tensor([[2.0, 0, 1, 0], [-1.0, 0, 1, 0], [0.0, 0, 2, 0]])
     return LayerContributions(1, "state", "Mamba-2", weights, values, None, 2)
 
