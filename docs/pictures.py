@@ -161,8 +161,8 @@ def sites() -> None:
             d.arrow(24 + i * 158 - 28, 224, 24 + i * 158 - 3, 224)
     rows = (
         (),
-        ("ablate_recurrent", "(site='conv')"),
-        ("ablate_recurrent", "(site='state')", "reset_state"),
+        ("ablate_recurrent,", "block_recurrent", "(site='conv')"),
+        ("ablate_recurrent,", "block_recurrent", "(site='state'); reset_state"),
         ("ablate_recurrent_groups",),
         ("ablate_recurrent", "(site='block')"),
     )

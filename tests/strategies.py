@@ -62,6 +62,8 @@ PARTS: list[st.SearchStrategy[nw.Part]] = [
     _values(nw.LimitContext, tokens=st.integers(1, 10**6), sinks=st.integers(0, 100), **COMMON),
     _values(nw.BlockAttention, from_=st.none() | NAMES | POSITIONS, to=NAMES | POSITIONS, heads=st.none() | HEADS, phase=PHASES),
     _values(nw.AblateRecurrent, site=st.sampled_from(["memory", "block", "conv", "state"]), **COMMON),
+    _values(nw.BlockRecurrent, from_=st.none() | NAMES | POSITIONS, to=NAMES | POSITIONS, site=st.just("conv")),
+    _values(nw.BlockRecurrent, to=NAMES | POSITIONS, groups=st.none() | HEADS),
     _values(nw.AblateRecurrentGroups, groups=HEADS, **COMMON),
     _values(nw.ResetState, at=st.integers(1, 10**6) | NAMES, **COMMON),
     _values(nw.SwapMemory, half=st.sampled_from(["kv", "recurrent"]), from_=NAMES | POSITIONS),

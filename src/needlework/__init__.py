@@ -44,8 +44,6 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.pruning.budget import ServingBudget as ServingBudget
     from needlework.pruning.budget import budget as budget
     from needlework.pruning.prune import prune as prune
-    from needlework.recurrence import RecurrentContributions as RecurrentContributions
-    from needlework.recurrence import RecurrentMass as RecurrentMass
     from needlework.recurrence import recurrent_contributions as recurrent_contributions
     from needlework.recurrence import recurrent_mass as recurrent_mass
     from needlework.reports import report as report

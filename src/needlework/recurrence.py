@@ -1,6 +1,6 @@
-"""Effective attention of recurrent mixers: what each token contributes to each later output, exactly, and how much of it that is.
+"""Effective attention of recurrent mixers: what each token contributes to each later output, exactly.
 
-Given its gates, a mixer's recurrence is linear in its values: output_i = sum_j c_ij with c_ij = W_ij * value_j, for tokens j <= i.
+Given its gates, a mixer's recurrence is linear in its values: output_i = sum_j c_ij with c_ij = W_ij * value_j, for j <= i.
 The output is that of the recurrence (with its skip term), before the mixer's output gate, norm and projection.
 """
 
@@ -76,7 +76,7 @@ class LayerContributions:
         "mass" is the projection on the sum of all contributions, <c_ij, o_i> / <o_i, o_i>, which may be negative or above 1.
         "share" is the norm |c_ij| over the sum of all norms, which does not know whether contributions cancel.
         """
-        by_group = self.vectors.unflatten(-1, (self.groups, -1))  # [query, source, groups, width]
+        by_group = self.vectors.view(*self.vectors.shape[:2], self.groups, -1)  # [query, source, groups, width]
         if how == "share":
             size = by_group.norm(dim=-1)
         else:
@@ -224,8 +224,8 @@ def recurrent_contributions(
     width = {mixer.layer: getattr(mixer.output, "in_features", 0) for mixer in subject.body.mixers}
     if 8 * len(tokens) ** 2 * sum(width[layer] for layer in sites) > MOST_BYTES:
         raise NeedleworkError(
-            f"the contributions of {len(tokens)} tokens in {len(sites)} layers take more than {MOST_BYTES >> 30} GiB; choose fewer"
-            " layers, a shorter prompt, or recurrent_mass, which keeps sums only"
+            f"the contributions of {len(tokens)} tokens in {len(sites)} layers take more than {MOST_BYTES >> 30} GiB; choose"
+            " fewer layers, a shorter prompt, or recurrent_mass, which keeps sums only"
         )
     found: list[LayerContributions] = []
     _read(subject, tokens, sites, found.append)
@@ -320,7 +320,9 @@ def _tap_weights(call: ConvolutionCall) -> Tensor:
     return weights * ((lag >= 0) & (lag < taps))[..., None]
 
 
-def _read(subject: Subject, tokens: tuple[int, ...], sites: Mapping[int, Site], found: Callable[[LayerContributions], Any]) -> None:
+def _read(
+    subject: Subject, tokens: tuple[int, ...], sites: Mapping[int, Site], found: Callable[[LayerContributions], Any]
+) -> None:
     """Read a prompt and pass the contributions in each layer to a function, as soon as its mixer has run."""
     check_tokens(tokens, subject.anatomy)
     body = subject.body

@@ -422,8 +422,8 @@ class BlockRecurrent(Part):
     """Block what the tokens of a span give to later tokens through recurrent mixers, gates unchanged; each keeps its own output.
 
     Attributes:
-        to: Name of the span whose contributions are blocked, or positions.
-        from_: With site="conv": the later tokens that they are blocked for, a span or positions; None: all. `from` in text forms.
+        from_: With site="conv": span or positions of the later tokens that get nothing; `from` in text forms. None: all.
+        to: Span or positions of the tokens whose contributions are blocked.
         site: "state": contributions through the recurrent state. "conv": through the short convolution before it.
         groups: With site="state": pairs of (layer, group) whose contributions are blocked; None: all.
         phase: Always "both": what a token does not write into the state, no later token finds there.
@@ -431,8 +431,8 @@ class BlockRecurrent(Part):
     """
 
     side = "recurrent"
-    to: str | tuple[int, ...] = "needle"
     from_: str | tuple[int, ...] | None = Field(None, alias="from")
+    to: str | tuple[int, ...] = "needle"
     site: Literal["state", "conv"] = "state"
     groups: Groups | None = None
 
@@ -446,10 +446,8 @@ class BlockRecurrent(Part):
 
     def clashes(self, other: Part) -> bool:
         """Return whether two parts clash: in one layer, a memory that is ablated gives nothing that could be blocked."""
-        if not isinstance(other, (BlockRecurrent, AblateRecurrent)):
-            return False
         layers_meet = self.layers is None or other.layers is None or bool(set(self.layers) & set(other.layers))
-        return layers_meet and (isinstance(other, AblateRecurrent) or self.site == other.site)
+        return self == other or (isinstance(other, AblateRecurrent) and layers_meet)  # what several of these block adds up
 
     def where(self, anatomy: Anatomy) -> tuple[int, ...]:
         return super().where(anatomy) if self.groups is None else _layers_of(self.groups)

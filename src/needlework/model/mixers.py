@@ -13,7 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import reduce
+from itertools import zip_longest
+from operator import or_
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +28,7 @@ from needlework.model.edits import select_rows
 from needlework.model.memory import Memory, Mixer, holder
 from needlework.model.probe import first, replace_first
 from needlework.model.scans import ConvolutionCall, ScanCall, intercepted
+
 
 @dataclass
 class Sources:
@@ -42,9 +46,11 @@ class Sources:
         lags = torch.arange(taps, device=positions.device)
         sources = (positions[..., None] - lags).flatten(1)
         later = self.only.gather(1, positions.clamp(0, self.only.shape[1] - 1))
-        return self.at(sources).unflatten(1, (-1, taps)) & later[..., None] & (lags > 0)
+        marked: Tensor = self.at(sources).view(*positions.shape, taps) & later[..., None] & (lags > 0)
+        return marked
 
 
+M = TypeVar("M", bound=Tensor | tuple[Any, ...] | None)
 _CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> name of its receipt count
 
 
@@ -57,8 +63,8 @@ class MixerEdits:
     state: Tensor | None = None  # [rows] the state is not carried
     dropped: Tensor | None = None  # [rows] the output is zeroed
     silenced: Tensor | None = None  # [rows, groups] groups of channels to zero
-    sources: Sources | None = None  # tokens whose contributions through the state are blocked, in some groups
-    taps: Sources | None = None  # tokens whose contributions through the convolution are blocked, for some later tokens
+    sources: tuple[Sources, ...] | None = None  # contributions through the state to block: what any of them names
+    taps: tuple[Sources, ...] | None = None  # contributions through the convolution to block
 
     @property
     def idle(self) -> bool:
@@ -66,11 +72,7 @@ class MixerEdits:
 
     def select(self, rows: Tensor) -> MixerEdits:
         """Return the edits of the given rows, in this order."""
-        new = select_rows(self, rows)
-        for name, marked in vars(new).items():
-            if marked is not None and not bool((marked.to if isinstance(marked, Sources) else marked).any()):
-                setattr(new, name, None)
-        return new
+        return MixerEdits(*map(_none_if_empty, vars(select_rows(self, rows)).values()))
 
     def replaced(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return disjoint masks [rows] of rows without any memory, without convolution only, and without state only."""
@@ -82,8 +84,10 @@ class MixerEdits:
         return _none_if_empty(alone), _none_if_empty(convolution), _none_if_empty(state)
 
 
-def _none_if_empty(marked: Tensor | None) -> Tensor | None:
-    return marked if marked is not None and bool(marked.any()) else None
+def _none_if_empty(marked: M) -> M | None:
+    """Return masks as they are, or None if they mark nothing."""
+    masks: Any = [each.to for each in marked] if isinstance(marked, tuple) else [marked]
+    return marked if any(mask is not None and bool(mask.any()) for mask in masks) else None
 
 
 def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.device) -> MixerEdits:
@@ -97,36 +101,34 @@ def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.devi
         for act in row:
             if isinstance(act, acts.SilenceGroups):
                 silenced[i, list(act.groups)] = True
-    blocks = [[next((act for act in row if isinstance(act, kind)), None) for row in rows] for kind in _BLOCKS]
-    all_groups = torch.ones(len(rows), max(groups, 1), dtype=torch.bool)
-    for i, act in enumerate(blocks[0]):
-        if isinstance(act, acts.BlockSources) and act.groups is not None:
-            all_groups[i] = torch.tensor([group in act.groups for group in range(groups)])
+    blocks = [[[act for act in row if isinstance(act, kind)] for row in rows] for kind in (acts.BlockSources, acts.BlockTaps)]
     return MixerEdits(
         rows_with(acts.CutMemory),
         rows_with(acts.CutConvolution),
         rows_with(acts.CutState),
         rows_with(acts.DropRecurrent),
         _none_if_empty(silenced.to(device)),
-        Sources(_columns([act and act.sources for act in blocks[0]], device), all_groups.to(device)) if any(blocks[0]) else None,
-        Sources(
-            _columns([act and act.sources for act in blocks[1]], device),
-            _columns([act.queries if isinstance(act, acts.BlockTaps) else None for act in blocks[1]], device, True),
-        )
-        if any(blocks[1])
-        else None,
+        _none_if_empty(tuple(_sources(each, groups, device) for each in zip_longest(*blocks[0]))),
+        _none_if_empty(tuple(_sources(each, groups, device) for each in zip_longest(*blocks[1]))),
     )
 
 
-_BLOCKS = (acts.BlockSources, acts.BlockTaps)
+def _sources(rows: Sequence[Any], groups: int, device: torch.device) -> Sources:
+    """Compile one BlockSources or BlockTaps of each row, or none."""
+    to = _columns([() if act is None else act.sources for act in rows], device)
+    if any(isinstance(act, acts.BlockTaps) for act in rows):
+        return Sources(to, _columns([None if act is None else act.queries for act in rows], device))
+    of_groups = [set(range(max(groups, 1))) if act is None or act.groups is None else act.groups for act in rows]
+    only = [[group in named for group in range(max(groups, 1))] for named in of_groups]
+    return Sources(to, torch.tensor(only, device=device))
 
 
-def _columns(positions: Sequence[Sequence[int] | None], device: torch.device, default: bool = False) -> Tensor:
-    """Return which positions each row names [rows, positions + 1]; rows without positions have the default everywhere."""
+def _columns(positions: Sequence[Sequence[int] | None], device: torch.device) -> Tensor:
+    """Return which positions each row names [rows, positions + 1]; None: all, also those beyond the last column."""
     width = 2 + max((max(named) for named in positions if named), default=-1)
     marked = torch.zeros(len(positions), width, dtype=torch.bool)
     for row, named in zip(marked, positions, strict=True):
-        row[list(named) if named is not None else slice(None)] = named is not None or default
+        row[slice(None) if named is None else list(named)] = True
     return marked.to(device)
 
 
@@ -178,15 +180,16 @@ def _kept_values(mixer: Mixer, call: ScanCall) -> Tensor | None:
     if forward is None or edits is None or edits.sources is None:
         return None
     forward = forward.on(mixer.device)
-    blocked, groups = edits.sources.at(forward.positions), edits.sources.only
-    if not bool(blocked.any()):
-        return None
+    blocked = [each.at(forward.positions) for each in edits.sources]
     here = slice(call.offset, call.offset + call.values.shape[-1])
     width = getattr(mixer.output, "in_features", 0) or here.stop
-    channels = groups.repeat_interleave(width // groups.shape[1], 1)[:, here]
-    if here.start == 0:  # of several calls, the first counts
-        forward.tally.add(mixer.layer, forward.phase, "writes_blocked", forward.slots, blocked.sum(1))
-    return ~(blocked[..., None] & channels[:, None])
+    lost = call.values.new_zeros(call.values.shape, dtype=torch.bool)
+    for each, of_tokens in zip(edits.sources, blocked, strict=True):
+        lost |= of_tokens[..., None] & each.only.repeat_interleave(width // each.only.shape[1], 1)[:, None, here]
+    if here.start == 0:  # of a mixer that calls its scan once per head, the first call counts
+        tokens = reduce(or_, blocked).sum(1)
+        forward.tally.add(mixer.layer, forward.phase, "writes_blocked", forward.slots, tokens)
+    return ~lost if bool(lost.any()) else None
 
 
 def _blocked_taps(mixer: Mixer, call: ConvolutionCall) -> Tensor | None:
@@ -196,7 +199,7 @@ def _blocked_taps(mixer: Mixer, call: ConvolutionCall) -> Tensor | None:
     if forward is None or edits is None or edits.taps is None:
         return None
     forward = forward.on(mixer.device)
-    marked = edits.taps.taps(forward.positions, call.weight.shape[-1])
+    marked: Tensor = reduce(or_, [each.taps(forward.positions, call.weight.shape[-1]) for each in edits.taps])
     if not bool(marked.any()):
         return None
     forward.tally.add(mixer.layer, forward.phase, "taps_blocked", forward.slots, marked.sum((1, 2)))

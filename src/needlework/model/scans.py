@@ -100,7 +100,8 @@ class ScanCall:
         return self._flat(self.get(self.scan.values))
 
     def _flat(self, tensor: Tensor) -> Tensor:
-        by_token = tensor[:, None] if self.scan.time is None else tensor.movedim(self.scan.time, 1)
+        time = self.scan.time
+        by_token = tensor[:, None] if time is None else tensor.movedim(time, 1)
         return by_token.flatten(2)
 
     def _shaped(self, flat: Tensor, like: Tensor) -> Tensor:
@@ -110,7 +111,7 @@ class ScanCall:
         inner = like.movedim(self.scan.time, 1).shape[2:]
         return flat.reshape(*flat.shape[:2], *inner).movedim(1, self.scan.time)
 
-    def with_values(self, flat: Tensor, **others: Any) -> Any:
+    def with_values(self, flat: Tensor) -> Any:
         """Call the function with other values [rows, tokens, channels], and return what it returns."""
         return self._with({self.scan.values: self._shaped(flat, self.get(self.scan.values))})
 
@@ -131,17 +132,16 @@ class ScanCall:
         Returns:
             Outputs [n, tokens, channels].
         """
-        scan = self.scan
-        changed: dict[Key, Any] = {} if scan.state is None else {scan.state: None}
-        if scan.time is None:
-            changed = {scan.state: torch.zeros_like(self.get(scan.state))} if scan.state is not None else {}
-        keys = [*scan.per_token, scan.gate] if scan.time is not None else []
-        for key in keys:
-            if key is not None and isinstance(value := self.get(key), Tensor):
-                by_token = value.movedim(scan.time, 1)[rows]
+        scan, time = self.scan, self.scan.time
+        changed: dict[Key, Any] = {}
+        if scan.state is not None:  # functions that update the state in place need one
+            changed[scan.state] = torch.zeros_like(self.get(scan.state)) if time is None else None
+        for key in (*scan.per_token, scan.gate):
+            if time is not None and key is not None and isinstance(value := self.get(key), Tensor):
+                by_token = value.movedim(time, 1)[rows]
                 by_token = by_token if tokens is None else by_token[torch.arange(len(rows)), tokens][:, None]
-                changed[key] = by_token.movedim(1, scan.time).contiguous()
-        if scan.gate is not None and not gated and not isinstance(scan.gate, int):
+                changed[key] = by_token.movedim(1, time).contiguous()
+        if scan.gate is not None and not gated:
             changed[scan.gate] = None
         if tokens is not None and "chunk_size" in self.kwargs and flat.device.type == "cpu":
             changed["chunk_size"] = 1  # else every single token is padded to a whole chunk
@@ -184,7 +184,7 @@ def impulse_responses(call: ScanCall, at_once: int = 4096) -> Tensor:
     """
     _, tokens, channels = call.values.shape
     pieces = []
-    for sources in torch.arange(tokens, device=call.values.device).split(max(1, at_once // tokens)):
+    for sources in torch.arange(tokens, device=call.values.device).chunk(max(1, tokens * tokens // at_once)):
         flat = functional.one_hot(sources, tokens).to(call.values.dtype)[..., None].expand(-1, -1, channels)
         pieces.append(call.replay(flat, torch.zeros_like(sources)))
     return torch.cat(pieces).transpose(0, 1)
@@ -276,7 +276,7 @@ class _Interceptor:
         if not self.running:
             return None
         mixer: Any = self.running[-1].module
-        whole = output.unflatten(-1, (mixer.num_attention_heads, 3 * mixer.head_dim))
+        whole = output.view(*output.shape[:2], mixer.num_attention_heads, 3 * mixer.head_dim)
         call = ScanCall(_LIGHTNING, partial(_lightning, mixer.slope_rate), tuple(whole.chunk(3, -1)), {})
         keep = self.scans(self.running[-1], call)
         if keep is None:
