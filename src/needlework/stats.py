@@ -53,6 +53,7 @@ class Estimate:
 
 
 NOTHING = Estimate(math.nan, math.nan, math.nan, 0)
+ONE_PAIR = "one pair: no interval"
 ONE_HAYSTACK = "one haystack: no interval over haystacks"
 
 
@@ -124,6 +125,18 @@ def bootstrap_mean(values: Floats, clusters: ArrayLike) -> Estimate:
     """Estimate the mean of values [samples] with a cluster bootstrap; the width is 0 where all resamples are equal."""
     totals = resample(cluster_sums(clusters, [values]))
     return Estimate(float(values.mean()), *interval(totals[:, 0] / totals[:, 1]), len(values))
+
+
+def bootstrap_ratio(above: ArrayLike, below: ArrayLike, clusters: ArrayLike) -> Estimate:
+    """Estimate the ratio of two sums over the same samples with a cluster bootstrap; a single cluster gives no interval."""
+    sums = cluster_sums(clusters, [above, below])
+    total, n = sums.sum(axis=0), len(np.asarray(above))
+    value = float(total[0] / total[1])
+    if len(sums) == 1:
+        return Estimate(value, -math.inf, math.inf, n, ONE_PAIR if n == 1 else ONE_HAYSTACK)
+    draws = resample(sums)
+    ratios = np.where(draws[:, 1] > 0, draws[:, 0] / np.where(draws[:, 1] > 0, draws[:, 1], 1), np.inf)
+    return Estimate(value, *interval(ratios), n)
 
 
 def retained(after: ArrayLike, before: ArrayLike, clusters: ArrayLike, chance: float = 0.0, seed: int = SEED) -> Estimate:

@@ -37,7 +37,9 @@ from needlework.interventions.acts import (
     ExposeColumns,
     KeepBest,
     LimitKeys,
+    PatchOutputs,
     Phase,
+    RecordOutputs,
     SilenceHeads,
 )
 from needlework.model.edits import keeps_from_sdpa
@@ -47,7 +49,15 @@ from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
 
 PAD = 0  # any token id: no real token attends to it
-_UNEVEN = (LimitKeys, BlockEdges, ExposeColumns, ChangeOutputs, ClearState)  # their effect on a token depends on its position
+_UNEVEN = (
+    LimitKeys,
+    BlockEdges,
+    ExposeColumns,
+    ChangeOutputs,
+    ClearState,
+    RecordOutputs,
+    PatchOutputs,
+)  # their effect on a token depends on its position
 _PROOF_LENGTHS = (12, 5, 9)
 
 

@@ -85,7 +85,7 @@ class SharedLayers:
 
     @cached_property
     def _stack(self) -> Stack | None:
-        return Stack.of(self.body)
+        return None if self.body.layers is None else Stack(self.body.layers, self.body)
 
     def entry_point(self, item: Prepared) -> EntryPoint | None:
         """Return the best entry point that passes its check, or None for a full prefill. Needs an open session."""
@@ -305,17 +305,6 @@ class Stack:
         # If it has both attention and a mixer, one may read the other's output, so that all of its tokens are needed.
         self.lone_top = mixing.count(self.top) == 1
         self._mixing = {*body.attention, *(mixer.module for mixer in body.mixers)}
-
-    @staticmethod
-    def of(body: HookedModel) -> Stack | None:
-        """Find the module list that holds every attention module and mixer at the index of its layer; None if none does."""
-        paths = {module: f"{path}." for path, module in body.model.named_modules()}
-        places = [(paths[module], layer) for module, layer in body.attention.items()]
-        places += [(paths[mixer.module], mixer.layer) for mixer in body.mixers]
-        for module, path in paths.items():
-            if isinstance(module, nn.ModuleList) and all(part.startswith(f"{path}{layer}.") for part, layer in places):
-                return Stack(list(module), body)
-        return None
 
     @contextmanager
     def recorded(self, recording: PrefillRecording, layers: Collection[int], heads: Collection[int]) -> Iterator[None]:

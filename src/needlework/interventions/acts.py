@@ -19,6 +19,7 @@ Phase = Literal["prefill", "decode"]
 Half = Literal["kv", "recurrent"]
 Span = tuple[tuple[int, int], ...]  # half-open token ranges; several if the text occurs more than once
 Needs = Literal["probabilities", "outputs"]
+Site = Literal["heads", "attention", "mixers", "layers"]  # what has outputs that can be recorded and patched
 RANDOM = "random"  # not in the table: `model/edits.py` draws heads by a hash of sample, layer, position and head
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -116,6 +117,78 @@ class ChangeOutputs(Act):
     @property
     def of_sample(self) -> bool:
         return True
+
+
+@dataclass(frozen=True)
+class RecordOutputs(Act):
+    """Record what a site of a layer gives at every token.
+
+    Attributes:
+        layer: The model's own layer index.
+        site: Heads, the attention module, the recurrent mixer, or the whole layer (the residual stream after it).
+        into: A `model.outputs.Recording`.
+    """
+
+    count = "outputs_recorded"
+    site: Site
+    into: Any
+
+    @property
+    def of_sample(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True, eq=False)
+class TokenMap:
+    """Positions of a prompt, in order, and those of another prompt whose outputs replace theirs."""
+
+    own: tuple[int, ...]
+    source: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PatchOutputs(Act):
+    """Replace what a site of a layer gives at some tokens by what was recorded on another prompt.
+
+    Attributes:
+        layer: The model's own layer index.
+        source: A `model.outputs.Recording`.
+        tokens: Which positions are replaced, by those of which.
+        heads: Only of these heads; None: all.
+    """
+
+    site: ClassVar[Site]
+    source: Any
+    tokens: TokenMap
+    heads: frozenset[int] | None = None
+
+    @property
+    def of_sample(self) -> bool:
+        return True
+
+
+class PatchHeads(PatchOutputs):
+    """Replace the outputs of heads, before the output projection."""
+
+    site, count = "heads", "heads_patched"
+
+
+class PatchAttention(PatchOutputs):
+    """Replace the output of the attention module."""
+
+    site, count = "attention", "attention_patched"
+
+
+class PatchMixers(PatchOutputs):
+    """Replace the output of the recurrent mixer."""
+
+    site, count = "mixers", "mixers_patched"
+
+
+class PatchLayers(PatchOutputs):
+    """Replace the output of the whole layer, which is the residual stream after it."""
+
+    site, count = "layers", "layers_patched"
 
 
 class DropAttention(Act):

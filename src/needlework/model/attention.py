@@ -26,6 +26,7 @@ from needlework.errors import TrialError
 from needlework.interventions.acts import Phase
 from needlework.model.edits import LayerEdits
 from needlework.model.memory import OwnKeys, SharedPrefix
+from needlework.model.outputs import Edits, Where
 from needlework.model.pruned import Split, SplitKeys
 from needlework.receipts import Tally
 from needlework.requests import Request
@@ -71,6 +72,7 @@ class Forward:
     last_only: int | None = None  # the layer of which only the last query's output is used
     recorded_scores: dict[int, list[Any]] | None = None  # by layer; if given, head scores are appended to it, block by block
     masks: dict[int, tuple[MaskFunction, Tensor]] = field(default_factory=dict)  # by storage address of the placeholder mask
+    outputs: dict[Where, Edits] = field(default_factory=dict)  # recordings and patches of modules' outputs
     moved: dict[torch.device, Forward] = field(default_factory=dict)  # copies for layers on other devices
 
     @cached_property
@@ -383,7 +385,8 @@ def fuses(forward: Forward, layer: int, query: Tensor, keys: Keys, kwargs: dict[
     if edits is None:
         return True
     other_scores = edits.keep is not None and edits.keep.names != (_ENTROPY,)
-    return not (edits.masks_by_head or other_scores or edits.expose is not None or edits.functions or edits.gates is not None)
+    read = edits.functions or edits.outputs is not None or edits.gates is not None
+    return not (edits.masks_by_head or other_scores or edits.expose is not None or read)
 
 
 def fused_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from needlework.errors import NeedleworkError
 from needlework.interventions import acts
 from needlework.interventions.acts import HEAD_SCORES, RANDOM, Act, HeadScore, Needs, Place, scores_attention
+from needlework.model.outputs import Edits, OutputEdits, compile_outputs
 
 if TYPE_CHECKING:
     from needlework.model.attention import Forward, QueryBlock
@@ -98,6 +99,7 @@ class LayerEdits:
     expose: Expose | None = None
     dropped: Tensor | None = None  # [rows] the output of the whole attention block is zeroed
     functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, sample, function of its outputs)
+    outputs: Edits | None = None  # recordings and patches of head outputs
     gates: Tensor | None = None  # [rows or 1, heads] differentiable factors on head outputs, in place of all other edits
 
     @property
@@ -118,7 +120,8 @@ class LayerEdits:
     @property
     def silences_only(self) -> bool:
         """Whether all edits are fixed in advance: heads or the whole block are ablated, and no head output is read."""
-        return self.keep is None and self.gates is None and not self.functions and not self.needs_probabilities
+        reads = self.gates is not None or self.outputs is not None or bool(self.functions)
+        return self.keep is None and not reads and not self.needs_probabilities
 
     @property
     def needs_all_queries(self) -> bool:
@@ -129,7 +132,8 @@ class LayerEdits:
         """Return the edits of the given rows, in this order."""
         places = {int(row): i for i, row in enumerate(rows)}
         functions = tuple((places[row], sample, change) for row, sample, change in self.functions if row in places)
-        return replace(select_rows(replace(self, functions=()), rows), functions=functions)
+        outputs = self.outputs.select(rows) if isinstance(self.outputs, OutputEdits) else self.outputs
+        return replace(select_rows(replace(self, functions=(), outputs=None), rows), functions=functions, outputs=outputs)
 
     def limit_keys(self, forward: Forward, layer: int, block: QueryBlock) -> Tensor:
         """Return a block's visible pairs [rows, 1 or heads, queries, keys] under the limit; count the pairs that it masks."""
@@ -225,7 +229,7 @@ class LayerEdits:
     def edit_outputs(
         self, forward: Forward, layer: int, out: Tensor, queries: slice, scores: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        """Apply functions to head outputs [rows, queries, heads, dim], then ablate heads; count both.
+        """Apply functions and patches to head outputs [rows, queries, heads, dim], then ablate heads; count all.
 
         Args:
             queries: the queries that `out` holds, as a slice of the forward's.
@@ -240,6 +244,8 @@ class LayerEdits:
             changed = _shaped(function(out[row], place), out.shape[1:], "ChangeOutputs")
             forward.tally.add(layer, forward.phase, "heads_changed", forward.slots[row : row + 1], changed.shape[0])
             out[row] = changed
+        if self.outputs is not None:
+            out = self.outputs.apply(forward, layer, out, forward.positions[:, queries])
         scores = scores or {}
         if self.keep is not None and not all(name in scores or name == RANDOM for name in self.keep.names):
             scores = {**scores, **self.scores_of_outputs(out)}
@@ -281,7 +287,7 @@ class LayerEdits:
     def always_off(self, heads: int) -> Tensor | None:
         """Return the number of heads [rows] ablated at every query; None if it depends on computed values."""
         masked = self.limit is not None or bool(self.blocked) or self.expose is not None
-        if self.functions or masked or (self.keep and self.silenced is not None):
+        if self.functions or self.outputs is not None or masked or (self.keep and self.silenced is not None):
             return None
         if self.keep is not None:
             return heads - self.keep.k.clamp(0, heads)
@@ -401,6 +407,7 @@ def compile_layer(
     edits.functions = tuple(
         (i, samples[i], act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
     )
+    edits.outputs = next((found for (site, _), found in compile_outputs(rows).items() if site == "heads"), None)
     return edits
 
 

@@ -24,12 +24,13 @@ from needlework.interventions.acts import Act, ClearState, Half, LimitKeys, Phas
 from needlework.interventions.base import Intervention
 from needlework.interventions.builtin import rankings
 from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
-from needlework.model.attention import NAME, Forward, Observer, current
+from needlework.model.attention import NAME, Forward, Observer, current, get_current
 from needlework.model.edits import LayerEdits, compile_layer
 from needlework.model.families import Family, fast_kernels
 from needlework.model.files import config_hash, weights_hash
 from needlework.model.memory import Memory, Mixer, preallocated_cache, states_on_modules
 from needlework.model.mixers import MixerEdits, compile_mixer, hooked
+from needlework.model.outputs import Edits, OutputEdits, Where, compile_outputs, outputs_hooked
 from needlework.model.probe import Findings, attention_switched, run_model
 from needlework.model.pruned import ENTRY
 from needlework.receipts import Tally
@@ -47,6 +48,7 @@ class Rows:
     slots: Tensor  # [rows] index of the trial that each row belongs to
     attention: dict[int, LayerEdits] = field(default_factory=dict)
     mixers: dict[int, MixerEdits] = field(default_factory=dict)
+    outputs: dict[Where, OutputEdits] = field(default_factory=dict)  # recordings and patches of modules' outputs
     clears: dict[int, dict[int, list[int]]] = field(default_factory=dict)  # position -> layer -> rows
 
     def select(self, rows: Tensor) -> Rows:
@@ -54,11 +56,12 @@ class Rows:
         places = {int(row): i for i, row in enumerate(rows)}
         attention = {layer: edits.select(rows) for layer, edits in self.attention.items()}
         mixers = {layer: edits.select(rows) for layer, edits in self.mixers.items()}
+        outputs = {where: found for where, edits in self.outputs.items() if (found := edits.select(rows)) is not None}
         clears = {
             position: {layer: [places[r] for r in cleared if r in places] for layer, cleared in layers.items()}
             for position, layers in self.clears.items()
         }
-        return Rows(self.slots[rows], attention, mixers, clears)
+        return Rows(self.slots[rows], attention, mixers, outputs, clears)
 
 
 class HookedModel:
@@ -190,6 +193,7 @@ class HookedModel:
                 mixer_edits = compile_mixer(by_layer[mixer.layer], mixer.groups, mixer.device)
                 if not mixer_edits.idle:
                     compiled.mixers[mixer.layer] = mixer_edits
+        compiled.outputs = {where: edits for where, edits in compile_outputs(rows).items() if where[0] != "heads"}
         for i, row in enumerate(rows):
             for act in row:
                 if isinstance(act, ClearState):
@@ -249,6 +253,7 @@ class HookedModel:
                     self.family.dense_masks,
                     last_only,
                     recorded_scores,
+                    outputs={**rows.outputs},
                 )
                 out = self._forward(ids[:, part], forward, memory, here)
                 if isinstance(keep, Tensor):
@@ -286,7 +291,7 @@ class HookedModel:
         dropped = {layer for layer, edits in forward.edits.items() if edits.dropped is not None}
         blocks = {module: layer for module, layer in self.attention.items() if layer in dropped}
         hooks = hooked(mixers, blocks, memory, self._empty) if mixers or blocks else nullcontext()
-        with memory.mounted(), current(forward), hooks:
+        with memory.mounted(), current(forward), hooks, self.outputs_hooked(forward):
             wanted = keep[:, None] if isinstance(keep, Tensor) else int(keep == "last")
             out = run_model(self.model, ids, forward.positions, memory, logits_to_keep=wanted)
         memory.length += ids.shape[1]
@@ -297,6 +302,40 @@ class HookedModel:
         elif keep == "last":
             logits = logits[:, -1:]
         return logits.float()
+
+    @cached_property
+    def layers(self) -> list[nn.Module] | None:
+        """The model's layers: the list that holds every attention module and mixer at the index of its layer; None: no such."""
+        paths = {module: f"{path}." for path, module in self.model.named_modules()}
+        places = [(paths[module], layer) for module, layer in self.attention.items()]
+        places += [(paths[mixer.module], mixer.layer) for mixer in self.mixers]
+        for module, path in paths.items():
+            if isinstance(module, nn.ModuleList) and all(part.startswith(f"{path}{layer}.") for part, layer in places):
+                return list(module)
+        return None
+
+    def module_at(self, where: Where) -> nn.Module:
+        """Return the module whose output a site is: an attention module, a mixer or a layer.
+
+        Raises:
+            NeedleworkError: If the model has no such site.
+        """
+        site, layer = where
+        if site == "layers":
+            if self.layers is None:
+                raise NeedleworkError(
+                    f"the layers of {self.anatomy.architecture} are no plain stack, each called once: choose other sites"
+                )
+            return self.layers[layer]
+        modules = {at: module for module, at in self.attention.items()}
+        modules = {mixer.layer: mixer.module for mixer in self.mixers} if site == "mixers" else modules
+        if layer not in modules:
+            raise NeedleworkError(f"{self.anatomy.architecture} has no {site} in layer {layer}; choose from {sorted(modules)}")
+        return modules[layer]
+
+    def outputs_hooked(self, forward: Forward) -> AbstractContextManager[None]:
+        """Apply the recordings and patches of a forward to modules' outputs while the context is open."""
+        return outputs_hooked(forward.outputs, self.module_at, get_current) if forward.outputs else nullcontext()
 
     def check_own_maths(self) -> None:
         """Check that needlework's attention reproduces the model's own logits on a short prompt.
@@ -360,7 +399,12 @@ def differentiable(body: HookedModel) -> Iterator[None]:
         yield
 
 
-def answer_log_p(body: HookedModel, texts: Sequence[tuple[Sequence[int], Sequence[int]]], gates: Tensor) -> Tensor:
+def answer_log_p(
+    body: HookedModel,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    gates: Tensor | None = None,
+    outputs: Mapping[Where, Edits] | None = None,
+) -> Tensor:
     """Return the log-likelihood of each answer given its prompt, [rows]. Needs an open `differentiable` session.
 
     Prompt and answer are computed in one forward without a cache. Shorter rows are padded on the right, which causal models do
@@ -369,6 +413,7 @@ def answer_log_p(body: HookedModel, texts: Sequence[tuple[Sequence[int], Sequenc
     Args:
         texts: pairs of prompt and answer as token ids.
         gates: [rows or 1, heads], in the order of `anatomy.heads`: 1 leaves a head unchanged, 0 zeroes it.
+        outputs: what is done to the outputs of sites.
     """
     rows = [(*prompt, *answer[:-1]) for prompt, answer in texts]
     longest = max(map(len, rows))
@@ -376,11 +421,15 @@ def answer_log_p(body: HookedModel, texts: Sequence[tuple[Sequence[int], Sequenc
     ids = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=body.device)
     positions = torch.arange(longest, device=body.device).expand(len(rows), -1)
     slots, tally = torch.arange(len(rows), device=body.device), Tally(len(rows))
-    parts = list(body.anatomy.attention_parts())
-    by_layer = torch.split(gates, [part.query_heads for _, part in parts], dim=1)
-    edits = {layer: LayerEdits(gates=of_layer) for (layer, _), of_layer in zip(parts, by_layer, strict=True)}
-    forward = Forward("prefill", positions, slots, tally, body.attention, edits, fast=body.kernels == "fast")
-    with body.new_memory(len(rows)).mounted(), current(forward):
+    edits = {layer: LayerEdits(outputs=edit) for (site, layer), edit in (outputs or {}).items() if site == "heads"}
+    if gates is not None:
+        parts = list(body.anatomy.attention_parts())
+        by_layer = torch.split(gates, [part.query_heads for _, part in parts], dim=1)
+        edits = {layer: LayerEdits(gates=of_layer) for (layer, _), of_layer in zip(parts, by_layer, strict=True)}
+    others = {where: edit for where, edit in (outputs or {}).items() if where[0] != "heads"}
+    fast = body.kernels == "fast"
+    forward = Forward("prefill", positions, slots, tally, body.attention, edits, fast=fast, outputs=others)
+    with body.new_memory(len(rows)).mounted(), current(forward), body.outputs_hooked(forward):
         log_p = run_model(body.model, ids, positions, None).logits.float().log_softmax(-1)
     sums = []
     for i, (prompt, answer) in enumerate(texts):

@@ -1,0 +1,147 @@
+"""Recording and patching of outputs: of heads, attention modules, recurrent mixers and whole layers, by batch row.
+
+A recording holds what the sites of a model gave on one prompt; a patch puts it in place of what they give on another one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from needlework.errors import TrialError
+from needlework.interventions.acts import Act, PatchOutputs, RecordOutputs, Site
+
+if TYPE_CHECKING:
+    from needlework.model.attention import Forward
+
+Where = tuple[Site, int]  # a site of a layer
+
+
+class Recording:
+    """Outputs on one prompt, by site, layer and position; several at a position if the model calls a layer several times."""
+
+    def __init__(self) -> None:
+        self._blocks: dict[Where, list[tuple[int, Tensor]]] = defaultdict(list)  # position of the first token, and [tokens, ...]
+        self._sorted: dict[Where, tuple[list[int], Tensor]] = {}  # positions, and outputs [positions, calls, ...]
+
+    def add(self, site: Site, layer: int, first: int, outputs: Tensor) -> None:
+        """Add outputs [tokens, ...] of consecutive tokens."""
+        self._blocks[site, layer].append((first, outputs.clone()))
+        self._sorted.pop((site, layer), None)
+
+    def find(self, site: Site, layer: int, positions: Sequence[int], call: int = 0) -> Tensor:
+        """Return the recorded outputs [positions, ...] of the layer's first call, or of a later one."""
+        known, outputs = self._table((site, layer))
+        places = [bisect_left(known, position) for position in positions]
+        missing = [p for p, i in zip(positions, places, strict=True) if i == len(known) or known[i] != p]
+        if missing:
+            raise TrialError(f"the outputs of {site} in layer {layer} were not recorded at positions {missing[:5]}")
+        return outputs[torch.tensor(places, device=outputs.device), call % outputs.shape[1]]
+
+    def _table(self, where: Where) -> tuple[list[int], Tensor]:
+        if where not in self._sorted:
+            blocks = self._blocks.get(where)
+            if not blocks:
+                raise TrialError(f"no outputs of {where[0]} in layer {where[1]} were recorded")
+            positions = [first + i for first, outputs in blocks for i in range(len(outputs))]
+            order = sorted(range(len(positions)), key=positions.__getitem__)  # stable: calls stay in their order
+            known = sorted(set(positions))
+            outputs = torch.cat([outputs for _, outputs in blocks])
+            table = outputs[torch.tensor(order, device=outputs.device)].view(len(known), -1, *outputs.shape[1:])
+            self._sorted[where] = known, table
+        return self._sorted[where]
+
+
+class Edits(Protocol):
+    """What is done to the outputs of one site of a layer."""
+
+    def apply(self, forward: Forward, layer: int, outputs: Tensor, positions: Tensor) -> Tensor:
+        """Return the outputs [rows, tokens, ...] of a call, changed; `positions` [rows, tokens] are those of the tokens."""
+        ...
+
+
+@dataclass
+class OutputEdits:
+    """The recordings and patches of one site of a layer."""
+
+    acts: tuple[tuple[int, RecordOutputs | PatchOutputs], ...]  # (row, act)
+    calls: Counter[int] = field(default_factory=Counter)  # calls of the module, by the position of the first row's first token
+
+    def select(self, rows: Tensor) -> OutputEdits | None:
+        """Return the edits of the given rows, in this order; None if there are none."""
+        of_row: dict[int, list[RecordOutputs | PatchOutputs]] = defaultdict(list)
+        for row, act in self.acts:
+            of_row[row].append(act)
+        kept = tuple((new, act) for new, row in enumerate(rows.tolist()) for act in of_row.get(row, ()))
+        return OutputEdits(kept) if kept else None
+
+    def apply(self, forward: Forward, layer: int, outputs: Tensor, positions: Tensor) -> Tensor:
+        """Record and replace outputs [rows, tokens, ...] at `positions` [rows, tokens], and count both."""
+        starts, tokens = positions[:, 0].tolist(), positions.shape[1]
+        call = self.calls[starts[0]]
+        self.calls[starts[0]] += 1
+        if any(isinstance(act, PatchOutputs) for _, act in self.acts):
+            outputs = outputs.clone()
+        for row, act in self.acts:
+            slot, start = forward.slots[row : row + 1], starts[row]
+            if isinstance(act, RecordOutputs):
+                act.into.add(act.site, layer, start, outputs[row])
+                forward.tally.add(layer, forward.phase, act.count, slot, tokens)
+                continue
+            own = act.tokens.own
+            some = slice(bisect_left(own, start), bisect_left(own, start + tokens))
+            if some.start == some.stop:
+                continue
+            queries = torch.tensor(own[some], device=outputs.device) - start
+            new = act.source.find(act.site, layer, act.tokens.source[some], call).to(outputs.device, outputs.dtype)
+            if act.heads is None:
+                outputs[row, queries] = new
+            else:
+                heads = torch.tensor(sorted(act.heads), device=outputs.device)
+                outputs[row, queries[:, None], heads] = new[:, heads]
+            forward.tally.add(layer, forward.phase, act.count, slot, len(queries) * (len(act.heads) if act.heads else 1))
+        return outputs
+
+
+def compile_outputs(rows: Sequence[Sequence[Act]]) -> dict[Where, OutputEdits]:
+    """Compile the recordings and patches of all rows, by site and layer."""
+    found: dict[Where, list[tuple[int, RecordOutputs | PatchOutputs]]] = defaultdict(list)
+    for row, acts in enumerate(rows):
+        for act in acts:
+            if isinstance(act, (RecordOutputs, PatchOutputs)):
+                found[act.site, act.layer].append((row, act))
+    return {where: OutputEdits(tuple(acts)) for where, acts in found.items()}
+
+
+@contextmanager
+def outputs_hooked(
+    edits: Mapping[Where, Edits], modules: Callable[[Where], nn.Module], current: Callable[[], Forward | None]
+) -> Iterator[None]:
+    """Apply edits to what modules return, by forward hooks; those of heads are applied by the attention function."""
+
+    def hook_of(layer: int, edit: Edits) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            forward = current()
+            if forward is None:
+                return None
+            hidden: Tensor = output[0] if isinstance(output, tuple) else output
+            forward = forward.on(hidden.device)
+            if hidden.shape[:2] != forward.positions.shape:
+                raise TrialError(f"the output of {type(module).__name__} in layer {layer} is not [rows, tokens, ...]")
+            changed = edit.apply(forward, layer, hidden, forward.positions)
+            return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+        return hook
+
+    with ExitStack() as stack:
+        for (site, layer), edit in edits.items():
+            if site != "heads":
+                stack.callback(modules((site, layer)).register_forward_hook(hook_of(layer, edit)).remove)
+        yield
