@@ -41,6 +41,8 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.interventions import parse as parse
     from needlework.interventions import register as register
     from needlework.observation import observe as observe
+    from needlework.patching import Patching as Patching
+    from needlework.patching import patch as patch
     from needlework.pruning.budget import ServingBudget as ServingBudget
     from needlework.pruning.budget import budget as budget
     from needlework.pruning.prune import prune as prune

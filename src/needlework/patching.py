@@ -242,7 +242,7 @@ def patch(
     subject: Subject,
     clean: Prompt | Item | Sequence[Prompt | Item],
     corrupt: Prompt | Item | Sequence[Prompt | Item] | None = None,
-    sites: str | Sequence[str] = "layers",
+    sites: str | Sequence[str] | None = None,
     *,
     at: str | int | Sequence[str | int] = "all",
     answers: Any = None,
@@ -259,7 +259,7 @@ def patch(
         clean: A text, token ids or an Item, or a list of them: several pairs give intervals.
         corrupt: The prompt with another answer, for each clean one; by default the twin of each Item.
         sites: "heads", "attention" or "mixers" (outputs of these modules), "layers" (the residual stream after each layer), "kv"
-            or "recurrent" (a layer's half of the memory, after the prompt).
+            or "recurrent" (a layer's half of the memory, after the prompt). By default "attention" and "mixers".
         at: Where outputs are patched: "all", "prefill", "decode" (the last prompt token and the answer), a position of the prompt
             (negative: from its end), the name of a span, "each" token on its own, or a list of these.
         answers: (clean answer, corrupt answer) as texts or token ids, or a list with a pair of them for each pair of prompts. By
@@ -272,6 +272,9 @@ def patch(
         method: "exact", or "gradient": (clean - corrupt) x gradient of the metric on the corrupt prompt, for outputs only.
         progress: Called with the share that is done.
     """
+    if sites is None:
+        anatomy = subject.anatomy
+        sites = ["attention"] * bool(anatomy.attention_layers) + ["mixers"] * bool(anatomy.recurrent_layers)
     _check_words(sites, metric, method)
     pairs = _pairs(subject, clean, corrupt, answers, spans, clean_spans, metric)
     targets = _targets(subject, [sites] if isinstance(sites, str) else list(sites), at, layers, pairs)
@@ -529,17 +532,24 @@ class _Recorder:
 # --- Attribution patching ---
 
 
+class _NoGradientsError(Exception):
+    """Raised if a model computes a site's outputs without gradients."""
+
+
 class _Slopes:
     """Keeps the outputs of one site of a layer, call by call, and variables that have been added to them, for their gradients."""
 
-    def __init__(self) -> None:
+    def __init__(self, differentiates: bool) -> None:
+        self.differentiates = differentiates
         self.outputs: list[Tensor] = []  # [rows, tokens, ...]
         self.added: list[Tensor] = []
 
     def apply(self, forward: Forward, layer: int, outputs: Tensor, positions: Tensor) -> Tensor:
         self.outputs.append(outputs.detach().clone())
-        if not torch.is_grad_enabled():
+        if not self.differentiates:
             return outputs
+        if not torch.is_grad_enabled():
+            raise _NoGradientsError
         self.added.append(torch.zeros_like(outputs, requires_grad=True))
         return outputs + self.added[-1]
 
@@ -557,10 +567,15 @@ def _gradient(subject: Subject, pairs: Sequence[Pair], targets: Sequence[_Target
 def _attributed(subject: Subject, pair: Pair, targets: Sequence[_Target]) -> list[float]:
     """Return the metric on the clean and the corrupt prompt, and its estimate with each target patched."""
     wanted: dict[Where, None] = dict.fromkeys((x.site, x.layer) for x in targets)  # type: ignore[misc]
-    clean, corrupt = {where: _Slopes() for where in wanted}, {where: _Slopes() for where in wanted}
+    clean, corrupt = ({where: _Slopes(differentiates) for where in wanted} for differentiates in (False, True))
     with torch.no_grad():
         of_clean = answer_log_p(subject.body, [(pair.clean, answer) for answer in pair.answers], outputs=clean)
-    of_corrupt = answer_log_p(subject.body, [(pair.corrupt, answer) for answer in pair.answers], outputs=corrupt)
+    try:
+        of_corrupt = answer_log_p(subject.body, [(pair.corrupt, answer) for answer in pair.answers], outputs=corrupt)
+    except _NoGradientsError:
+        raise NeedleworkError(
+            f"patch: {subject.anatomy.architecture} computes parts of itself without gradients: use method='exact'"
+        ) from None
     added = [variable for slopes in corrupt.values() for variable in slopes.added]
     gradients = iter(torch.autograd.grad(of_corrupt[0] - of_corrupt[1], added, allow_unused=True))
     # First-order effect of replacing the corrupt output of each row by the clean one, by token and, for heads, by head.
