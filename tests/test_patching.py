@@ -1,4 +1,4 @@
-"""`nw.patch`: what it accepts, refuses and returns. That its patches are right is shown in laws/test_patching.py."""
+"""`nw.patch`: what it accepts, refuses and returns. That its patches are right is shown in laws/test_patches.py."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ def has_sites(name: str, site: str) -> bool:
     if site == "heads":
         return bool(subject.anatomy.heads) and not any(part.output_gate for _, part in subject.anatomy.attention_parts())
     if site == "layers":
-        return subject.body.stack is not None
+        return subject.body.layers is not None
     return bool(subject.anatomy.recurrent_layers if site == "mixers" else subject.anatomy.attention_layers)
 
 
