@@ -15,10 +15,12 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.checks.doctor import doctor as doctor
     from needlework.errors import NeedleworkError as NeedleworkError
     from needlework.errors import TrialError as TrialError
+    from needlework.experiments.heads import compare_heads as compare_heads
     from needlework.experiments.heads import rank as rank
     from needlework.experiments.heads import smallest_set as smallest_set
     from needlework.experiments.result import Result as Result
     from needlework.experiments.run import run as run
+    from needlework.heads.compare import HeadComparison as HeadComparison
     from needlework.heads.recurrent import recurrent_side as recurrent_side
     from needlework.interventions import NONE as NONE
     from needlework.interventions import AblateAttention as AblateAttention

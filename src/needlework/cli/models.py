@@ -128,6 +128,9 @@ def heads(
     recurrent: Annotated[
         bool, typer.Option("--recurrent", help="The recurrent side instead: its groups, convolutions and states.")
     ] = False,
+    against: Annotated[
+        str | None, typer.Option(help="Another checkpoint: which of the best heads it kept, lost or moved.", show_default=False)
+    ] = None,
     methods: Annotated[bool, typer.Option("--methods", help="List the methods and do nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="New directory for rankings, numbers, pictures and a page.")] = None,
     as_json: options.Json = False,
@@ -143,10 +146,11 @@ def heads(
     """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
 
     Rankings are judged on samples that they have not seen. docs/heads.md says what each method and number means. With
-    --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut. On
-    several workers: `needlework heads tiny-griffin --ray --workers 2`.
+    --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut. With
+    --against, heads of two checkpoints are compared, and Q/K of the first are put into the second. On several workers:
+    `needlework heads tiny-griffin --ray --workers 2`.
     """
-    from needlework.experiments.heads import check_methods, heads_of, open_subject, recurrent_side_of
+    from needlework.experiments.heads import METHOD, check_methods, compare_heads, heads_of, open_subject, recurrent_side_of
     from needlework.heads import output
     from needlework.heads.survey import SurveySettings
 
@@ -159,6 +163,21 @@ def heads(
         raise nw.NeedleworkError("--recurrent ranks groups of the recurrent side: it goes without --by, --import and --export")
     output.check_out(out, export)
     check_methods(by)
+    if against:
+        if recurrent or import_ or export or ray or len(by) > 1:
+            raise nw.NeedleworkError(
+                "--against compares by one method (--by): it goes without --recurrent, --import, --export, --ray"
+            )
+        counts: dict[str, Any] = {"samples": samples, "held_out": held_out, "seed": seed, "progress": not as_json}
+        loading = loading_options(device, dtype, window, kernels)
+        both = compare_heads(model, against, by[0] if by else METHOD, task=task, **counts, **loading)
+        written = output.save_comparison(both, out) if out else []
+        if as_json:
+            return show(None, both.to_dict(), as_json)
+        for table_ in both.tables():
+            show(table_)
+        typer.echo(fill(output.comparison_legend(both), 80))
+        return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None
     settings = SurveySettings(samples, held_out, seed, keep, share, judge, dynamic, retest)
     name, shown = Path(model).name, not as_json
     cluster = cluster_options(ray, workers, gpus_per_worker, threads)

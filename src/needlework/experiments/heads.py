@@ -16,6 +16,7 @@ from needlework.experiments.plan import Model, get
 from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.schema import Loading
 from needlework.heads import foreign
+from needlework.heads.compare import HeadComparison, compare_subjects
 from needlework.heads.evaluation import SmallestSet
 from needlework.heads.methods import Method, all_methods, find_methods
 from needlework.heads.recurrent import RecurrentSide, recurrent_side
@@ -31,6 +32,7 @@ from needlework.tasks.base import Task
 
 Tasks = str | Path | Task | Sequence[Task]
 ALL = "all"  # methods
+METHOD = "needle_mass"  # that checkpoints are compared by
 CEILING, CEILING_HEADS = "greedy", 64  # greedy search over sets: an upper reference; by default for models of up to 64 heads
 
 BATCH_REQUESTS = 64  # at least, except in the last batch: all requests of a prompt are in one batch
@@ -131,6 +133,30 @@ def rank(
     settings = SurveySettings(samples, seed=seed, judge=False, dynamic=False, retest=False)
     made = survey(subject, tasks_of(task, subject), methods_of(by, subject), settings, name=name, shown=progress).rankings
     return made[by] if isinstance(by, str) and by in made else made
+
+
+def compare_heads(
+    first: Subject | str | Path,
+    second: Subject | str | Path,
+    by: str = METHOD,
+    *,
+    task: Tasks = "niah",
+    samples: int = 60,
+    held_out: int = 120,
+    seed: int = 0,
+    progress: bool = False,
+    **loading: Any,
+) -> HeadComparison:
+    """Compare the heads of two checkpoints: which of the best were kept, lost or moved, and whether Q/K are the cause.
+
+    Heads are scored on the same `samples` samples. Retrieval is measured on `held_out` others: of both checkpoints, and of the
+    second one with the query and key maps of the first, in all attention layers and for the lost heads' groups.
+    """
+    (method,) = find_methods([by])
+    a, b = (x if isinstance(x, Subject) else load_subject(x, **loading) for x in (first, second))
+    names = tuple("" if isinstance(x, Subject) else Path(x).name for x in (first, second))
+    how: dict[str, Any] = {"samples": samples, "held_out": held_out, "seed": seed, "names": names, "shown": progress}
+    return compare_subjects(a, b, tasks_of(task, a), method, **how)
 
 
 def smallest_set(

@@ -16,6 +16,7 @@ from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.files import atomic_write, file_name, new_directory
 from needlework.heads import foreign
+from needlework.heads.compare import HeadComparison
 from needlework.heads.evaluation import RANDOM, SHARE
 from needlework.heads.methods import all_methods
 from needlework.heads.recurrent import RecurrentSide
@@ -77,6 +78,32 @@ def save_survey(survey: Survey, out: Path, exports: Sequence[str] = ()) -> list[
         with atomic_write(folder / "heads.html") as file:
             file.write(page)
     return sorted(out.iterdir())
+
+
+def save_comparison(found: HeadComparison, out: Path) -> list[Path]:
+    """Write a comparison of two checkpoints as JSON, plot and page into a new or empty directory, all files or none."""
+    import matplotlib
+
+    with new_directory(out) as folder:
+        with atomic_write(folder / "comparison.json") as file:
+            json.dump(found.to_dict(), file, indent=1, allow_nan=False)
+        with matplotlib.rc_context(STYLE):
+            save_plot(found.plot().figure, folder / "scores")
+        svg = (folder / "scores.svg").read_text(encoding="utf-8")
+        about = {"model": " and ".join(model.name for model in found.models), "smallest": "", "legend": comparison_legend(found)}
+        page = render_template("heads.html", **about, tables=found.tables(), plots=[Markup(svg[svg.index("<svg") :])])
+        with atomic_write(folder / "comparison.html") as file:
+            file.write(page)
+    return sorted(out.iterdir())
+
+
+def comparison_legend(found: HeadComparison) -> str:
+    """Return a text that explains the columns of a comparison."""
+    return (
+        f"Heads scored on {found.samples} samples of {found.task}, the same for both models; intervals over resampled samples"
+        f" (95 %). Rank correlation of all heads {found.agreement.text('')}. (?): the interval of a rank reaches across the line"
+        f" of the best {found.best}."
+    )
 
 
 def legend(survey: Survey) -> str:

@@ -358,6 +358,35 @@ def _select(piece: Any, dim: int, heads: Sequence[int], of: int) -> None:
         piece.out_features, piece.in_features = piece.weight.shape
 
 
+_QUERY_KEY = ("q_proj", "k_proj", "k_sconv.conv1d")  # maps that queries and keys come from
+_OTHER_MAPS = ("v_proj", "v_sconv.conv1d", "gate_proj", "g_proj", "r_proj", "rotary_emb", *_OUTPUT)
+
+
+@torch.no_grad()
+def copy_query_key_maps(target: nn.Module, source: nn.Module, part: AttentionPart, kv_heads: Collection[int]) -> None:
+    """Copy the maps to keys of these kv heads, and to queries of their groups, into another attention module of equal shape.
+
+    Norms of queries and keys, which all heads share, are copied whole. A gate that a query map computes, too, is not copied.
+
+    Raises:
+        NeedleworkError: Queries or keys do not come from maps of their own, as in fused and latent attention.
+    """
+    paths = {name.rpartition(".")[0] for name, _ in source.named_parameters()}
+    unknown = sorted(paths - {*_QUERY_KEY, *_NORMS, *_OTHER_MAPS})
+    if unknown or not {"q_proj", "k_proj"} <= paths:
+        why = f"has {unknown[0] or 'parameters of its own'}" if unknown else "has no q_proj and k_proj"
+        raise NeedleworkError(f"queries and keys of {type(source).__name__} cannot be exchanged alone: it {why}")
+    for name, theirs in source.named_parameters():
+        path, own = name.rpartition(".")[0], target.get_parameter(name)
+        if path in _NORMS:
+            own.copy_(theirs)
+        elif path in _QUERY_KEY:
+            heads = part.query_heads if path == "q_proj" else part.kv_heads
+            rows = [head for head in range(heads) if head * part.kv_heads // heads in kv_heads]
+            old, new = (torch.unflatten(x.detach(), 0, (heads, -1)) for x in (own, theirs))
+            old[rows, : part.key_dim] = new[rows, : part.key_dim].to(old)
+
+
 class NoHeads(nn.Module):
     """A replacement of an attention module without heads: returns its output bias, if it has one, and stores no keys."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -149,17 +149,26 @@ def head_tables(frame: Frame) -> list[Table]:
     for base, *others in frame.families:
         for other in (o for o in others if o in masses and base in masses):
             ranks = [_ranks(masses[model]) for model in (base, other)]
-            most = [max(1, round(FEW_HEADS * len(of_model))) for of_model in ranks]
-            best = [{head for head, rank in of_model.items() if rank <= k} for of_model, k in zip(ranks, most, strict=True)]
-            rows = []
-            for head in sorted(best[0] | best[1], key=lambda h: min(of.get(h, np.inf) for of in ranks)):
-                was, now = (of_model.get(head) for of_model in ranks)
-                word = "kept" if head in best[0] & best[1] else "lost" if head in best[0] else "new"
-                word += ", moved" if word == "kept" and was != now else ""
-                rows.append([f"{head[0]}.{head[1]}", str(was or "–"), str(now or "–"), word])
+            rows = [
+                [f"{head[0]}.{head[1]}", str(was or "–"), str(now or "–"), word] for head, was, now, word in best_heads(*ranks)
+            ]
             caption = f"Best heads of {base} and {other} (layer.head), ranked by attention on the needle"
             tables.append(Table(["head", f"rank in {base}", f"rank in {other}", "in the best 15 %"], rows, caption))
     return tables
+
+
+def best_heads(*ranks: Mapping[tuple[int, int], int]) -> list[tuple[tuple[int, int], int | None, int | None, str]]:
+    """Return (head, rank in a model, rank in another, word) of the heads that are among the best 15 % of either.
+
+    "kept": among the best of both, with "moved" if its rank differs; "lost": of the first only; "new": of the second only.
+    """
+    best = [{head for head, rank in of.items() if rank <= max(1, round(FEW_HEADS * len(of)))} for of in ranks]
+    rows = []
+    for head in sorted(best[0] | best[1], key=lambda h: min(of.get(h, np.inf) for of in ranks)):
+        was, now = (of.get(head) for of in ranks)
+        word = "kept" if head in best[0] & best[1] else "lost" if head in best[0] else "new"
+        rows.append((head, was, now, word + ", moved" * (word == "kept" and was != now)))
+    return rows
 
 
 def _ranks(mass: dict[tuple[int, int], tuple[float, int]]) -> dict[tuple[int, int], int]:
