@@ -60,7 +60,7 @@ def run_demo(plan: str | Path | Plan, out: Path, source: ModelSource | None = No
     for count, experiment in enumerate(whole.experiments, 1):
         say(f"[{count}/{steps}] {experiment.name}: {experiment.about.partition(': ')[2] or experiment.about}")
         so_far = replace(whole, experiments=whole.experiments[:count])
-        result = run(so_far, out, source=source, tell=count == steps, doctor="quick" if told else "off")
+        result = run(so_far, out, source=source, tell=count == steps, doctor="quick" if told else "off", regroup=True)
         frame = load([out])
         claims = decided(verdicts(frame), told)
         for claim in claims:

@@ -174,6 +174,10 @@ class KeptModels(DiskModels):
         super().__init__(memory_bytes, more_versions=more_versions)
         self._infos: dict[Model, ModelInfo] = {}
         self._loaded: dict[Model, LoadedModel] = {}
+        self.samples: dict[Any, Any] = {}  # those of all plans that were expanded: see `trials.expand_all`
+
+    def anatomy(self, model: Model) -> Anatomy | None:
+        return self._infos[model].anatomy if model in self._infos else super().anatomy(model)
 
     def look(self, model: Model) -> ModelInfo:
         if model not in self._infos:

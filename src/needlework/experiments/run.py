@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
@@ -54,6 +54,7 @@ def run(
     source: ModelSource | None = None,
     doctor: Doctor = "quick",
     cluster: Cluster | None = None,
+    regroup: bool = False,
 ) -> Result:
     """Run a plan and store its results in a directory, or run the trials that an earlier run did not finish.
 
@@ -71,7 +72,9 @@ def run(
         tell: Print at the end what was skipped or failed.
         source: Provider of models that come neither from disk nor from the hub.
         doctor: Checks of each model when it is loaded, recorded in the store: "quick" (seconds), "full" or "off".
-        cluster: Ray cluster whose workers load the models (docs/scale.md). The stored rows are the same.
+        cluster: Ray cluster whose workers load the models. The stored rows are the same.
+        regroup: Make batches of the missing trials alone, for a plan that grows step by step. Otherwise a batch with a missing
+            trial is executed as a whole, so that all numbers are those of a run that was never stopped.
 
     Raises:
         NeedleworkError: Bad input. All models are inspected and all trials expanded before anything is written.
@@ -88,7 +91,7 @@ def run(
         store = Store(folder, create=True)
         try:
             scope = record_provenance(store, asked, works, retry_failed)
-            runs = [_ModelRun(store, work, doctor) for work in works]
+            runs = [_ModelRun(store, work, doctor, regroup) for work in works]
             if again := sum(one.reuse() for one in runs):
                 say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
             if any(trial.task.scoring for work in works for trial in work.trials):  # all but those that lm-eval scores
@@ -138,8 +141,8 @@ class _TrialBatch(Batch):
 class _ModelRun:
     """The run of all trials of one model."""
 
-    def __init__(self, store: Store, work: Work, doctor: Doctor) -> None:
-        self.store, self.work, self.doctor = store, work, doctor
+    def __init__(self, store: Store, work: Work, doctor: Doctor, regroup: bool) -> None:
+        self.store, self.work, self.doctor, self.regroup = store, work, doctor, regroup
         self.model = work.model.name
         self.trials = work.by_id()
         done = store.done()
@@ -151,7 +154,9 @@ class _ModelRun:
     def run(self, source: ModelSource, open_executor: OpenExecutor, tracker: Tracker) -> None:
         """Load the model if anything is missing; check it, rank heads, run pending chunks and recordings."""
         unfinished = {name for name, same in self.trials.items() if any(trial.key not in self.done for trial in same)}
-        pending = [chunk for chunk in chunked(self.work) if any(trial.id in unfinished for trial in chunk)]
+        missing = [trial for trial in self.work.trials if trial.id in unfinished]
+        chunks = chunked(replace(self.work, trials=missing) if self.regroup else self.work)
+        pending = [chunk for chunk in chunks if any(trial.id in unfinished for trial in chunk)]
         recorded = self.store.observed()
         recordings = [r for r in self.work.recordings if (r.experiment, self.model, r.task) not in recorded]
         if not pending and not recordings:

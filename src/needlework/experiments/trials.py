@@ -13,7 +13,7 @@ from typing import Any
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.experiments.models import DiskModels, ModelInfo, ModelSource, model_sizes
+from needlework.experiments.models import DiskModels, KeptModels, ModelInfo, ModelSource, model_sizes
 from needlework.experiments.plan import Experiment, InterventionText, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
 from needlework.interventions.acts import Phase
@@ -27,6 +27,8 @@ from needlework.tasks.base import Item, Mode
 
 NO_RANKINGS: Mapping[Recorded, Ranking] = MappingProxyType({})
 RowKey = tuple[str, str, str]  # experiment, task, trial id: identifies a row of one model
+SampleKey = tuple[str, int | None, int | None, str, str, int]  # tokenizer, window, most tokens, kind and fields of the task, seed
+MadeSample = tuple[Item, str, str]  # with its hash, and the hash of what generation reads of it
 
 
 @dataclass(frozen=True)
@@ -153,20 +155,25 @@ def expand_all(plan: Plan, source: ModelSource) -> list[Work]:
     """Return the trials of each model of a plan. Nothing is loaded or written.
 
     Interventions that a model cannot have are refused from the configurations of all models, before the weights of any are
-    downloaded or hashed.
+    downloaded or hashed. Models with the same tokenizer share samples, and so do the calls of one KeptModels.
     """
+    made = source.samples if isinstance(source, KeptModels) else {}
     for model in plan.models.values():
         if isinstance(source, DiskModels) and (anatomy := source.anatomy(model)):
             for experiment in plan.experiments:
                 if model.name in experiment.models:
                     applicable(experiment, model.name, anatomy)
-    return [expand(plan, source.look(model)) for model in plan.models.values()]
+    return [expand(plan, source.look(model), made) for model in plan.models.values()]
 
 
 # [walk 2] docs/architecture.md
-def expand(plan: Plan, model: ModelInfo) -> Work:
-    """Return all trials of one model, in the order of the plan; raise PlanError for requests that are invalid."""
-    expander = _Expander(Work(model), plan.rankings)
+def expand(plan: Plan, model: ModelInfo, made: dict[SampleKey, list[MadeSample]] | None = None) -> Work:
+    """Return all trials of one model, in the order of the plan; raise PlanError for requests that are invalid.
+
+    Args:
+        made: Samples that were made before; those that are made are added.
+    """
+    expander = _Expander(Work(model), plan.rankings, {} if made is None else made)
     for experiment in plan.experiments:
         if model.name in experiment.models:
             expander.add(experiment)
@@ -211,8 +218,8 @@ def applicable(
 class _Expander:
     """Expansion of a plan's experiments for one model; samples are generated once per task and seed."""
 
-    def __init__(self, work: Work, sources: Mapping[str, RankingSource]) -> None:
-        self.work, self.model, self.sources = work, work.model, sources
+    def __init__(self, work: Work, sources: Mapping[str, RankingSource], made: dict[SampleKey, list[MadeSample]]) -> None:
+        self.work, self.model, self.sources, self.made = work, work.model, sources, made
         self._counts = Counter[str]()
         self._samples_of: dict[tuple[str, str, int], list[tuple[Item, str]]] = {}
         self._prompt_ids: dict[str, str] = {}  # generate: digest without options -> id of the first such sample
@@ -325,19 +332,28 @@ class _Expander:
         """
         key = (named.task.kind, named.task.model_dump_json(), seed)
         if key not in self._samples_of:
-            anatomy, samples = self.model.anatomy, []
-            try:
-                for item in named.task.items(self.model.tokenizer, seed, anatomy.window, anatomy.max_tokens):
-                    prompt_id = item.digest or item_digest(item)
-                    if named.task.mode == "generate" and not item.digest:
-                        prompt_id = self._prompt_ids.setdefault(item_digest(item, with_options=False), prompt_id)
-                    samples.append((item, prompt_id))
-                    if len(samples) > MOST_SAMPLES:
-                        raise NeedleworkError(f"it makes more than {MOST_SAMPLES:,} samples of a seed; take fewer")
-            except NeedleworkError as error:
-                raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
+            samples = []
+            for item, prompt_id, read in self._make(named, seed):
+                samples.append((item, self._prompt_ids.setdefault(read, prompt_id) if read else prompt_id))
             self._samples_of[key] = samples
         return self._samples_of[key]
+
+    def _make(self, named: NamedTask, seed: int) -> list[MadeSample]:
+        """Return the samples of a task and seed, each with its hash, and that without options if generation reads none."""
+        anatomy, task, samples = self.model.anatomy, named.task, list[MadeSample]()
+        key = (self.model.tokenizer_hash, anatomy.window, anatomy.max_tokens, task.kind, task.model_dump_json(), seed)
+        if key in self.made:
+            return self.made[key]
+        try:
+            for item in task.items(self.model.tokenizer, seed, anatomy.window, anatomy.max_tokens):
+                read = "" if task.mode != "generate" or item.digest else item_digest(item, with_options=False)
+                samples.append((item, item.digest or item_digest(item), read))
+                if len(samples) > MOST_SAMPLES:
+                    raise NeedleworkError(f"it makes more than {MOST_SAMPLES:,} samples of a seed; take fewer")
+        except NeedleworkError as error:
+            raise named.error(f"task {named.name!r} for {self.model.name}: {error}") from None
+        self.made[key] = samples
+        return samples
 
     def _check(self, text: InterventionText, trial: Trial) -> None:
         """Check an intervention on the first sample of a task and seed, so that it fails before the run and not in it."""

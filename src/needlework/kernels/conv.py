@@ -115,7 +115,8 @@ def _token(x: Any, context: Any, row: int, t: int, low: int, high: int) -> Any:
 def _convolve(inputs: Any, row: int, t: int, low: int, high: int, out: Any) -> None:
     x, context, weight, bias = inputs
     taps = weight.shape[0]
-    out[:] = bias[0, low:high]
+    for c in range(out.size):  # a slice assignment would compile the message of a mismatch, which takes over a second
+        out[c] = bias[0, low + c]
     for tap in range(taps):
         _add_product(weight[tap, low:high], _token(x, context, row, t - taps + 1 + tap, low, high), out)
 
