@@ -67,7 +67,7 @@ def fail_first_join(monkeypatch: pytest.MonkeyPatch) -> list[str]:
                 raise torch.OutOfMemoryError("CUDA out of memory")
             return Memory.join(memories)
 
-    monkeypatch.setattr("needlework.engine.decode.Memory", Full)
+    monkeypatch.setattr("needlework.engine.engine.Memory", Full)
     return failed
 
 

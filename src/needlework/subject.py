@@ -13,13 +13,12 @@ import torch
 from torch import Tensor
 
 from needlework.anatomy import Anatomy
-from needlework.engine.decode import logits
-from needlework.engine.engine import Engine
+from needlework.engine.engine import Engine, feed_tokens
 from needlework.errors import NeedleworkError, check_plain
 from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention, as_intervention
 from needlework.model.hooked_model import HookedModel, Kernels
-from needlework.requests import Answer, Request, stop_tokens
+from needlework.requests import Answer, Request, prepare, stop_tokens
 from needlework.zoo import resolve
 
 if TYPE_CHECKING:
@@ -113,8 +112,44 @@ class Subject:
                 `prompt_tokens` and `spans` do not count it.
             boundary: The phase that processes the last prompt token.
         """
-        act = as_intervention(intervention)
-        return logits(self.body, input_ids, act, prompt_tokens, attention_mask, spans or {}, boundary)
+        body, act = self.body, as_intervention(intervention)
+        ids = torch.as_tensor(input_ids, device=body.device)
+        if ids.dim() != 2 or ids.shape[1] == 0 or ids.is_floating_point():
+            shape = f"{tuple(ids.shape)} of {ids.dtype}"
+            raise NeedleworkError(f"input_ids must be [rows, tokens] of whole numbers with at least one token, got {shape}")
+        if attention_mask is not None:
+            # Each row runs alone, without its left padding, so that padding cannot change its logits.
+            mask = attention_mask.to(ids.device).bool()
+            if mask.shape != ids.shape or not bool((mask.int().diff(dim=1) >= 0).all()) or not bool(mask[:, -1].all()):
+                raise NeedleworkError(
+                    "attention_mask must have the shape of input_ids and mark left padding only (0 ... 0 1 ... 1)"
+                )
+            shortest = int(mask.sum(1).min())
+            if prompt_tokens is not None and prompt_tokens > shortest:
+                raise NeedleworkError(
+                    f"prompt_tokens={prompt_tokens} counts without padding, the shortest row has {shortest} tokens"
+                )
+            out = torch.zeros(*ids.shape, body.anatomy.vocabulary, device=ids.device)
+            for r, pads in enumerate((~mask).sum(1).tolist()):
+                row = ids[r : r + 1, pads:]
+                out[r, pads:] = self.logits(row, act, prompt_tokens=prompt_tokens, spans=spans, boundary=boundary)[0]
+            return out
+        count = ids.shape[1] if prompt_tokens is None else prompt_tokens
+        if not 1 <= count <= ids.shape[1]:
+            raise NeedleworkError(f"prompt_tokens={count} must lie between 1 and the {ids.shape[1]} tokens given")
+        if prompt_tokens is None:
+            boundary = "prefill"  # nothing is decoded
+        body.check_length(ids.shape[1])
+        steps = ids.shape[1] - count + 1
+        asked = [Request(tuple(row[:count]), act, steps, spans=spans or {}, boundary=boundary) for row in ids.tolist()]
+        items = [prepare(request, body.anatomy) for request in asked]
+        body.check_rankings(act)
+        if items[0].twins:
+            raise NeedleworkError("logits() does not swap memory; use generate(..., twins=[...])")
+        with body.session():
+            if body.observer is not None:
+                body.observer.begin(asked, body.device)
+            return feed_tokens(body, items, ids, "all")
 
     def choices(
         self,

@@ -23,7 +23,7 @@ from needlework.checks import Checkup
 from needlework.checks import doctor as doctor_module
 from needlework.checks.case import Case
 from needlework.cli import app
-from needlework.engine import decode, engine
+from needlework.engine import engine
 from needlework.model import attention
 from needlework.model.families import Family
 from needlework.model.memory import Memory
@@ -253,14 +253,13 @@ def test_rows_that_read_another_prompts_memory(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_answers_that_are_not_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = decode.choose
+    choose = engine.choose
 
     def second(logits: Any, tracks: Any) -> Any:
         if not any(track.prepared.request.forced for track in tracks):
             logits = logits.scatter(1, logits.argmax(-1, keepdim=True), -1e4)
         return choose(logits, tracks)
 
-    monkeypatch.setattr(decode, "choose", second)
     monkeypatch.setattr(engine, "choose", second)
     assert failed(llama(), "idle is stock", "decode", "forks", "greedy") == {"greedy"}
 

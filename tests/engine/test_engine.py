@@ -242,7 +242,7 @@ def test_receipts_stay_with_their_prompts_when_these_start_from_different_stems(
 
 def test_the_share_of_the_work_grows_between_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """All answers of a batch may end together: how far it is must be seen before."""
-    from needlework.engine.decode import Decoder
+    from needlework.engine.engine import Decoder
 
     subject = cases.subject("recurrent_gemma")
     shares: list[float] = []

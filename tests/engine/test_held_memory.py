@@ -10,8 +10,7 @@ import torch
 
 import cases
 import needlework as nw
-from needlework.engine.decode import Decoder
-from needlework.engine.engine import Engine
+from needlework.engine.engine import Decoder, Engine
 from needlework.kernels import block_attention
 from needlework.model import attention
 from needlework.model.hooked_model import HookedModel

@@ -108,29 +108,20 @@ class Prefiller:
             starts = [(prefill, prefix) for prefill, prefix in zip(alike.values(), prefixes, strict=True) if prefix]
             if _saved(prefixes) and all(fits(prefill, _chain(prefix)) for prefill, prefix in starts):
                 prefixes_of[acts] = prefixes
-        while better := self._best_to_share(whole, prefixes_of, by_acts):  # removed ones no longer share layers with the rest
-            for key, prefix in zip(by_acts[better], prefixes_of.pop(better), strict=True):
-                del whole[key]
+        while prefixes_of:  # the acts whose prefills gain most from shared prefixes over shared layers come first
+            deep = self._share_layers(list(whole.values()))
+            shares = {key: deep.get(i, 0.0) for i, key in enumerate(whole)}
+            gains = {
+                acts: _saved(prefixes) - sum(len(prefill.tokens) * shares[key] for key, prefill in by_acts[acts].items())
+                for acts, prefixes in prefixes_of.items()
+            }
+            best = max(gains, key=lambda acts: gains[acts])
+            if gains[best] <= 0:
+                return
+            for key, prefix in zip(by_acts[best], prefixes_of.pop(best), strict=True):
+                del whole[key]  # it no longer shares layers with the rest
                 if prefix is not None:
                     self._prefixes[key] = prefix
-
-    def _best_to_share(
-        self,
-        whole: Mapping[tuple[object, ...], Prefill],
-        prefixes_of: Mapping[tuple[object, ...], list[SharedPrefix | None]],
-        by_acts: Mapping[tuple[object, ...], Mapping[tuple[object, ...], Prefill]],
-    ) -> tuple[object, ...] | None:
-        """Return the acts whose prefills gain most from shared prefixes over shared layers; None if no group gains."""
-        if not prefixes_of:
-            return None
-        deep = self._share_layers(list(whole.values()))
-        shares = {key: deep.get(i, 0.0) for i, key in enumerate(whole)}
-        gains = {
-            acts: _saved(prefixes) - sum(len(prefill.tokens) * shares[key] for key, prefill in by_acts[acts].items())
-            for acts, prefixes in prefixes_of.items()
-        }
-        best = max(gains, key=lambda acts: gains[acts])
-        return best if gains[best] > 0 else None
 
     def _share_layers(self, prefills: Sequence[Prefill]) -> dict[int, float]:
         """Return the share of compute that shared layers save, for each prefill that uses them."""
