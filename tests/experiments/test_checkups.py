@@ -13,7 +13,7 @@ import needlework as nw
 from needlework.analysis.reader import load
 from needlework.checks import Check, Checkup
 from needlework.experiments import provenance
-from needlework.reports.page import build
+from needlework.reports.page import report
 from needlework.reports.tables import models
 from needlework.results import Store
 
@@ -104,7 +104,7 @@ def test_a_law_that_fails_is_said_and_stands_in_the_report(
     shown = models(frame)
     header, rows = shown.columns, shown.rows
     assert rows[0][header.index("doctor")] == "FAILED: window (quick, 2026-01-02, needlework 0.9)"
-    page = build([out], tmp_path / "report", pictures=False).read_text()
+    page = report([out], tmp_path / "report", pictures=False).read_text()
     assert "FAILED: window (quick, 2026-01-02, needlework 0.9)" in page
 
 

@@ -14,8 +14,7 @@ from parts import parts_of
 import needlework as nw
 from needlework.play.export import export
 from needlework.play.playground import Playground
-from needlework.play.state import text_of
-from needlework.play.stories import stories
+from needlework.play.state import stories, text_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.serial]
 

@@ -11,8 +11,7 @@ import needlework as nw
 from needlework import zoo
 from needlework.measure import make_samples
 from needlework.play.playground import Playground
-from needlework.play.state import PromptState, RequestState
-from needlework.play.stories import stories
+from needlework.play.state import PromptState, RequestState, stories
 from needlework.tasks import make_task
 
 TEXTS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from needlework.reports import build
+from needlework.reports import report
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +19,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a model that answers with markup."""
     folder = synthetic.write(tmp_path_factory.mktemp("runs") / "hostile", ("tiny-griffin",), per_cell=1, hostile=True)
-    return build([folder], pictures=False)
+    return report([folder], pictures=False)
 
 
 @pytest.fixture(scope="session")
 def page(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build([run], tmp_path_factory.mktemp("pages"), pictures=False)
+    return report([run], tmp_path_factory.mktemp("pages"), pictures=False)

@@ -11,7 +11,7 @@ import pytest
 from needlework.analysis.frame import Frame
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import Verdict, Word, verdicts
-from needlework.reports.conclusion import conclusions, headline
+from needlework.reports.page import conclusions, headline
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from needlework.analysis.reader import load
-from needlework.reports import build, summary
+from needlework.reports import report, summary
 from needlework.results import Store
 from needlework.terminal import LONGEST_NAME, display_name
 
@@ -55,7 +55,7 @@ def named(few: Path, directory: Path, name: str) -> Path:
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_any_name_is_shown_and_breaks_nothing(few: Path, tmp_path: Path, kind: str) -> None:
     run = named(few, tmp_path / "run", HOSTILE[kind])
-    page = build([run], pictures=kind in ("mathtext", "dollar", "other script"))
+    page = report([run], pictures=kind in ("mathtext", "dollar", "other script"))
     text = page.read_text(encoding="utf-8")
     assert page.stat().st_size < 4_000_000
     label = display_name(HOSTILE[kind])
@@ -75,7 +75,7 @@ def test_bytes_that_are_no_text_do_not_hide_a_run(few: Path, tmp_path: Path) -> 
     store.db.execute("UPDATE trials SET output = CAST(X'ff41' AS TEXT), task = CAST(task || X'ff' AS TEXT)")
     store.close()
     assert len(load([run]).data) == whole
-    assert "�" in build([run], pictures=False).read_text(encoding="utf-8")
+    assert "�" in report([run], pictures=False).read_text(encoding="utf-8")
 
 
 @given(st.text(alphabet=st.characters(), max_size=300))

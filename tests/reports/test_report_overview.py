@@ -14,7 +14,7 @@ from matplotlib.patches import Circle, Rectangle
 from needlework.analysis.frame import Frame, made_of
 from needlework.analysis.reader import StoredModel, families, in_order, load
 from needlework.analysis.verdicts import VerdictPoint, verdicts
-from needlework.reports import build, picture_files, svg
+from needlework.reports import picture_files, report, svg
 from needlework.reports.browser import Browser
 from needlework.reports.figures import make_figure
 from needlework.reports.page import _environment
@@ -182,7 +182,7 @@ def test_families_are_of_one_name_or_of_one_anatomy() -> None:
 
 
 def test_the_plans_name_stands_on_top_and_what_it_is_about_is_folded(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    text = build(list(pair), tmp_path, pictures=False).read_text(encoding="utf-8")
+    text = report(list(pair), tmp_path, pictures=False).read_text(encoding="utf-8")
     head, rest = text.split("<nav")
     assert "needlework report · again" in head
     assert "The same &lt;once&gt; more." not in head

@@ -19,7 +19,7 @@ from rich.console import Console
 from needlework.analysis.verdicts import RULES
 from needlework.errors import NeedleworkError
 from needlework.experiments import plan as plans
-from needlework.reports import build, summary
+from needlework.reports import report, summary
 from needlework.reports.figures import FIGURES
 from needlework.reports.page import PAPER, script_json
 from needlework.reports.svg import PLAN_OF_CLAIM
@@ -100,7 +100,7 @@ def test_model_names_are_text(tmp_path: Path) -> None:
     store.db.execute("UPDATE trials SET model = ?", (bad,))
     store.set_meta("models", {bad: store.meta("models")["tiny-mamba"]})
     store.close()
-    text = build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    text = report([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert "<b>m</b>" not in text
     assert "&lt;b&gt;m&lt;/b&gt;{{data}}&#34;" in text
 
@@ -118,7 +118,7 @@ def test_no_block_only_says_that_something_was_not_run(tmp_path: Path) -> None:
     store = Store(tmp_path / "m")
     store.db.execute("DELETE FROM trials WHERE intervention LIKE '%expose%' OR intervention LIKE '%swap%'")
     store.close()
-    text = build([tmp_path / "m"], pictures=False).read_text(encoding="utf-8")
+    text = report([tmp_path / "m"], pictures=False).read_text(encoding="utf-8")
     assert "This was not run" not in text
     assert '<section id="exposure">' not in text
     assert '<section id="layouts">' in text
@@ -138,24 +138,24 @@ def test_two_runs_side_by_side(tmp_path: Path, run: Path) -> None:
     store = Store(other)
     store.set_meta("models", {"tiny-jamba": {"anatomy": synthetic.anatomy("tiny-jamba"), "weights": "retrained"}})
     store.close()
-    path = build([run, other], tmp_path / "both", pictures=False)
+    path = report([run, other], tmp_path / "both", pictures=False)
     assert path == tmp_path / "both" / "report.html"
     assert "tiny-jamba (second)" in path.read_text(encoding="utf-8")
 
 
 def test_the_same_run_gives_the_same_page(run: Path, page: Path, tmp_path: Path) -> None:
-    assert build([run], tmp_path, pictures=False).read_bytes() == page.read_bytes()
+    assert report([run], tmp_path, pictures=False).read_bytes() == page.read_bytes()
 
 
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NeedleworkError, match="holds no run"):
-        build([tmp_path])
+        report([tmp_path])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_pictures_of_every_figure(tmp_path: Path) -> None:
     synthetic.write(tmp_path, ("tiny-mamba",), per_cell=1)
-    build([tmp_path])
+    report([tmp_path])
     names = {path.name for path in (tmp_path / "figures").iterdir()}
     assert {"needles.png", "needles.svg", "layouts.png", "layouts.svg"} <= names
     assert (tmp_path / "figures" / "needles.png").read_bytes()[:4] == b"\x89PNG"
@@ -164,7 +164,7 @@ def test_pictures_of_every_figure(tmp_path: Path) -> None:
 @pytest.mark.parametrize("ending", [".html", ".png", ".svg"])
 def test_a_full_disk_leaves_the_report_of_before(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.write(tmp_path, ("tiny-mamba",), per_cell=1)
-    build([tmp_path])
+    report([tmp_path])
     before = {path: path.read_bytes() for path in tmp_path.rglob("*.*") if path.suffix in (".html", ".png", ".svg")}
     real = io.open
 
@@ -178,7 +178,7 @@ def test_a_full_disk_leaves_the_report_of_before(tmp_path: Path, ending: str, mo
     monkeypatch.setattr(io, "open", full)
     monkeypatch.setattr(builtins, "open", full)
     with pytest.raises(NeedleworkError, match=r"cannot write the report .*No space left"):
-        build([tmp_path])
+        report([tmp_path])
     assert before == {path: path.read_bytes() for path in before}
     assert [path for path in tmp_path.rglob("*") if path.name.endswith(".half")] == []
 
@@ -202,13 +202,13 @@ def test_the_summary_cuts_neither_a_name_nor_a_verdict(run: Path) -> None:
 
 
 def test_a_report_needs_no_torch(run: Path, tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from needlework.reports import build;"
-    code += f"build([Path({str(run)!r})], Path({str(tmp_path)!r}), pictures=False); sys.exit('torch' in sys.modules)"
+    code = "import sys; from pathlib import Path; from needlework.reports import report;"
+    code += f"report([Path({str(run)!r})], Path({str(tmp_path)!r}), pictures=False); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_playground_beside_the_report_is_linked(run: Path, tmp_path: Path) -> None:
     link = '<a href="play.html">Playground</a>'
-    assert link not in build([run], tmp_path, pictures=False).read_text(encoding="utf-8")
+    assert link not in report([run], tmp_path, pictures=False).read_text(encoding="utf-8")
     (tmp_path / "play.html").write_text("")
-    assert link in build([run], tmp_path, pictures=False).read_text(encoding="utf-8")
+    assert link in report([run], tmp_path, pictures=False).read_text(encoding="utf-8")

@@ -18,7 +18,7 @@ from needlework.analysis.frame import ALL, Frame, Pick
 from needlework.analysis.model_trials import ModelTrials, by_boundary
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import Verdict, verdicts
-from needlework.reports import build, summary
+from needlework.reports import report, summary
 from needlework.reports.browser import Browser
 from needlework.reports.figures import FIGURES, make_figure
 from needlework.reports.tables import other_tasks, scores
@@ -123,7 +123,7 @@ def test_a_task_of_no_known_ability_is_shown_apart_and_judged_by_no_rule(tmp_pat
         ["niah-like", OFF, "20 % [5.7, 51], n = 10"],
     ]
     assert scores(frame).rows == []
-    assert "<h3>Other tasks</h3>" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert "<h3>Other tasks</h3>" in report([tmp_path], pictures=False).read_text(encoding="utf-8")
 
 
 def test_an_own_retrieval_task_stands_in_where_no_needle_was_asked(tmp_path: Path) -> None:
@@ -237,7 +237,7 @@ def test_what_no_figure_places_is_listed_by_its_text(tmp_path: Path) -> None:
     store(tmp_path, [*rows(80, 80), *rows(20, 80, text)])
     frame = load([tmp_path])
     assert [line[1:3] for line in scores(frame, lambda trials: trials.unplaced).rows] == [[text, "25 % [16.8, 35.5], n = 80"]]
-    assert "Retrieval under other interventions" in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert "Retrieval under other interventions" in report([tmp_path], pictures=False).read_text(encoding="utf-8")
 
 
 # B (d). Which model.
@@ -315,10 +315,10 @@ def test_stores_of_unlike_semantics_are_not_put_side_by_side(tmp_path: Path, cap
     changed.close()
     with pytest.raises(NeedleworkError, match=r"old: 1, .*new: 2.*report them one by one"):
         load([old, new])
-    text = build([old], pictures=False).read_text(encoding="utf-8")
+    text = report([old], pictures=False).read_text(encoding="utf-8")
     assert "is of semantics version 1, this needlework of version 2" in text
     assert "is of semantics version 1" in capsys.readouterr().err
-    build([new], pictures=False)
+    report([new], pictures=False)
     assert capsys.readouterr().err == ""
 
 
@@ -340,7 +340,7 @@ def test_rows_that_the_plan_no_longer_asks_for_are_left_out_and_said(tmp_path: P
     of_model = ModelTrials(frame, MODEL)
     assert of_model.accuracy(of_model.retrieval("none")) == wilson(1, 10)
     words = "37 rows of an earlier version of the plan are left out."
-    assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert words in report([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert words in _said(tmp_path)
 
 
@@ -352,7 +352,7 @@ def test_a_limit_that_hid_nothing_is_left_out_and_said(tmp_path: Path) -> None:
     frame = load([store(tmp_path, [*rows(80, 80), *trials])])
     assert collect(ModelTrials(frame, MODEL), "").context.limits == [(64, wilson(10, 50))]
     words = "30 trials are left out: their limit on context was wider than what there was to hide."
-    assert words in build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    assert words in report([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert words in _said(tmp_path)
 
 
@@ -361,7 +361,7 @@ def test_scores_of_an_older_version_are_said(tmp_path: Path, version: int | None
     changed = Store(store(tmp_path, list(rows(7, 10))))
     changed.set_meta("scores_version", version)
     changed.close()
-    text = build([tmp_path], pictures=False).read_text(encoding="utf-8")
+    text = report([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert f"scores of an older version: needlework rescore {tmp_path}" in text
     assert "needlework rescore" in capsys.readouterr().err
     assert "scores of an older version" in _said(tmp_path)
@@ -469,7 +469,7 @@ def test_the_terminal_and_the_page_show_hops_by_phase(tmp_path: Path) -> None:
     directory = hops_run(tmp_path)
     text = _said(directory)
     assert re.search(r"no heads while reading +98.8\s%\sn=80 +10\s%\sn=80 +5\s%\sn=80", text)
-    page = build([directory], pictures=False).read_text()
+    page = report([directory], pictures=False).read_text()
     assert 'id="hops"' in page
     assert "no heads while reading: two hops" in page
 

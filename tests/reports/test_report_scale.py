@@ -13,9 +13,9 @@ import synthetic
 BUILD = """
 import json, resource, sys, time
 from pathlib import Path
-from needlework.reports import build
+from needlework.reports import report
 start, clock = time.process_time(), time.monotonic()
-path = build([Path(sys.argv[1])])
+path = report([Path(sys.argv[1])])
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 measured = {"seconds": time.process_time() - start, "wall": time.monotonic() - clock, "peak": peak}
 print(json.dumps({**measured, "size": path.stat().st_size}))

@@ -102,11 +102,6 @@ def none_of(line: float) -> int:
     return needed(lambda n: float(wilson(0, n).high <= line))
 
 
-def nothing_left(line: float) -> Needs:
-    """Return the n needed to bound a share that is truly 0 by `line`."""
-    return Needs("truth is 0 %", lambda _: none_of(line))
-
-
 def most(line: float) -> Needs:
     """Return the n needed for a lower bound of a share of at least `line` if the true share is 90 %."""
 
@@ -115,7 +110,3 @@ def most(line: float) -> Needs:
         return 1 - _at_most(least - 1, n, TRULY_MOST)
 
     return Needs(f"truth is {percent(TRULY_MOST)}", lambda _: needed(power))
-
-
-def not_computed() -> Needs:
-    return Needs("not computed: it depends on four shares", lambda _: 0)

@@ -18,7 +18,6 @@ from needlework.analysis.evidence import KEPT, Evidence, Silenced, collect, help
 from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import by_boundary
 from needlework.stats import NOTHING, Estimate, percent
-from needlework.tables import Table
 
 RULES_VERSION = 2
 BASELINE = 0.80  # claims are testable if the lower bound of baseline retrieval is at least this
@@ -353,7 +352,7 @@ RULES: tuple[Rule, ...] = (
         "Attention must see the needle while answering.",
         f"needle omitted in decode: upper bound of retrieval at most {percent(LOST)}. Beside it: the retained share with"
         " the needle omitted in prefill only",
-        power.nothing_left(LOST),
+        power.Needs("truth is 0 %", lambda _: power.none_of(LOST)),
         judge_exposure,
     ),
     Rule(
@@ -374,7 +373,7 @@ RULES: tuple[Rule, ...] = (
         "Attention serves retrieval, the recurrent side serves knowledge.",
         "interaction of (attention off, recurrent off) x (retrieval, knowledge), on chance-corrected retained shares: the"
         " interval lies above 0",
-        power.not_computed(),
+        power.Needs("not computed: it depends on four shares", lambda _: 0),
         judge_dissociation,
         ("attention", "recurrent"),
     ),
@@ -449,13 +448,3 @@ def verdicts(frame: Frame) -> list[Verdict]:
         by_claim = zip(*(judge(collect(trials, helps)) for trials in by_boundary(frame, model)), strict=True)
         chosen += [next((v for v in of_claim if v.estimate.n), of_claim[0]) for of_claim in by_claim]
     return chosen
-
-
-def markdown() -> str:
-    """Return the table of rules in docs/method.md."""
-    testable = f"untouched retrieval, of the very tasks that the claim is judged by: lower bound at least {percent(BASELINE)}"
-    table = Table(["rule", "claim", "supported when", "samples"], [["", "testable at all", testable, ""]])
-    for rule in RULES:
-        title = f"{rule.title}: {rule.says[:1].lower()}{rule.says[1:].rstrip('.')}"
-        table.add_row(str(rule.number), title, rule.rule, rule.needs.text())
-    return f"{RULES_NOTE}\n\n{table.to_markdown()}\n"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,22 @@ import numpy as np
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
 from needlework.files import atomic_write
-from needlework.measure import Progress, no_progress
-from needlework.play.browser_model import browser_model
+from needlework.measure import Progress, no_progress, require_tokenizer
 from needlework.play.page import exported_page
-from needlework.play.playground import DEPTHS, DRAWS, Looks, Playground
+from needlework.play.playground import Playground
 from needlework.play.state import PromptState, RequestState, intervention_of, text_of
+from needlework.requests import stop_tokens
+from needlework.subject import Subject
+from needlework.tasks.toy import STOP, is_toy
 
 MOST_BYTES = 8 * 2**20  # of an exported page
 RECORDED_DEPTH, RECORDED_DRAWS = 50, 3
 SEEDS = 3  # of random heads
 LIMITS = (4, 8, 16, 32, 64)
 SITES = ("memory", "conv", "state", "block")
+FAMILY = "recurrent_gemma"
+ACTIVATION = "gelu_pytorch_tanh"
+MOST_PARAMETERS = 1_300_000  # base64 of their float32 bytes leaves room for the rest of a page of 8 MiB
 Parts = list[dict[str, Any]]
 
 
@@ -41,8 +47,28 @@ def export(playground: Playground, path: Path, report: str = "", progress: Progr
     Raises:
         NeedleworkError: The page would be larger than MOST_BYTES.
     """
-    held = _browser_data(playground) or _recorded_data(playground, progress)
-    data, weights = held
+    try:
+        rankings = {name: playground.ranking(name) for name in playground.describe()["rankings"]}
+    except NeedleworkError:
+        rankings = {}  # the model finds too few needles to rank heads on
+    description, header, weights = playground.describe(), None, None
+    if refusal(playground.subject):
+        draws = {"lengths": [playground.first_draw["length"]], "depths": [RECORDED_DEPTH], "draws": RECORDED_DRAWS}
+        description |= {"provider": "recorded", "rankings": list(rankings), "draws": description["draws"] | draws}
+    else:
+        description["provider"] = "browser"
+        header, weights = browser_model(playground.subject)
+    draws = description["draws"]
+    places = product(draws["lengths"], draws["depths"], range(draws["draws"]))
+    samples = {f"{length}/{depth}/{seed}": playground.sample(length, depth, seed) for length, depth, seed in places}
+    data: dict[str, Any] = {
+        "description": description,
+        "stories": playground.stories(),
+        "samples": {name: prompt.model_dump(mode="json") for name, prompt in samples.items()},
+        "rankings": rankings,
+        "recorded": None if header else _recorded(playground, samples, rankings, progress),
+        "browser": header,
+    }
     page = exported_page(playground.name, data, weights, report).encode()
     if len(page) > MOST_BYTES and data["recorded"]:  # attention is most of it
         data["recorded"]["attention"] = {}
@@ -89,6 +115,10 @@ def recorded_states(playground: Playground, rankings: dict[str, list[list[int]]]
     """Return the parts of all states that are recorded of a model, by distinct text."""
     anatomy = playground.anatomy
     told = [story["parts"] for story in playground.stories() if not story["missing"]]
+    sides = {
+        "ablate_attention": [layer.index for layer in anatomy.attention_layers],
+        "ablate_recurrent": [layer.index for layer in anatomy.recurrent_layers],
+    }
     found: dict[str, Parts] = {}
     for parts in [*told, *each_state(anatomy, rankings, playground.describe()["scores"])]:
         intervention = intervention_of(parts)
@@ -96,35 +126,20 @@ def recorded_states(playground: Playground, rankings: dict[str, list[list[int]]]
             intervention.check(anatomy)
         except NeedleworkError:
             continue  # the model has no such part
-        found[_written(parts, anatomy)] = parts
+        for part in parts:  # as the page writes them: without layers where they are all of their side
+            if part.get("layers") == sides.get(part["name"], ()):
+                del part["layers"]
+        found[text_of(parts)] = parts
     return list(found.values())
 
 
-def _written(parts: Parts, anatomy: Anatomy) -> str:
-    """Return the text that the page writes for parts: layers are left out where they are all of their side."""
-    sides = {"ablate_attention": anatomy.attention_layers, "ablate_recurrent": anatomy.recurrent_layers}
-    for part in parts:
-        side = sides.get(part["name"])
-        if side is not None and part.get("layers") == [layer.index for layer in side]:
-            del part["layers"]
-    return text_of(parts)
-
-
-def _recorded_data(playground: Playground, progress: Progress) -> tuple[dict[str, Any], bytes | None]:
-    description = playground.describe()
-    rankings = _rankings(playground)
-    description["rankings"] = list(rankings)
-    length = playground.first_draw["length"]
-    samples = {
-        f"{length}/{RECORDED_DEPTH}/{seed}": playground.sample(length, RECORDED_DEPTH, seed) for seed in range(RECORDED_DRAWS)
-    }
-    description |= {
-        "provider": "recorded",
-        "draws": description["draws"] | {"lengths": [length], "depths": [RECORDED_DEPTH], "draws": RECORDED_DRAWS},
-    }
-    states = recorded_states(playground, rankings)
+def _recorded(
+    playground: Playground, samples: dict[str, PromptState], rankings: dict[str, list[list[int]]], progress: Progress
+) -> dict[str, Any]:
+    """Return the answers to all samples in all recorded states, and the attention of the stories, as recorded.js reads them."""
+    states, most = recorded_states(playground, rankings), playground.describe()["max_new_tokens"]
     asked = [
-        (name, RequestState(prompt=prompt, parts=tuple(parts), max_new_tokens=description["max_new_tokens"]))
+        (name, RequestState(prompt=prompt, parts=tuple(parts), max_new_tokens=most))
         for name, prompt in samples.items()
         for parts in states
         if prompt.twin or not any(part["name"] == "swap_memory" for part in parts)
@@ -135,19 +150,11 @@ def _recorded_data(playground: Playground, progress: Progress) -> tuple[dict[str
         prompts[name] = answer["prompt"]
         kept = {key: value for key, value in answer.items() if key not in ("prompt", "intervention")}
         answers[name][answer["intervention"]] = _rounded(kept)
-    data = {
-        "description": description,
-        "stories": playground.stories(),
-        "samples": _samples(samples),
-        "rankings": rankings,
-        "recorded": {"answers": answers, "prompts": prompts, "attention": _attention(playground, samples)},
-        "browser": None,
-    }
-    return data, None
+    return {"answers": answers, "prompts": prompts, "attention": _attention(playground, samples)}
 
 
 def _attention(playground: Playground, samples: dict[str, PromptState]) -> dict[str, Any]:
-    """Return the attention of the stories, as recorded.js reads it."""
+    """Return the attention of the stories, with one byte for each weight."""
     if not playground.anatomy.attention_layers:
         return {}
     found: dict[str, Any] = {}
@@ -155,55 +162,16 @@ def _attention(playground: Playground, samples: dict[str, PromptState]) -> dict[
         found[name] = {}
         for state in playground.tour(prompt):
             looks = playground.looks(state)
-            count = next(iter(looks.layers.values())).shape[0]
-            tokens = [_packed(looks, token) for token in range(count)]
+            tokens = []
+            for token in range(next(iter(looks.layers.values())).shape[0]):
+                keys, packed = looks.prompt_tokens + token, list[dict[str, Any]]()
+                for layer, weights in looks.layers.items():
+                    shares = np.round(weights[token, :, :keys].astype(float) * 255).astype(np.uint8)
+                    content = base64.b64encode(shares.tobytes()).decode()
+                    packed.append({"layer": layer, "heads": len(shares), "keys": keys, "bytes": content})
+                tokens.append(packed)
             found[name][text_of(list(state.parts))] = {"needle": looks.to_dict(0)["needle"], "tokens": tokens}
     return found
-
-
-def _packed(looks: Looks, token: int) -> list[dict[str, Any]]:
-    keys = looks.prompt_tokens + token
-    packed = []
-    for layer, weights in looks.layers.items():
-        shares = np.round(weights[token, :, :keys].astype(float) * 255).astype(np.uint8)
-        packed.append({"layer": layer, "heads": len(shares), "keys": keys, "bytes": base64.b64encode(shares.tobytes()).decode()})
-    return packed
-
-
-def _browser_data(playground: Playground) -> tuple[dict[str, Any], bytes | None] | None:
-    """Return the data of a page whose model runs in the browser; None if this model cannot."""
-    made = browser_model(playground.subject)
-    if made is None:
-        return None
-    description = playground.describe()
-    lengths = description["draws"]["lengths"]
-    samples = {
-        f"{length}/{depth}/{seed}": playground.sample(length, depth, seed)
-        for length in lengths
-        for depth in DEPTHS
-        for seed in range(DRAWS)
-    }
-    data = {
-        "description": {**description, "provider": "browser"},
-        "stories": playground.stories(),
-        "samples": _samples(samples),
-        "rankings": _rankings(playground),
-        "recorded": None,
-        "browser": made.header,
-    }
-    return data, made.weights
-
-
-def _rankings(playground: Playground) -> dict[str, list[list[int]]]:
-    """Return the rankings of the page; none where the model finds too few needles to rank heads on."""
-    try:
-        return {name: playground.ranking(name) for name in playground.describe()["rankings"]}
-    except NeedleworkError:
-        return {}
-
-
-def _samples(samples: dict[str, PromptState]) -> dict[str, Any]:
-    return {name: prompt.model_dump(mode="json") for name, prompt in samples.items()}
 
 
 def _rounded(value: Any) -> Any:
@@ -213,3 +181,70 @@ def _rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _rounded(item) for key, item in value.items()}
     return [_rounded(item) for item in value] if isinstance(value, list) else value
+
+
+def browser_model(subject: Subject) -> tuple[dict[str, Any], bytes]:
+    """Return a model as static/griffin.js reads it: its header as JSON values, and its weights as little-endian float32.
+
+    Rounded to fp16, the weights would change logits of tiny-griffin by up to 5e-3, more than the 2e-3 that the page's forward
+    pass has to keep; a second fp16 number for the remainder would take as many bytes as float32.
+    """
+    model, tokenizer = subject.model, require_tokenizer(subject)
+    tensors, parts, offset = [], [], 0
+    for name, parameter in model.model.named_parameters():
+        values = parameter.detach().float().cpu().numpy().astype("<f4")
+        tensors.append({"name": name, "shape": list(values.shape), "offset": offset})
+        parts.append(values.tobytes())
+        offset += values.nbytes
+    words = tokenizer.convert_ids_to_tokens(range(model.config.vocab_size))
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    header = {
+        "config": _config(model),
+        "tensors": tensors,
+        "vocabulary": words,
+        "special": sorted(tokenizer.all_special_ids),
+        "start": list(tokenizer("")["input_ids"]),
+        "stop": sorted(stop_tokens(eos, [words.index(STOP)])),
+    }
+    return header, b"".join(parts)
+
+
+def refusal(subject: Subject) -> str:
+    """Return why a model does not run in the browser; empty if it does."""
+    architecture, config = subject.anatomy.architecture, subject.model.config
+    if config.model_type != FAMILY:
+        return f"the page has a forward pass of RecurrentGemma in JavaScript, and none of {architecture}"
+    if subject.tokenizer is None or not is_toy(subject.tokenizer):
+        return "the page can tokenize the toy language only"
+    if subject.anatomy.parameters > MOST_PARAMETERS:
+        return f"{subject.anatomy.parameters:,} parameters are more than the {MOST_PARAMETERS:,} that fit into the page"
+    if config.hidden_activation != ACTIVATION or not config.tie_word_embeddings:
+        return f"the page's forward pass has {ACTIVATION} and tied embeddings only"
+    sizes = {name: tuple(parameter.shape) for name, parameter in subject.model.named_parameters()}
+    width = config.num_attention_heads * config.head_dim
+    if any(name.endswith("q_proj.weight") and shape[0] != width for name, shape in sizes.items()):
+        return "heads were pruned, and the page's forward pass has as many heads in every layer"
+    return ""
+
+
+def _config(model: Any) -> dict[str, Any]:
+    config = model.config
+    rope = config.rope_parameters
+    return {
+        "layers": ["attention" if kind == "sliding_attention" else "recurrent" for kind in config.layers_block_type],
+        "hidden": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "heads": config.num_attention_heads,
+        "kvHeads": config.num_key_value_heads,
+        "headDim": config.head_dim,
+        "rotary": int(config.head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "theta": rope["rope_theta"],
+        "attentionBias": config.attention_bias,
+        "window": config.attention_window_size,
+        "width": config.lru_width,
+        "blocks": config.num_attention_heads,
+        "taps": config.conv1d_width,
+        "epsilon": config.rms_norm_eps,
+        "softCap": config.logits_soft_cap,
+        "embeddingScale": float(model.model.normalizer),
+    }

@@ -21,8 +21,7 @@ from needlework.errors import NeedleworkError, short_repr
 from needlework.interventions.base import Intervention
 from needlework.measure import Progress, make_samples, no_progress, require_tokenizer, run_requests, task_ending
 from needlework.observation import PatternBlock, observe
-from needlework.play import stories
-from needlework.play.state import MOST_CHARACTERS, MOST_NEW_TOKENS, PromptState, RequestState
+from needlework.play.state import MOST_CHARACTERS, MOST_NEW_TOKENS, PromptState, RequestState, stories
 from needlework.requests import Answer, Request
 from needlework.subject import Subject
 from needlework.tasks.base import Item, Task, make_task
@@ -128,7 +127,7 @@ class Playground:
 
     def tour(self, prompt: PromptState) -> list[RequestState]:
         """Return the states of the tour that apply to the model and the prompt."""
-        parts = [tuple(story.parts) for story in stories.stories(self.anatomy) if not story.missing]
+        parts = [tuple(story.parts) for story in stories(self.anatomy) if not story.missing]
         most = NEW_TOKENS[self.language]
         states = [RequestState(prompt=prompt, parts=some, max_new_tokens=most) for some in parts]
         return [state for state in states if prompt.twin or all(part["name"] != "swap_memory" for part in state.parts)]
@@ -141,7 +140,7 @@ class Playground:
             self.looks(states[0])
 
     def stories(self) -> list[dict[str, Any]]:
-        return [story.to_dict() for story in stories.stories(self.anatomy)]
+        return [story.to_dict() for story in stories(self.anatomy)]
 
     def sample(self, length: int, depth: float, seed: int) -> PromptState:
         """Draw a prompt from the model's own needle task."""

@@ -1,8 +1,9 @@
-"""Write the report: one self-contained HTML file, and its figures as PNG and SVG files."""
+"""Write the report: one self-contained HTML file with its conclusions in plain words, and its figures as PNG and SVG files."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -13,13 +14,13 @@ from markupsafe import Markup, escape
 from rich.console import Console
 
 from needlework.analysis.frame import Frame
+from needlework.analysis.model_trials import by_boundary
 from needlework.analysis.reader import load
-from needlework.analysis.verdicts import RULES, RULES_NOTE, Verdict, verdicts
+from needlework.analysis.verdicts import RULES, RULES_NOTE, Verdict, share, verdicts
 from needlework.errors import NeedleworkError
 from needlework.files import atomic_write
 from needlework.reports import comparison, picture_files, svg, tables
 from needlework.reports.browser import Browser
-from needlework.reports.conclusion import conclusions, headline
 from needlework.reports.figures import FIGURES, make_figure
 from needlework.reports.panels import Figure, merge_checkpoints
 from needlework.reports.svg import PLAN_OF_CLAIM, UNJUDGED, Overview, overview, run_command
@@ -36,18 +37,36 @@ SCORES = (
 )
 LABELS_WIDTH, COLUMN_WIDTHS = 276, (164, 240)  # overview, in pixels: labels; minimum and maximum of a model's column
 PAPER_WIDTH = 660  # pixels between the margins of a printed page
+MOST_MODELS = 4  # that have sentences of their own
+MOST_OWN = 2  # interventions outside all figures of the claims that a sentence names
+NOT_SO = {  # claim -> what is the case where it is not supported
+    "segregation": "retrieval does not rest on attention alone",
+    "few_heads": "few heads do not suffice",
+    "no_rescue": "another prompt brings some retrieval back",
+    "exposure": "the needle need not be in sight",
+    "context": "one phase without context costs too much, or both cost too little",
+    "double_dissociation": "the two sides do not divide the work",
+    "memory": "answers do not follow the KV cache",
+}
 
 
-def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True, against: str | Path | None = None) -> Path:
+def report(
+    directories: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    against: str | Path | None = None,
+    *,
+    pictures: bool = True,
+) -> Path:
     """Write report.html and figures/*.png, *.svg for one or more runs; return the path of report.html.
 
     Args:
-        dirs: Directories of runs.
+        directories: Directories of runs.
         out: Output directory; the first run's directory by default.
+        against: Directory of one of the runs, or a model's name: the other models are compared with it, sample by sample.
         pictures: Whether to write figures as files, too.
-        against: Directory of one of the runs, or a model: the others are compared with it.
     """
-    frame = load([Path(directory) for directory in dirs])
+    runs = [Path(run) for run in ([directories] if isinstance(directories, (str, Path)) else directories)]
+    frame = load(runs)
     if against is not None:
         comparison.pair_models(frame, against)
     browser = Browser(frame)
@@ -55,7 +74,7 @@ def build(dirs: Sequence[Path], out: Path | None = None, pictures: bool = True, 
     judged = verdicts(frame)
     for warning in frame.warnings:
         Console(stderr=True, soft_wrap=True).print(f"warning: {warning}", style="yellow", markup=False, highlight=False)
-    folder = Path(out) if out is not None else Path(dirs[0])
+    folder = runs[0] if out is None else Path(out)
     path = folder / FILE_NAME
     playground = PLAYGROUND if (folder / PLAYGROUND).is_file() else ""
     text = page(frame, figures, judged, browser, playground, compared=against is not None)
@@ -130,6 +149,48 @@ def page(
         rules_note=RULES_NOTE,
         trials=browser.collect(set().union(*(panel.keys() for figure in shown for panel in figure.panels))),
     )
+
+
+def headline(frame: Frame, judged: Sequence[Verdict]) -> str:
+    """Return the outcome of the first claim that was judged, over all models to which it applies."""
+    for rule in RULES:
+        of_claim = [v for v in judged if v.claim == rule.claim and v.word not in UNJUDGED]
+        if not of_claim:
+            continue
+        claim, count = rule.title[:1].lower() + rule.title[1:], len(of_claim)
+        supported, against, weak = (
+            sum(verdict.word == word for verdict in of_claim) for word in ("supported", "not supported", "not testable")
+        )
+        where = f"In {of_claim[0].model}" if count == 1 else "In both models" if count == 2 else f"In all {count} models"
+        if supported == count:
+            return f"{where}, {claim}"
+        if supported:
+            return f"{rule.title} in {supported} of {count} models"
+        if against:
+            return f"{where if against == count else f'In {against} of {count} models'}, {NOT_SO[rule.claim]}"
+        if weak == count:
+            return f"{where}, retrieval is too weak to test the claims"
+        return f"{where}, it is open whether {claim}"
+    return f"What interventions do to {', '.join(list(frame.models)[:MOST_MODELS])}"
+
+
+def conclusions(frame: Frame, judged: Sequence[Verdict]) -> list[tuple[str, str]]:
+    """Return (model, what was found): the numbers that decided the first two claims, and those of own interventions."""
+    found = []
+    for model in frame.models:
+        of_model = [v for v in judged if v.model == model and v.word not in UNJUDGED]
+        said = []
+        for verdict in of_model[:2]:  # its first clause, without an aside; ends inside brackets and numbers do not count
+            clause = re.match(r"(?:[^;.\[]|\.\d|\[[^\]]*\])*", verdict.sentence)
+            said.append(re.sub(r"(?<=\]) \(.*", "", clause[0].strip() if clause else verdict.sentence))
+        trials = by_boundary(frame, model)[0]
+        own = [(label, trials.accuracy(trials.retrieval(text))) for label, text in trials.unplaced]
+        said += [f"under {label}, it finds {share(e, 'the needles')}" for label, e in own if e.n][:MOST_OWN]
+        if said:
+            supported = sum(verdict.word == "supported" for verdict in of_model)
+            tally = f" {supported} of {len(of_model)} claims are supported." if len(of_model) > 1 else ""
+            found.append((model, "; ".join(text[:1].lower() + text[1:] for text in said) + "." + tally))
+    return found[:MOST_MODELS]
 
 
 def render_template(name: str, **values: Any) -> str:

@@ -12,7 +12,7 @@ const RECORDED_PAIRS = 1 << 21; // numbers of a recorded prompt; longer prompts 
 
 /** The weights of a model, and its forward pass. */
 export class Griffin {
-  /** @param header `config` and `tensors` of browser_model.py; `bytes`: ArrayBuffer of its float32 weights, little-endian. */
+  /** @param header `config` and `tensors` of export.py; `bytes`: ArrayBuffer of its float32 weights, little-endian. */
   constructor({ config, tensors }, bytes) {
     this.config = config;
     const view = new DataView(bytes);

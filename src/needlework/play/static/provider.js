@@ -4,7 +4,7 @@
  * Three modules implement it, and the page knows no difference between them:
  *   server.js    asks `needlework play` over loopback;
  *   recorded.js  looks answers up that `export.py` stored in the page;
- *   griffin.js   runs RecurrentGemma in the browser, on weights that `browser_model.py` packed into the page.
+ *   griffin.js   runs RecurrentGemma in the browser, on weights that `export.py` packed into the page.
  *
  * All positions count from the first token of the prompt, BOS included. The phase "prefill" is the prompt without its last
  * token, "decode" everything from the last prompt token on (needlework's default boundary).
@@ -101,11 +101,10 @@
  *     {"description": Description, "stories": Story[], "samples": {"64/50/0": Prompt, ...} by "length/depth/seed",
  *      "rankings": {name: [[layer, head], ...]},
  *      "recorded": Recorded answers of recorded.js, or null where the model runs in the browser,
- *      "browser": header of `browser_model.py` (configuration, tensors, vocabulary), or null}
- *   <script type="text/plain" id="play-weights">  base64 of the bytes of `browser_model.py`; absent without a browser model.
- * griffin.js exports `open(data, bytes)`, which returns a Promise of a Provider; `bytes` is an ArrayBuffer. browser_model.py has
- * `browser_model(subject) -> BrowserModel | None` (None: this model does not run in the browser) with `.header` (JSON values) and
- * `.weights` (bytes).
+ *      "browser": header of `export.py` (configuration, tensors, vocabulary), or null}
+ *   <script type="text/plain" id="play-weights">  base64 of the bytes of `export.py`; absent without a browser model.
+ * griffin.js exports `open(data, bytes)`, which returns a Promise of a Provider; `bytes` is an ArrayBuffer.
+ * `browser_model` in export.py makes the header and the bytes.
  */
 
 /** An error with a message for the reader. */
