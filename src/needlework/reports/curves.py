@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from needlework import stats
 from needlework.analysis.conditions import FEW_HEADS, RANKING, Condition, ways
-from needlework.analysis.frame import ALL, Frame, Ints, Pick, differences
-from needlework.analysis.model_trials import ModelTrials, by_model_and_boundary
+from needlework.analysis.frame import ALL, Ints, Pick, differences
+from needlework.analysis.model_trials import ModelTrials
 from needlework.interventions.acts import RANDOM
 from needlework.reports.browser import Browser
-from needlework.reports.panels import FORM_COLORS, Cell, CurvePoint, HeatMap, Lines, Series
+from needlework.reports.panels import FORM_COLORS, Cell, CurvePoint, HeatMap, Lines, Series, per_model
 from needlework.stats import Estimate
 
 Rows = Callable[[str], Ints]
@@ -168,27 +168,24 @@ def _lines(
     return Lines(trials.model, trials.titled(title), "heads kept", y_label, shown, percent=percent, level=level, mark=mark)
 
 
-def heads(frame: Frame, browser: Browser) -> list[Lines]:
-    """Return the panels of the figure "heads kept": retrieval, retained shares, knowledge and perplexity per model."""
-    panels = []
-    for trials in by_model_and_boundary(frame):
-        if trials.conditions_of("heads"):
-            panels.append(_retrieval(trials, browser))
-            if trials.judged:  # scored trials have no boundary: draw them once
-                panels += [_left(trials, browser), _knowledge(trials, browser), *_perplexities(trials, browser)]
-    return [panel for panel in panels if panel.series]
+@per_model
+def heads(trials: ModelTrials, browser: Browser) -> Iterator[Lines]:
+    """Yield the panels of the figure "heads kept": retrieval, retained shares, knowledge and perplexity."""
+    if trials.conditions_of("heads"):
+        panels = [_retrieval(trials, browser)]
+        if trials.judged:  # scored trials have no boundary: draw them once
+            panels += [_left(trials, browser), _knowledge(trials, browser), *_perplexities(trials, browser)]
+        yield from (panel for panel in panels if panel.series)
 
 
-def context(frame: Frame, browser: Browser) -> list[Lines | HeatMap]:
-    """Return the panels of the figure "context": retrieval under `limit_context`, by phase and crossed."""
-    panels: list[Lines | HeatMap] = []
-    for trials in by_model_and_boundary(frame):
-        for sinks in sorted({c.sinks for c in trials.conditions_of("limit")}):  # not pooled over sinks
-            limits = trials.conditions_of("limit", sinks=sinks)
-            with_sinks = f", with the first {sinks} tokens in sight" if sinks else ""
-            panels += _single_limits(trials, browser, limits, with_sinks)
-            panels += _crossed_limits(trials, browser, limits, with_sinks)
-    return panels
+@per_model
+def context(trials: ModelTrials, browser: Browser) -> Iterator[Lines | HeatMap]:
+    """Yield the panels of the figure "context": retrieval under `limit_context`, by phase and crossed."""
+    for sinks in sorted({c.sinks for c in trials.conditions_of("limit")}):  # not pooled over sinks
+        limits = trials.conditions_of("limit", sinks=sinks)
+        with_sinks = f", with the first {sinks} tokens in sight" if sinks else ""
+        yield from _single_limits(trials, browser, limits, with_sinks)
+        yield from _crossed_limits(trials, browser, limits, with_sinks)
 
 
 def _single_limits(trials: ModelTrials, browser: Browser, limits: Sequence[Condition], with_sinks: str) -> list[Lines]:

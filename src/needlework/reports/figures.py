@@ -6,21 +6,20 @@ Panels of curves are in `curves.py`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from needlework import stats
 from needlework.analysis.conditions import EXPOSURES, ways
 from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
-from needlework.analysis.model_trials import ModelTrials, by_boundary, by_model_and_boundary
+from needlework.analysis.model_trials import ModelTrials
 from needlework.interventions.acts import RANDOM
 from needlework.reports import curves
 from needlework.reports.browser import Browser
 from needlework.reports.curves import retrieval_cell
-from needlework.reports.panels import FORM_COLORS, Cell, Dot, Dots, Figure, HeatMap, Panel
+from needlework.reports.panels import FORM_COLORS, Cell, Dot, Dots, Figure, HeatMap, Panel, per_model
 from needlework.stats import Estimate
 
 MOST_PANELS = 8
@@ -35,17 +34,16 @@ APART = ("task", "mode", "kind", "ability", "setting", "against", "boundary", "l
 SAID = ("mode", "kind", "ability", "against", "boundary", "layout", "form")  # added to labels of tasks with the same name
 
 
-def needles(frame: Frame, browser: Browser) -> list[HeatMap]:
-    """Return heat maps of retrieval by length and depth, one per number of heads kept and setting (e.g. distractors)."""
-    panels: list[HeatMap] = []
-    for trials in by_model_and_boundary(frame):
-        needles = {"model": trials.model, "kind": trials.needle_kinds["generate"], "mode": "generate", "layout": "plain"}
-        maps = [(label, frame.matching(trials.needle_pick(text, in_window=(True, False)))) for label, text in _per_k(trials)]
-        for setting, words in differences(frame.distinct("setting", **needles)).items():
-            for label, numbers in maps:
-                title = trials.titled(f"{label}, {words}" if words else label)
-                panels += _length_by_depth(trials, browser, title, numbers[frame.groups["setting"].iloc[numbers] == setting])
-    return panels
+@per_model
+def needles(trials: ModelTrials, browser: Browser) -> Iterator[HeatMap]:
+    """Yield heat maps of retrieval by length and depth, one per number of heads kept and setting (e.g. distractors)."""
+    needles = {"model": trials.model, "kind": trials.needle_kinds["generate"], "mode": "generate", "layout": "plain"}
+    frame = trials.frame
+    maps = [(label, frame.matching(trials.needle_pick(text, in_window=(True, False)))) for label, text in _per_k(trials)]
+    for setting, words in differences(frame.distinct("setting", **needles)).items():
+        for label, numbers in maps:
+            title = trials.titled(f"{label}, {words}" if words else label)
+            yield from _length_by_depth(trials, browser, title, numbers[frame.groups["setting"].iloc[numbers] == setting])
 
 
 def _per_k(trials: ModelTrials) -> list[tuple[str, str]]:
@@ -93,21 +91,19 @@ def _length_by_depth(trials: ModelTrials, browser: Browser, label: str, numbers:
     return [HeatMap(trials.model, label, "depth, %", "context, tokens", rows_, cols, cells, numbers=len(cols) <= 6)]
 
 
-def exposure(frame: Frame, browser: Browser) -> list[HeatMap]:
-    """Return heat maps of retrieval by exposure mode in prefill and decode."""
-    panels: list[HeatMap] = []
-    for trials in by_model_and_boundary(frame):
-        exposures = [c for c in trials.conditions_of("expose") if len(trials.retrieval(c.text))]
-        texts = trials.text_by_place(((c.decode, c.prefill), c) for c in exposures)
-        if not texts:
-            continue
-        texts.setdefault(("keep", "keep"), "none")
-        decodes, prefills = ([m for m in EXPOSURES if any(pair[i] == m for pair in texts)] for i in (0, 1))
-        words = "needle: {} while reading, {} while answering"
-        cells = [[retrieval_cell(trials, browser, texts.get((d, p)), words.format(p, d)) for p in prefills] for d in decodes]
-        title = trials.titled(trials.model)
-        panels.append(HeatMap(trials.model, title, "while answering", "while reading", decodes, prefills, cells))
-    return panels
+@per_model
+def exposure(trials: ModelTrials, browser: Browser) -> Iterator[HeatMap]:
+    """Yield heat maps of retrieval by exposure mode in prefill and decode."""
+    exposures = [c for c in trials.conditions_of("expose") if len(trials.retrieval(c.text))]
+    texts = trials.text_by_place(((c.decode, c.prefill), c) for c in exposures)
+    if not texts:
+        return
+    texts.setdefault(("keep", "keep"), "none")
+    decodes, prefills = ([m for m in EXPOSURES if any(pair[i] == m for pair in texts)] for i in (0, 1))
+    words = "needle: {} while reading, {} while answering"
+    cells = [[retrieval_cell(trials, browser, texts.get((d, p)), words.format(p, d)) for p in prefills] for d in decodes]
+    title = trials.titled(trials.model)
+    yield HeatMap(trials.model, title, "while answering", "while reading", decodes, prefills, cells)
 
 
 def head_map(frame: Frame, browser: Browser) -> list[HeatMap]:
@@ -130,26 +126,22 @@ def head_map(frame: Frame, browser: Browser) -> list[HeatMap]:
     return panels
 
 
-def tasks(frame: Frame, browser: Browser) -> list[HeatMap]:
-    """Return heat maps of accuracy by task (all but perplexity) and main condition."""
-    panels = []
-    for model in frame.models:
-        trials = by_boundary(frame, model)[0]
-        columns = _main_conditions(trials)
-        lines = []
-        for label, pick in task_picks(frame, model):
-            line: list[Cell | None] = []
-            for name, texts in columns:
-                rows = frame.rows(replace(pick, text=texts))
-                rows = rows[~np.isnan(frame.values("correct", rows))]
-                key = browser.add(f"{model} · {label} · {name}", rows)
-                line.append(Cell(trials.accuracy(rows), key) if len(rows) else None)
-            if sum(cell is not None for cell in line) > (1 if pick.ability else 0):
-                lines.append((label, line))
-        if lines:
-            names = [name for name, _ in columns]
-            panels.append(HeatMap(model, model, "task", "", [label for label, _ in lines], names, [line for _, line in lines]))
-    return panels
+@per_model
+def tasks(trials: ModelTrials, browser: Browser) -> Iterator[HeatMap]:
+    """Yield a heat map of accuracy by task (all but perplexity) and main condition."""
+    frame, model, columns = trials.frame, trials.model, _main_conditions(trials)
+    lines: dict[str, list[Cell | None]] = {}
+    for label, pick in task_picks(frame, model) if trials.judged else ():
+        line: list[Cell | None] = []
+        for name, texts in columns:
+            rows = frame.rows(replace(pick, text=texts))
+            rows = rows[~np.isnan(frame.values("correct", rows))]
+            key = browser.add(f"{model} · {label} · {name}", rows)
+            line.append(Cell(trials.accuracy(rows), key) if len(rows) else None)
+        if sum(cell is not None for cell in line) > (1 if pick.ability else 0):
+            lines[label] = line
+    if lines:
+        yield HeatMap(model, model, "task", "", list(lines), [name for name, _ in columns], list(lines.values()))
 
 
 def task_picks(frame: Frame, model: str, **wanted: Any) -> list[tuple[str, Pick]]:
@@ -182,48 +174,44 @@ def _main_conditions(trials: ModelTrials) -> list[tuple[str, list[str]]]:
     return [(label, texts) for label, texts in columns if texts]
 
 
-def dissociation(frame: Frame, browser: Browser) -> list[Dots]:
-    """Return dots of the retained share of each ability with attention, the recurrent side or both ablated."""
-    panels = []
-    for trials in by_model_and_boundary(frame):
-        off = {"attention off": trials.heads_off()}
-        for label, kind, site in ABLATIONS:  # of equivalent interventions, the one with more trials
-            conditions = trials.conditions_of(kind, phase="both", site=site)
-            off[label] = max(conditions, key=lambda c: len(trials.retrieval(c.text)), default=None)
-        dots = []
-        ablated = [(label, condition.text) for label, condition in off.items() if condition]
-        for label, text in [*ablated, *trials.unplaced]:
-            rows = trials.retrieval(text)
-            key = browser.add(f"{trials.name} · {label} · retrieval", rows)
-            dots += [Dot(f"{label}: retrieval", 1, trials.retained(text).raw, key)] * bool(len(rows))
-            for form, color in FORM_COLORS.items() if trials.judged else ():
-                rows = trials.knowledge(text, form)
-                key = browser.add(f"{trials.name} · {label} · knowledge, {form}", rows)
-                dots += [Dot(f"{label}: {form}", color, trials.retained_knowledge(text, form).corrected, key)] * bool(len(rows))
-        dots = [dot for dot in dots if dot.y.value == dot.y.value]
-        if (trials.unplaced or any("recurrent" in dot.label for dot in dots)) and len(trials.retrieval("none")):
-            title = trials.titled(trials.model)
-            panels.append(Dots(trials.model, title, "share of the baseline that is left", dots, (1.0, "baseline")))
-    return panels
+@per_model
+def dissociation(trials: ModelTrials, browser: Browser) -> Iterator[Dots]:
+    """Yield dots of the retained share of each ability with attention, the recurrent side or both ablated."""
+    off = {"attention off": trials.heads_off()}
+    for label, kind, site in ABLATIONS:  # of equivalent interventions, the one with more trials
+        conditions = trials.conditions_of(kind, phase="both", site=site)
+        off[label] = max(conditions, key=lambda c: len(trials.retrieval(c.text)), default=None)
+    dots = []
+    ablated = [(label, condition.text) for label, condition in off.items() if condition]
+    for label, text in [*ablated, *trials.unplaced]:
+        rows = trials.retrieval(text)
+        key = browser.add(f"{trials.name} · {label} · retrieval", rows)
+        dots += [Dot(f"{label}: retrieval", 1, trials.retained(text).raw, key)] * bool(len(rows))
+        for form, color in FORM_COLORS.items() if trials.judged else ():
+            rows = trials.knowledge(text, form)
+            key = browser.add(f"{trials.name} · {label} · knowledge, {form}", rows)
+            dots += [Dot(f"{label}: {form}", color, trials.retained_knowledge(text, form).corrected, key)] * bool(len(rows))
+    dots = [dot for dot in dots if dot.y.value == dot.y.value]
+    if (trials.unplaced or any("recurrent" in dot.label for dot in dots)) and len(trials.retrieval("none")):
+        title = trials.titled(trials.model)
+        yield Dots(trials.model, title, "share of the baseline that is left", dots, (1.0, "baseline"))
 
 
-def swap(frame: Frame, browser: Browser) -> list[Dots]:
-    """Return dots of how often answers are the prompt's own or the twin's after a swap of the KV cache or recurrent state."""
-    panels = []
+@per_model
+def swap(trials: ModelTrials, browser: Browser) -> Iterator[Dots]:
+    """Yield dots of how often answers are the prompt's own or the twin's after a swap of the KV cache or recurrent state."""
     names = {"kv": "KV cache from the twin", "recurrent": "recurrent state from the twin", "both": "both from the twin"}
-    for trials in by_model_and_boundary(frame):
-        for in_window in (True, False):
-            dots = []
-            for half, label in names.items():
-                rows = trials.swapped(half, in_window)
-                if len(rows):
-                    key = browser.add(f"{trials.name} · {label}" + " · out of the window" * (not in_window), rows)
-                    own, twin = (stats.accuracy(frame.values(name, rows)) for name in ("correct", "follows_twin"))
-                    dots += [Dot(f"{label}: own answer", 4, own, key), Dot(f"{label}: twin's answer", 6, twin, key)]
-            if dots:
-                title = trials.titled("needle in the window" if in_window else "needle out of the window")
-                panels.append(Dots(trials.model, title, "share of answers", [dot for dot in dots if dot.y.n]))
-    return panels
+    for in_window in (True, False):
+        dots = []
+        for half, label in names.items():
+            rows = trials.swapped(half, in_window)
+            if len(rows):
+                key = browser.add(f"{trials.name} · {label}" + " · out of the window" * (not in_window), rows)
+                own, twin = (trials.accuracy(rows, score) for score in ("correct", "follows_twin"))
+                dots += [Dot(f"{label}: own answer", 4, own, key), Dot(f"{label}: twin's answer", 6, twin, key)]
+        if dots:
+            title = trials.titled("needle in the window" if in_window else "needle out of the window")
+            yield Dots(trials.model, title, "share of answers", [dot for dot in dots if dot.y.n])
 
 
 def _accuracies(trials: ModelTrials, browser: Browser, asked: Iterable[tuple[str, str, int, Ints]]) -> list[Dot]:
@@ -235,32 +223,28 @@ def _accuracies(trials: ModelTrials, browser: Browser, asked: Iterable[tuple[str
     ]
 
 
-def layouts(frame: Frame, browser: Browser) -> list[Dots]:
-    """Return dots of retrieval by prompt layout, with and without heads."""
-    panels = []
-    for trials in by_model_and_boundary(frame):
-        off = trials.heads_off()
-        conditions = [("untouched", "none", 1), *([("no heads", off.text, 6)] if off else [])]
-        asked = [(name, *c, layout) for layout, name in LAYOUTS.items() for c in conditions]
-        dots = _accuracies(
-            trials, browser, ((name, label, color, trials.retrieval(text, layout=at)) for name, label, text, color, at in asked)
-        )
-        if any("plain" not in dot.label for dot in dots):
-            panels.append(Dots(trials.model, trials.titled(trials.model), "needles found, exact", dots))
-    return panels
+@per_model
+def layouts(trials: ModelTrials, browser: Browser) -> Iterator[Dots]:
+    """Yield dots of retrieval by prompt layout, with and without heads."""
+    off = trials.heads_off()
+    conditions = [("untouched", "none", 1), *([("no heads", off.text, 6)] if off else [])]
+    asked = [(name, *c, layout) for layout, name in LAYOUTS.items() for c in conditions]
+    dots = _accuracies(
+        trials, browser, ((name, label, color, trials.retrieval(text, layout=at)) for name, label, text, color, at in asked)
+    )
+    if any("plain" not in dot.label for dot in dots):
+        yield Dots(trials.model, trials.titled(trials.model), "needles found, exact", dots)
 
 
-def hops(frame: Frame, browser: Browser) -> list[Dots]:
-    """Return dots of retrieval by number of hops, with all heads zeroed in prefill, decode or both."""
-    panels = []
-    for trials in by_model_and_boundary(frame):
-        asked = [(label, hop, text) for label, text in phases(trials) for hop in trials.hops]
-        dots = _accuracies(
-            trials, browser, ((label, hops_in_words(hop), hop, trials.in_hops(hop, text)) for label, hop, text in asked)
-        )
-        if dots:
-            panels.append(Dots(trials.model, trials.titled(trials.model), "values found, exact", dots))
-    return panels
+@per_model
+def hops(trials: ModelTrials, browser: Browser) -> Iterator[Dots]:
+    """Yield dots of retrieval by number of hops, with all heads zeroed in prefill, decode or both."""
+    asked = [(label, hop, text) for label, text in phases(trials) for hop in trials.hops]
+    dots = _accuracies(
+        trials, browser, ((label, hops_in_words(hop), hop, trials.in_hops(hop, text)) for label, hop, text in asked)
+    )
+    if dots:
+        yield Dots(trials.model, trials.titled(trials.model), "values found, exact", dots)
 
 
 def phases(trials: ModelTrials) -> list[tuple[str, str]]:

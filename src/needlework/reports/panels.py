@@ -6,14 +6,16 @@ The panels of checkpoints of one model are merged: their results in one panel, a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
+from typing import TypeVar
 
 import numpy as np
 
 from needlework import stats
 from needlework.analysis.frame import Frame, Ints
+from needlework.analysis.model_trials import ModelTrials, by_model_and_boundary
 from needlework.reports.browser import Browser
 from needlework.stats import Estimate
 from needlework.tables import Table
@@ -163,6 +165,18 @@ class Dots(_Panel):
 
 Panel = Lines | HeatMap | Dots
 Mark = CurvePoint | Cell | Dot
+
+
+P = TypeVar("P", bound=Panel)
+
+
+def per_model(make: Callable[[ModelTrials, Browser], Iterable[P]]) -> Callable[[Frame, Browser], list[P]]:
+    """Return a function that makes the panels of all models of a frame, from one that makes those of one model."""
+
+    def make_all(frame: Frame, browser: Browser) -> list[P]:
+        return [panel for trials in by_model_and_boundary(frame) for panel in make(trials, browser)]
+
+    return make_all
 
 
 @dataclass(frozen=True)
