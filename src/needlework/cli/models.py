@@ -11,7 +11,7 @@ import typer
 
 import needlework as nw
 from needlework.cli import options
-from needlework.cli.options import FAILED, MODEL_HELP, cluster_options, command, loading_options, show
+from needlework.cli.options import FAILED, MODEL_HELP, command, show
 from needlework.errors import short_repr
 from needlework.terminal import say
 
@@ -35,11 +35,8 @@ def ask(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="The most tokens that an answer may have.")] = 40,
     plugin: options.Plugins = [],  # noqa: B006
     as_json: options.Json = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    window: options.Window = None,
-    kernels: options.Kernels = None,
-    threads: options.Threads = None,
+    *,
+    loading: options.Loading,
 ) -> None:
     """Ask one prompt under several interventions and show the answers side by side, with their receipts.
 
@@ -53,8 +50,8 @@ def ask(
     from needlework.tasks.toy import is_toy
 
     interventions = [nw.parse(text) for text in intervene]
-    subject = load_quickly(lambda: nw.load(model, **loading_options(device, dtype, window, kernels or "stock")))
-    if kernels is None and subject.tokenizer is not None and len(subject.encode(prompt)) > _SHORT_PROMPT:
+    subject = load_quickly(lambda: nw.load(model, **{"kernels": "stock", **loading}))
+    if "kernels" not in loading and subject.tokenizer is not None and len(subject.encode(prompt)) > _SHORT_PROMPT:
         subject.body.kernels = "fast"
     stop: tuple[str, ...] = ()
     if subject.tokenizer is not None:
@@ -88,11 +85,8 @@ def doctor(
     model: options.Model,
     tokens: Annotated[int, typer.Option(min=64, help="The longest prompt: windows that end beyond are not looked at.")] = 4096,
     as_json: options.Json = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    window: options.Window = None,
-    kernels: options.Kernels = None,
-    threads: options.Threads = None,
+    *,
+    loading: options.Loading,
 ) -> None:
     """Try on a model the laws that every number rests on: a table of what holds, what fails and what does not apply.
 
@@ -100,7 +94,7 @@ def doctor(
     """
     from needlework.inspection import checkup_table
 
-    subject = nw.load(model, **loading_options(device, dtype, window, kernels))
+    subject = nw.load(model, **loading)
     found = nw.doctor(subject, most_tokens=tokens, progress=True)
     show(checkup_table(found), found.to_dict(), as_json)
     raise typer.Exit(0 if found.sound else FAILED)
@@ -134,14 +128,9 @@ def heads(
     methods: Annotated[bool, typer.Option("--methods", help="List the methods and do nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="New directory for rankings, numbers, pictures and a page.")] = None,
     as_json: options.Json = False,
-    ray: options.Ray = None,
-    workers: options.Workers = None,
-    gpus_per_worker: options.GpusPerWorker = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    window: options.Window = None,
-    kernels: options.Kernels = None,
-    threads: options.Threads = None,
+    *,
+    cluster: options.OptionalCluster,
+    loading: options.Loading,
 ) -> None:
     """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
 
@@ -180,8 +169,7 @@ def heads(
         return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None
     settings = SurveySettings(samples, held_out, seed, keep, share, judge, dynamic, retest)
     name, shown = Path(model).name, not as_json
-    cluster = cluster_options(ray, workers, gpus_per_worker, threads)
-    with open_subject(model, cluster, **loading_options(device, dtype, window, kernels)) as subject:
+    with open_subject(model, cluster, **loading) as subject:
         if recurrent:
             side = recurrent_side_of(subject, task, samples, seed, progress=shown)
             if out:
@@ -217,11 +205,8 @@ def prune(
     ] = False,
     samples: Annotated[int, typer.Option(min=0, help="Needles for the card, rounded up to all depths; 0: none.")] = 1000,
     as_json: options.Json = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    window: options.Window = None,
-    kernels: options.Kernels = None,
-    threads: options.Threads = None,
+    *,
+    loading: options.Loading,
 ) -> None:
     """Write a checkpoint that is really smaller: heads leave the weights, kv heads and caches go with their groups.
 
@@ -229,7 +214,6 @@ def prune(
     """
     from needlework.pruning.card import summarize
 
-    loading = loading_options(device, dtype, window, kernels)
     done = nw.prune(model, keep, out, others=others, uniform=uniform, samples=samples, progress=not as_json, **loading)
     show(f"{summarize(done.record)}\ncard: {out / 'README.md'}", done.record, as_json)
 
@@ -275,7 +259,7 @@ def budget(
         window=streaming.window,
         sinks=streaming.sinks,
         samples=samples,
-        **loading_options(device, dtype, None, kernels),
+        **options.read_loading(device, dtype, kernels=kernels),
     )
     written = found.save(out, export) if out else []
     show(found.table(), found.to_dict(), as_json)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import os
 import re
@@ -10,9 +11,10 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
@@ -21,9 +23,6 @@ from typer.core import TyperCommand
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import write_error
 from needlework.terminal import plain, say
-
-if TYPE_CHECKING:
-    from needlework.experiments.ray_executor import Cluster
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 QUIET_STOP = "stop_quietly"  # the handler of `__main__`, until a command begins
@@ -86,18 +85,63 @@ Workers = Annotated[int | None, _cluster(min=1, help="At most so many. Default: 
 GpusPerWorker = Annotated[int | None, _cluster(min=1, help="More than 1 where a model is larger than a GPU.")]
 
 
+def read_loading(
+    device: Device = None, dtype: Dtype = None, window: Window = None, kernels: Kernels = None, threads: Threads = None
+) -> dict[str, Any]:
+    """Return the options that were given, as keyword arguments of `nw.load`; --threads has taken effect already."""
+    options = {"device": device, "dtype": dtype, "window": window, "kernels": kernels}
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def read_cluster(ray: Ray = None, workers: Workers = None, gpus_per_worker: GpusPerWorker = None, threads: Threads = None) -> Any:
+    """Return the Cluster that --ray asks for, or None without --ray."""
+    if ray is None:
+        if workers or gpus_per_worker:
+            raise NeedleworkError("--workers and --gpus-per-worker part a cluster; give --ray, too")
+        return None
+    from needlework.experiments.ray_executor import Cluster
+
+    return Cluster(ray, workers, gpus_per_worker or 1, threads or 1)
+
+
+@dataclass(frozen=True)
+class OptionGroup:
+    """Annotation of a command's argument that `read` makes of several options: the parameters of `read`."""
+
+    read: Callable[..., Any]
+
+
+Loading = Annotated[dict[str, Any], OptionGroup(read_loading)]
+OptionalCluster = Annotated[Any, OptionGroup(read_cluster)]
+
+
 def command(example: str, name: str | None = None) -> Callable[[F], F]:
-    """Register a command; its help ends with an example."""
+    """Register a command; its help ends with an example. An argument that is an OptionGroup becomes the options of the group."""
     EXAMPLES.append(example)
 
     def decorate(function: F) -> F:
         function.__doc__ = f"{function.__doc__}\n\nExample: `{example}`"
+        groups: dict[str, Callable[..., Any]] = {}
+        options: dict[str, dict[str, inspect.Parameter]] = {}  # by argument
+        for argument in inspect.signature(function, eval_str=True).parameters.values():
+            options[argument.name] = {argument.name: argument}
+            for group in getattr(argument.annotation, "__metadata__", ()):
+                if isinstance(group, OptionGroup):
+                    groups[argument.name] = group.read
+                    options[argument.name] = dict(inspect.signature(group.read, eval_str=True).parameters)
 
         @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> None:
+        def run(**given: Any) -> None:
             with exit_on_error():
-                function(*args, **kwargs)
+                made = {name: read(**{option: given[option] for option in options[name]}) for name, read in groups.items()}
+                function(**{name: made[name] if name in made else given[name] for name in options})
 
+        flat: dict[str, inspect.Parameter] = {}
+        for option, part in (pair for parts in options.values() for pair in parts.items()):
+            flat.pop(option, None)  # an option of two groups is shown with the latter
+            flat[option] = part
+        parameters = [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in flat.values()]
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         app.command(name, cls=_Command)(run)
         return function
 
@@ -185,23 +229,6 @@ def _explain(error: Exception) -> str | None:
         return None
     where = f" ({short_repr(str(fault.filename))})" if fault.filename else ""
     return f"{fault.strerror or fault}{where}; give another path, or make room there"
-
-
-def loading_options(device: str | None, dtype: str | None, window: str | None, kernels: str | None) -> dict[str, Any]:
-    """Return the options that were given, as keyword arguments of `nw.load`."""
-    options = {"device": device, "dtype": dtype, "window": window, "kernels": kernels}
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def cluster_options(address: str | None, workers: int | None, gpus: int | None, threads: int | None) -> Cluster | None:
-    """Return the cluster that --ray asks for, if it was given."""
-    if address is None:
-        if workers or gpus:
-            raise NeedleworkError("--workers and --gpus-per-worker part a cluster; give --ray, too")
-        return None
-    from needlework.experiments.ray_executor import Cluster
-
-    return Cluster(address, workers, gpus or 1, threads or 1)
 
 
 def read_bytes(text: str | None) -> int | None:

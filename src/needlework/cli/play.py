@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import needlework as nw
-from needlework.cli.options import Device, Dtype, Kernels, Model, Plugins, Threads, Window, command, loading_options
+from needlework.cli.options import Loading, Model, Plugins, command
 from needlework.terminal import say
 
 
@@ -21,11 +21,8 @@ def play(
         Path | None, typer.Option(help="Write the page into one file instead, which needs neither server nor install.")
     ] = None,
     plugin: Plugins = [],  # noqa: B006
-    device: Device = None,
-    dtype: Dtype = None,
-    window: Window = None,
-    kernels: Kernels = None,
-    threads: Threads = None,
+    *,
+    loading: Loading,
 ) -> None:
     """Open a page on which parts of a model are switched off, and see how its answer changes.
 
@@ -33,7 +30,6 @@ def play(
     """
     from needlework.play.playground import Playground
 
-    loading = loading_options(device, dtype, window, kernels)
     if export is not None:
         from needlework.play.export import export as write
 

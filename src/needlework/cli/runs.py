@@ -14,17 +14,7 @@ from rich.console import Console
 
 import needlework as nw
 from needlework.cli import options
-from needlework.cli.options import (
-    EXAMPLES,
-    FAILED,
-    app,
-    cluster_options,
-    command,
-    exit_on_error,
-    loading_options,
-    read_bytes,
-    show,
-)
+from needlework.cli.options import EXAMPLES, FAILED, app, command, exit_on_error, read_bytes, show
 from needlework.terminal import say
 
 
@@ -46,16 +36,13 @@ def plan(
     fast: options.Fast = False,
     plugin: options.Plugins = [],  # noqa: B006
     as_json: options.Json = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    window: options.Window = None,
-    kernels: options.Kernels = None,
-    threads: options.Threads = None,
+    *,
+    loading: options.Loading,
 ) -> None:
     """Show what a plan would run: trials, prefills after sharing, time and memory. Runs nothing."""
     from needlework.experiments.plan import get
 
-    checked = get(file, fast=fast, models=model, **loading_options(device, dtype, window, kernels))
+    checked = get(file, fast=fast, models=model, **loading)
     from needlework.experiments.estimate import describe  # torch comes with it: after the plan is known to be good
 
     description = describe(checked)
@@ -75,22 +62,15 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show placement, hours and memory; load and run nothing.")] = False,
     plugin: options.Plugins = [],  # noqa: B006
     as_json: options.Json = False,
-    ray: options.Ray = None,
-    workers: options.Workers = None,
-    gpus_per_worker: options.GpusPerWorker = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    window: options.Window = None,
-    kernels: options.Kernels = None,
-    threads: options.Threads = None,
+    *,
+    cluster: options.OptionalCluster,
+    loading: options.Loading,
 ) -> None:
     """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
 
     Exit codes: 0 all is done; 1 trials of the plan failed, or a condition hid nothing in any of its trials; 2 bad input, or
     a full disk; 130 stopped.
     """
-    loading = loading_options(device, dtype, window, kernels)
-    cluster = cluster_options(ray, workers, gpus_per_worker, threads)
     if dry_run:
         from needlework.experiments.estimate import place
         from needlework.experiments.plan import get
@@ -181,18 +161,14 @@ def report(
 def demo(
     out: options.Out = Path("runs/demo"),
     full: Annotated[bool, typer.Option("--full", help="All conditions, more models and samples (plan demo-full).")] = False,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    window: options.Window = None,
-    kernels: options.Kernels = None,
-    threads: options.Threads = None,
+    *,
+    loading: options.Loading,
 ) -> None:
     """Test the paper's claims on three small models, one after the other, and print what each decides; build the report.
 
     With --full, all experiments run on more models of the zoo, with more samples, and the main numbers are printed at the end.
     Give it a directory of its own.
     """
-    loading = loading_options(device, dtype, window, kernels)
     if not full:
         from needlework.cli.demo import run_demo
 
@@ -225,14 +201,9 @@ def evaluate(
     memory: options.Memory = None,
     retry_failed: options.RetryFailed = False,
     plugin: options.Plugins = [],  # noqa: B006
-    ray: options.Ray = None,
-    workers: options.Workers = None,
-    gpus_per_worker: options.GpusPerWorker = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    window: options.Window = None,
-    kernels: options.Kernels = None,
-    threads: options.Threads = None,
+    *,
+    cluster: options.OptionalCluster,
+    loading: options.Loading,
 ) -> None:
     """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop.
 
@@ -253,8 +224,8 @@ def evaluate(
         chat=chat,
         memory_bytes=read_bytes(memory),
         retry_failed=retry_failed,
-        cluster=cluster_options(ray, workers, gpus_per_worker, threads),
-        **loading_options(device, dtype, window, kernels),
+        cluster=cluster,
+        **loading,
     )
     show(evaluation.table(summary))
     raise typer.Exit(FAILED if summary.failed or summary.idle else 0)
