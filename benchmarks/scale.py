@@ -143,7 +143,7 @@ class asking_timed:
         self.times = times
 
     def __enter__(self) -> None:
-        from needlework.experiments.executors import Batch
+        from needlework.experiments.models import Batch
         from needlework.experiments.run import _ModelRun
 
         whole, times = _ModelRun._ask, self.times

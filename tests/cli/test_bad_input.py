@@ -180,10 +180,10 @@ def test_trials_count_samples_times_interventions(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["niah", "niah_choice", "mqar", "phone_book", "copy", "ruler", "letter", "cloze", "judgements"])
 def test_the_count_is_what_is_made(kind: str) -> None:
-    from needlework.experiments.models import look
+    from needlework.experiments.models import DiskModels
     from needlework.experiments.plan import Model
 
-    model = look(Model("x", "tiny-griffin-small", "tiny-griffin-small"))
+    model = DiskModels().look(Model("x", "tiny-griffin-small", "tiny-griffin-small"))
     fields = {
         "niah": {"lengths": [64, 96], "samples": 2},
         "mqar": {"queries": 2},

@@ -15,7 +15,7 @@ from needlework import zoo
 from needlework.cli import app
 from needlework.cli.options import read_bytes
 from needlework.engine.budget import Costs, amount
-from needlework.experiments.models import look
+from needlework.experiments.models import DiskModels
 from needlework.experiments.plan import Model
 from needlework.experiments.schema import Loading
 from needlework.requests import Request, prepare
@@ -75,7 +75,7 @@ def test_a_twin_that_is_read_too_counts() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plan_of_a_model_costs_what_the_model_costs(dtype: str) -> None:
-    seen = look(Model("plan.yaml:1", "m", "tiny-transformer", Loading(dtype=dtype)))
+    seen = DiskModels().look(Model("plan.yaml:1", "m", "tiny-transformer", Loading(dtype=dtype)))
     assert seen.costs == Costs.of(nw.load(zoo.path("tiny-transformer"), dtype=dtype).body)
 
 

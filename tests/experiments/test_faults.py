@@ -311,17 +311,17 @@ def test_a_model_directory_that_vanishes_in_the_middle(tmp_path: Path, monkeypat
     model = Path(shutil.copytree(zoo.path("tiny-griffin-small"), tmp_path / "model"))
     (tmp_path / "plan.yaml").write_text(LIVE % model)
     words = ["run", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out")]
-    from needlework.experiments import models
+    from needlework.experiments.models import DiskModels
 
-    look = models.look
+    look = DiskModels.look
 
-    def look_and_lose(asked: Any, elsewhere: bool) -> Any:
-        info = look(asked)
+    def look_and_lose(self: DiskModels, asked: Any) -> Any:
+        info = look(self, asked)
         model.rename(tmp_path / "gone")
         return info
 
     with monkeypatch.context() as lost:
-        lost.setattr(models, "look", look_and_lose)
+        lost.setattr(DiskModels, "look", look_and_lose)
         said = CliRunner().invoke(app, words)
     assert said.exit_code == 2, said.output
     assert "there is no directory" in " ".join(said.output.split())

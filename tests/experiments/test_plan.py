@@ -383,7 +383,7 @@ def test_ids_depend_on_what_changes_an_answer_and_on_nothing_else() -> None:
 def test_what_a_configuration_rules_out_is_refused_before_weights_are_read(
     intervention: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "look", lambda *_: pytest.fail("weights were looked at"))
+    monkeypatch.setattr(models.DiskModels, "look", lambda *_: pytest.fail("weights were looked at"))
     experiments = f"{{few: {{tasks: [niah], interventions: [none, '{intervention}']}}}}"
     (tmp_path / "plan.yaml").write_text(f"models: [tiny-griffin, tiny-lfm]\nexperiments: {experiments}")
     with pytest.raises(PlanError) as error:
@@ -398,7 +398,7 @@ def test_what_a_configuration_rules_out_is_refused_before_weights_are_read(
 def test_an_experiment_that_leaves_a_model_nothing_is_refused_from_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models, "look", lambda *_: pytest.fail("weights were looked at"))
+    monkeypatch.setattr(models.DiskModels, "look", lambda *_: pytest.fail("weights were looked at"))
     text = "models: [tiny-mamba]\nexperiments: {few: {tasks: [niah], interventions: ['keep_heads(k=2)']}}"
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(PlanError, match=r"experiment 'few': tiny-mamba has no attention layers, and each .*keep_heads\(k=2\)"):

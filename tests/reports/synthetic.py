@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework.results import SEMANTICS_VERSION, Observation, Row, Store
-from needlework.tasks.scores import SCORES_VERSION
+from needlework.tasks.base import SCORES_VERSION
 
 LENGTHS = (64, 128, 192, 256)
 DEPTHS = (0, 25, 50, 75, 100)

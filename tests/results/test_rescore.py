@@ -24,8 +24,8 @@ from needlework.receipts import Receipt
 from needlework.requests import Answer, Request
 from needlework.results import Store
 from needlework.results.rows import rescore, scoring, stored_item
+from needlework.tasks import base as rules
 from needlework.tasks import make_task
-from needlework.tasks import scores as rules
 from needlework.tasks.base import TASKS
 
 SMALL: dict[str, dict[str, Any]] = {  # what makes a kind's samples few and short
@@ -128,7 +128,7 @@ def test_a_store_of_older_scores_is_told_and_mended(all_kinds: Path, monkeypatch
     assert fakes.older_scores(store) == 0
     task = make_task({"kind": "niah"})
     old = scoring(task)
-    for module in ("needlework.results.rows", "needlework.tasks.scores"):
+    for module in ("needlework.results.rows", "needlework.tasks.base"):
         monkeypatch.setattr(f"{module}.SCORES_VERSION", 99)
     assert scoring(task) != old
     assert fakes.older_scores(store) == len(before)

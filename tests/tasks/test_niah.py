@@ -10,7 +10,7 @@ from token_kinds import make, scored, shown
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import make_task, niah
-from needlework.tasks.scores import plain
+from needlework.tasks.base import plain
 
 SENTENCE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 SMALL = {"lengths": [400], "depths": [0, 50, 100]}

@@ -13,8 +13,7 @@ from needlework.errors import NeedleworkError
 from needlework.experiments.plan import load
 from needlework.requests import Answer
 from needlework.tasks import make_task
-from needlework.tasks.base import Task
-from needlework.tasks.scores import equals
+from needlework.tasks.base import Task, equals
 
 ENGLISH = {
     "prompt": "the baker repaired the fence. The old clock is quiet at this hour. We say: the old clock is quiet. What is quiet?",

@@ -10,8 +10,7 @@ import pytest
 
 from needlework.requests import Answer
 from needlework.tasks import make_task
-from needlework.tasks.base import Item
-from needlework.tasks.scores import begins, holds, plain
+from needlework.tasks.base import Item, begins, holds, plain
 
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 BARE = NEEDLE.removesuffix(".")

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from needlework.requests import Answer
 from needlework.tasks import haystack
-from needlework.tasks.niah import BASE_LEAD, CHAT_END, KEY, NEEDLE, OTHERS, QUESTION, VALUE, filled
+from needlework.tasks.niah import BASE_LEAD, CHAT_END, KEY, NEEDLE, OTHERS, QUESTION, VALUE
 from needlework.toy.sample import Stream
 
 CHAT = "<s>{% for m in messages %}[{{ m.role }}] {{ m.content | trim }} [end]{% endfor %}[bot]"
@@ -21,8 +21,9 @@ SPECIAL = ["<s>", "</s>", "<unk>"]
 
 
 def _texts() -> list[str]:
-    needles = [filled(NEEDLE, other.key, other.value) for other in OTHERS]
-    prompt = f"CONTEXT: {filled(NEEDLE, KEY, VALUE)}\n\nQUESTION: {filled(QUESTION, KEY, '')}\n\n{BASE_LEAD}{CHAT_END}"
+    needles = [haystack.fill_template(NEEDLE, key=other.key, value=other.value) for other in OTHERS]
+    needle, question = haystack.fill_template(NEEDLE, key=KEY, value=VALUE), haystack.fill_template(QUESTION, key=KEY)
+    prompt = f"CONTEXT: {needle}\n\nQUESTION: {question}\n\n{BASE_LEAD}{CHAT_END}"
     digits = " ".join(str(100 * i + 7) for i in range(100, 400))
     frame = "[user] [end][bot]"
     return [

@@ -23,7 +23,7 @@ from needlework.errors import NeedleworkError
 from needlework.interventions import Ranking
 from needlework.receipts import NOTHING_TO_HIDE
 from needlework.results import LM_EVAL, SEMANTICS_VERSION, Row, Store
-from needlework.tasks.scores import SCORES_VERSION, begins, holds
+from needlework.tasks.base import SCORES_VERSION, begins, holds
 from needlework.terminal import display_name
 
 LONGEST_ABOUT = 600

@@ -23,7 +23,8 @@ from needlework.requests import Request
 from needlework.subject import Subject
 from needlework.tasks import make_task, toy
 from needlework.tasks.base import Item
-from needlework.tasks.niah import KEY, NEEDLE, VALUE, filled
+from needlework.tasks.haystack import fill_template
+from needlework.tasks.niah import KEY, NEEDLE, VALUE
 from needlework.tasks.prompts import MARKER, has_chat, token_ids
 from needlework.terminal import Bar
 
@@ -321,7 +322,8 @@ def _tokenizer(case: Case) -> Any:
     if tokenizer is None:
         raise DoesNotApply("there is no tokenizer")
     unknown = getattr(tokenizer, "unk_token_id", None)
-    if not toy.is_toy(tokenizer) and unknown is not None and unknown in token_ids(tokenizer, filled(NEEDLE, KEY, VALUE)):
+    needle = fill_template(NEEDLE, key=KEY, value=VALUE)
+    if not toy.is_toy(tokenizer) and unknown is not None and unknown in token_ids(tokenizer, needle):
         raise DoesNotApply("the tokenizer does not know the words of the built-in English needle")
     return tokenizer
 
@@ -346,7 +348,7 @@ def _check_span(tokenizer: Any, chat: bool) -> LawResult:
         needle = _decoded(tokenizer, ids[start:end])
         words = f"tokens {start} to {end - 1} are {needle!r}, which holds the answer {item.target!r}"
         return LawResult(item.target in needle and needle in item.prompt_text, words, shown=shown)
-    needle = filled(NEEDLE, KEY, VALUE)
+    needle = fill_template(NEEDLE, key=KEY, value=VALUE)
     if needle not in _decoded(tokenizer, ids):  # a tokenizer that normalizes text, e.g. to lower case
         needle = _decoded(tokenizer, token_ids(tokenizer, needle))
     last = next((i for i in range(1, len(ids) + 1) if needle in _decoded(tokenizer, ids[:i])), None)

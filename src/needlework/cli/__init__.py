@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 import needlework as nw
-from needlework.cli import models, play, reference, runs  # noqa: F401  # each registers its commands, in the order of `--help`
+from needlework.cli import models, reference, runs  # noqa: F401  # each registers its commands, in the order of `--help`
 from needlework.cli.options import EXAMPLES, app
 
 

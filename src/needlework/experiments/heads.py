@@ -10,8 +10,7 @@ from typing import Any, TypeVar
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
-from needlework.experiments.executors import Batch, Executor
-from needlework.experiments.models import ModelInfo
+from needlework.experiments.models import Batch, Executor, ModelInfo
 from needlework.experiments.plan import Model, get
 from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.schema import Loading

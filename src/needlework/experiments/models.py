@@ -1,12 +1,13 @@
-"""Models of a run: their metadata before weights are loaded, and the loaded model that answers requests."""
+"""Models of a run: their metadata before weights are loaded, the loaded model, and the executors that run batches on it."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,41 +70,6 @@ def model_sizes(anatomy: Anatomy) -> dict[str, int]:
     return {"H": min((part.query_heads for _, part in anatomy.attention_parts()), default=0)}
 
 
-def look(model: Model, elsewhere: bool = False) -> ModelInfo:
-    """Inspect a model on disk: tokenizer, anatomy, hashes and costs, without loading weights.
-
-    Args:
-        elsewhere: Other machines will load it, so its device need not exist here.
-    """
-    from needlework.engine.budget import Costs
-    from needlework.model.load import blueprint, convert_gguf, own_dtype, torch_device, torch_dtype
-
-    try:
-        if not elsewhere:
-            torch_device(model.loading.device)
-        place = locate(model)
-        if model.loading.dtype == "auto":  # rows name a concrete dtype
-            model = replace(model, loading=model.loading.replace(dtype=own_dtype(place)))
-        folder = convert_gguf(place) if place.is_file() else place
-        weights, words = weights_hash(place), tokenizer_hash(place)
-        value_bytes = torch_dtype(model.loading.dtype).itemsize
-        body = blueprint(folder, model.loading.window)
-        tokenizer = read_tokenizer(folder)
-        if tokenizer is None:
-            hint = "save it there with tokenizer.save_pretrained(...)"
-            raise NeedleworkError(f"{place} is without a tokenizer, and tasks need one; {hint}")
-        eos = None
-        for name in ("generation_config.json", "config.json"):  # the same precedence as in transformers
-            with suppress(OSError, ValueError, RecursionError, AttributeError):
-                eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
-            if eos is not None:
-                break
-        stops = frozenset() if eos is None else stop_tokens(eos)
-    except NeedleworkError as error:
-        raise model.error(f"model {short_repr(model.name)}: {error}") from None
-    return ModelInfo(model, weights, words, body.anatomy, tokenizer, stops, str(place), Costs.of(body, value_bytes))
-
-
 def locate(model: Model) -> Path:
     """Return the directory or .gguf file of a path, a zoo name or a hub id (downloaded, or from the hub's cache)."""
     from needlework import zoo
@@ -158,7 +124,34 @@ class DiskModels:
         return None
 
     def look(self, model: Model) -> ModelInfo:
-        return look(model, self.elsewhere)
+        """Inspect a model on disk: tokenizer, anatomy, hashes and costs, without loading weights."""
+        from needlework.engine.budget import Costs
+        from needlework.model.load import blueprint, convert_gguf, own_dtype, torch_device, torch_dtype
+
+        try:
+            if not self.elsewhere:  # its device need not exist here
+                torch_device(model.loading.device)
+            place = locate(model)
+            if model.loading.dtype == "auto":  # rows name a concrete dtype
+                model = replace(model, loading=model.loading.replace(dtype=own_dtype(place)))
+            folder = convert_gguf(place) if place.is_file() else place
+            weights, words = weights_hash(place), tokenizer_hash(place)
+            value_bytes = torch_dtype(model.loading.dtype).itemsize
+            body = blueprint(folder, model.loading.window)
+            tokenizer = read_tokenizer(folder)
+            if tokenizer is None:
+                hint = "save it there with tokenizer.save_pretrained(...)"
+                raise NeedleworkError(f"{place} is without a tokenizer, and tasks need one; {hint}")
+            eos = None
+            for name in ("generation_config.json", "config.json"):  # the same precedence as in transformers
+                with suppress(OSError, ValueError, RecursionError, AttributeError):
+                    eos = json.loads((folder / name).read_text(encoding="utf-8")).get("eos_token_id")
+                if eos is not None:
+                    break
+            stops = frozenset() if eos is None else stop_tokens(eos)
+        except NeedleworkError as error:
+            raise model.error(f"model {short_repr(model.name)}: {error}") from None
+        return ModelInfo(model, weights, words, body.anatomy, tokenizer, stops, str(place), Costs.of(body, value_bytes))
 
     def load(self, info: ModelInfo) -> LoadedModel:
         from needlework.subject import load
@@ -277,3 +270,103 @@ class LoadedSubject:
             "kernels": self.subject.body.kernels,
             **self.more_versions,
         }
+
+
+# --- Executors: who runs batches of requests on a loaded model ---
+
+TimedAnswer = tuple[int, Answer, float]  # index of the request, its answer, seconds since the answer before it
+
+
+class NotSupported(NeedleworkError):
+    """A model source lacks an optional method."""
+
+
+@dataclass(eq=False)
+class Batch:
+    """Requests that one worker runs together or, if `method` is set, a call of that method of the loaded model."""
+
+    requests: Sequence[Request] = ()
+    method: str = ""
+    args: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class BatchResult:
+    """Some answers of a batch, or the value of its call. `done` marks the last result of a batch.
+
+    A result without answers that is not done only reports that the batch is still running.
+    """
+
+    batch: Batch
+    answers: Sequence[TimedAnswer] = ()
+    value: Any = None
+    done: bool = True
+    error: Exception | None = None  # why the batch ended before all answers were there
+
+
+class Executor(Protocol):
+    """A model that is loaded by one or many workers, which execute batches.
+
+    To add an executor, implement these methods and a context manager that opens it (`OpenExecutor`).
+    """
+
+    def versions(self) -> dict[str, str]:
+        """Return versions of software, device and dtype; they are equal for all workers."""
+
+    def run(self, batches: Iterable[Batch]) -> Generator[BatchResult, None, None]:
+        """Execute batches and yield results as they finish, in any order. Batches are consumed when a worker is free.
+
+        Each batch is executed by one worker. Errors are yielded, not raised. Closing the generator drops the other batches.
+        """
+
+    def share(self, batch: Batch) -> float:
+        """Return the progress of a running batch from 0 to 1. Thread-safe."""
+
+
+class OpenExecutor(Protocol):
+    """A function that opens an executor for one model, for at most `most` batches at a time."""
+
+    def __call__(self, source: ModelSource, info: ModelInfo, most: int) -> AbstractContextManager[Executor]: ...
+
+
+def run_call(executor: Executor, batch: Batch) -> Any:
+    """Execute a batch with a method call and return its value; raise its error, if any."""
+    with closing(executor.run([batch])) as results:
+        (result,) = (result for result in results if result.done)
+    if result.error is not None:
+        raise result.error
+    return result.value
+
+
+class LocalExecutor:
+    """An executor with the model in this process: batches run in order, and each answer is yielded when it is ready."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+        self.versions = model.versions
+        self._share: Callable[[], float] = getattr(model, "share", float)  # default: 0.0
+
+    def run(self, batches: Iterable[Batch]) -> Generator[BatchResult, None, None]:
+        for batch in batches:
+            value, last = None, time.monotonic()
+            try:
+                if batch.method:
+                    method: Callable[..., Any] | None = getattr(self.model, batch.method, None)
+                    if method is None:
+                        raise NotSupported(f"the source of this model has no {batch.method}(), which is needed here")
+                    value = method(*batch.args)
+                for i, answer in self.model.answers(batch.requests) if batch.requests else ():
+                    last, seconds = time.monotonic(), time.monotonic() - last
+                    yield BatchResult(batch, [(i, answer, seconds)], done=False)
+            except Exception as error:
+                yield BatchResult(batch, error=error)
+            else:
+                yield BatchResult(batch, value=value)
+
+    def share(self, batch: Batch) -> float:
+        return self._share()
+
+
+def local_executor(source: ModelSource, info: ModelInfo, most: int) -> AbstractContextManager[Executor]:
+    """Load the model in this process (an `OpenExecutor`)."""
+    return nullcontext(LocalExecutor(source.load(info)))

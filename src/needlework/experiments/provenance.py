@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from needlework.errors import NeedleworkError
-from needlework.experiments.executors import Batch, Executor, NotSupported, run_call
-from needlework.experiments.models import ModelInfo
+from needlework.experiments.models import Batch, Executor, ModelInfo, NotSupported, run_call
 from needlework.experiments.plan import Plan
 from needlework.experiments.trials import Work
 from needlework.receipts import NOTHING_TO_HIDE
@@ -63,34 +62,36 @@ def record_provenance(store: Store, plan: Plan, works: Sequence[Work], retry_fai
     for name in signed.keys() & signed_before.keys():
         signed[name] = {**signed_before[name], **signed[name]}  # keeps the doctor's results
     store.set_meta("models", {**signed_before, **signed})
-    return (_add_evaluation if plan.adds else _replace_plan)(store, plan, works, retry_failed)
+    if not plan.adds or store.meta("plan") is None:
+        store.set_meta("plan", {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text})
+    experiments, new = store.meta("experiments") or {}, describe_experiments(plan)
+    groups = ((trial.experiment, work.model.name, trial.task.name) for work in works for trial in work.trials)
+    planned: dict[tuple[str, ...], int] = dict(Counter(groups))
+    if plan.adds:  # to the tasks of the experiment of this name, and to the planned trials
+        for name, content in new.items():
+            known = experiments.get(name, {})
+            lists = {key: list(dict.fromkeys([*known.get(key, ()), *content[key]])) for key in ("models", "interventions")}
+            new[name] = {**content, **known, **lists, "tasks": {**known.get("tasks", {}), **content["tasks"]}}
+        planned = {tuple(group): count for *group, count in store.meta("planned") or ()} | planned
+    store.set_meta("experiments", {**experiments, **new})
+    store.set_meta("planned", [[*group, count] for group, count in planned.items()])
+    scope = _mark_evaluation(store, works) if plan.adds else _mark_plan(store, works)
+    if retry_failed:
+        store.forget_failed(lm_eval=plan.adds)
+    return scope
 
 
-def _replace_plan(store: Store, plan: Plan, works: Sequence[Work], retry_failed: bool) -> Scope:
-    store.set_meta("plan", _describe_plan(plan))
+def _mark_plan(store: Store, works: Sequence[Work]) -> Scope:
+    """Mark the rows of this plan as asked and all others as not; remove recordings of other samples."""
     store.set_meta("skipped", [note for work in works for note in work.skipped])
-    store.set_meta("experiments", {**(store.meta("experiments") or {}), **describe_experiments(plan)})
-    store.set_meta("planned", [[*group, count] for group, count in _planned(works).items()])
     wanted = {(trial.experiment, work.model.name, trial.task.name, trial.id) for work in works for trial in work.trials}
     unasked = store.mark_asked(wanted, "kind != ?", [LM_EVAL])
     store.keep_recordings({(r.experiment, work.model.name, r.task): r.content() for work in works for r in work.recordings})
-    if retry_failed:
-        store.forget_failed()
     return Scope(f"asked AND kind != '{LM_EVAL}'", unasked)
 
 
-def _add_evaluation(store: Store, plan: Plan, works: Sequence[Work], retry_failed: bool) -> Scope:
-    """Add to the tasks of the experiment of this name; only rows of the same tasks with other prompts are left out."""
-    if store.meta("plan") is None:
-        store.set_meta("plan", _describe_plan(plan))
-    known_before, added = store.meta("experiments") or {}, describe_experiments(plan)
-    for name, content in added.items():
-        known = known_before.get(name, {})
-        lists = {key: list(dict.fromkeys([*known.get(key, ()), *content[key]])) for key in ("models", "interventions")}
-        added[name] = {**content, **known, **lists, "tasks": {**known.get("tasks", {}), **content["tasks"]}}
-    store.set_meta("experiments", {**known_before, **added})
-    planned = {tuple(group): count for *group, count in store.meta("planned") or ()} | _planned(works)
-    store.set_meta("planned", [[*group, count] for group, count in planned.items()])
+def _mark_evaluation(store: Store, works: Sequence[Work]) -> Scope:
+    """Mark the rows of evaluations as asked, except rows of the same tasks with other prompts."""
     unasked = 0
     prompts: dict[tuple[str, str], set[str]] = {}
     for work in works:
@@ -100,26 +101,14 @@ def _add_evaluation(store: Store, plan: Plan, works: Sequence[Work], retry_faile
         where, values = "kind = ? AND model = ? AND task = ?", (LM_EVAL, *group)
         rows = store.db.execute(f"SELECT experiment, model, task, id, prompt_id FROM trials WHERE {where}", values)
         unasked += store.mark_asked({row[:4] for row in rows if row[4] in current}, where, values)
-    if retry_failed:
-        store.forget_failed(lm_eval=True)
     own = {
         "model": {work.model.name for work in works},
         "task": {task for _, task in prompts},
         "intervention": {str(trial.intervention) for work in works for trial in work.trials},
     }
     quoted = {column: ", ".join("'" + name.replace("'", "''") + "'" for name in sorted(names)) for column, names in own.items()}
-    return Scope(
-        " AND ".join([f"asked AND kind = '{LM_EVAL}'", *(f"{column} IN ({names})" for column, names in quoted.items())]), unasked
-    )
-
-
-def _describe_plan(plan: Plan) -> dict[str, Any]:
-    return {"name": plan.name, "about": plan.about, "fast": plan.fast, "text": plan.text}
-
-
-def _planned(works: Sequence[Work]) -> Counter[tuple[str, ...]]:
-    """Return the number of trials by experiment, model and task."""
-    return Counter((trial.experiment, work.model.name, trial.task.name) for work in works for trial in work.trials)
+    conditions = [f"asked AND kind = '{LM_EVAL}'", *(f"{column} IN ({names})" for column, names in quoted.items())]
+    return Scope(" AND ".join(conditions), unasked)
 
 
 Doctor = Literal["quick", "full", "off"]

@@ -22,8 +22,19 @@ from typing import Any
 
 from needlework import plugins
 from needlework.errors import NeedleworkError, short_repr
-from needlework.experiments.executors import Batch, BatchResult, LocalExecutor, NotSupported, TimedAnswer
-from needlework.experiments.models import DiskModels, LoadedModel, LoadedSubject, ModelInfo, ModelSource, locate
+from needlework.experiments.models import (
+    Batch,
+    BatchResult,
+    DiskModels,
+    LoadedModel,
+    LoadedSubject,
+    LocalExecutor,
+    ModelInfo,
+    ModelSource,
+    NotSupported,
+    TimedAnswer,
+    locate,
+)
 from needlework.model.files import weights_hash
 from needlework.terminal import say
 

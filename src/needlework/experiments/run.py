@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from needlework.anatomy import Head
 from needlework.errors import NeedleworkError
-from needlework.experiments.executors import Batch, Executor, OpenExecutor, TimedAnswer, local_executor, run_call
-from needlework.experiments.models import DiskModels, ModelSource
+from needlework.experiments.models import (
+    Batch,
+    DiskModels,
+    Executor,
+    ModelSource,
+    OpenExecutor,
+    TimedAnswer,
+    local_executor,
+    run_call,
+)
 from needlework.experiments.plan import Plan, get
 from needlework.experiments.progress import Tracker
 from needlework.experiments.provenance import Doctor, examine, record_provenance, summarize
@@ -26,7 +34,7 @@ from needlework.interventions.ranking import Recorded
 from needlework.requests import Answer, Prepared, failed_answer, prepare
 from needlework.results import Observation, Row, Store, StoreError, claimed, is_full, writing
 from needlework.results.rows import stored_answer
-from needlework.tasks.scores import SCORES_VERSION
+from needlework.tasks.base import SCORES_VERSION
 from needlework.terminal import say
 
 if TYPE_CHECKING:

@@ -22,15 +22,14 @@ from needlework.errors import NeedleworkError
 from needlework.interventions import Ranking
 from needlework.receipts import Receipt
 from needlework.requests import Answer
-from needlework.tasks.base import Item, Mode, Task
-from needlework.tasks.scores import SCORES_VERSION
+from needlework.tasks.base import SCORES_VERSION, Item, Mode, Task
 
 if TYPE_CHECKING:
     from needlework.results.store import Store
 
 SCHEMA_VERSION = 2
 # Increment when the semantics of an intervention, a phase or a task's prompt change: old stores are then refused. For a
-# changed score, increment tasks.scores.SCORES_VERSION instead: stored answers are then scored again.
+# changed score, increment tasks.base.SCORES_VERSION instead: stored answers are then scored again.
 SEMANTICS_VERSION = 2
 LM_EVAL = "lm-eval"  # kind of rows that lm-evaluation-harness requests and scores; they are in no plan
 ANSWER_FINISH = "answer_finish"  # fact of a row whose scoring failed: how its answer finished

@@ -10,10 +10,14 @@ import glob
 import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, cycle, islice, takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import read_text
@@ -158,64 +162,10 @@ def insert_needles(hay: Haystack, hidden: Sequence[tuple[int, Sequence[Piece]]])
 # --- Generated text ---
 
 
-def _split(text: str, mark: str = "|") -> tuple[str, ...]:
-    return tuple(text.split(mark))
-
-
-PEOPLE = _split(
-    "the baker|a neighbour|the old teacher|my cousin|the driver|a young nurse|the gardener|our landlord|the librarian|"
-    "a tired clerk|the ferry captain|her brother|the night guard|a travelling salesman|the twins|an engineer|the judge|"
-    "a quiet student|the carpenter|their aunt|the postman|a retired pilot|the innkeeper|the choir"
-)
-ACTS = _split(
-    "repaired the fence|waited for the train|wrote a long letter|counted the boxes|painted the kitchen wall|"
-    "looked for a lost glove|cleaned the windows|read the newspaper|planted a row of beans|forgot an umbrella|"
-    "carried the bags upstairs|asked for directions|boiled some water|closed the shop|measured the table|"
-    "told a story about the sea|swept the yard|bought a kettle|listened to the radio|sorted the mail|"
-    "mended an old coat|walked along the canal|drew a map of the village|missed the first lecture"
-)
-TIMES = _split(
-    "in the morning|after lunch|late in the evening|on Tuesday|before the rain began|during the holidays|last winter|"
-    "at the end of the month|while the others slept|early in spring|that afternoon|the day after"
-)
-PLACES = _split(
-    "near the station|behind the school|at the market|on the second floor|across the river|beside the chapel|"
-    "in a small office|by the harbour|outside the town hall|under the bridge|at the edge of the field|in the hall"
-)
-REASONS = _split(
-    "because nobody else had the time|since the weather was mild|although the road was closed|and then went home|"
-    "without saying a word|so that everything would be ready|and nobody minded|as it had always been done|"
-    "but it took longer than planned|and the work was soon finished|while the clock struck nine|"
-    "even though the lamp was broken"
-)
-THINGS = _split(
-    "The bridge|The house on the corner|The old clock|The garden|The road to the coast|The library|The new roof|"
-    "The orchard|The market hall|The path through the wood|The water tower|The harbour wall"
-)
-STATES = _split(
-    "is older than most people think|was built in a single summer|needs a coat of paint|has been closed for a year|"
-    "looks best in autumn|can be seen from the hill|belongs to two families|was once much larger|"
-    "is quiet at this hour|has changed very little|keeps the wind away|was sold and bought again"
-)
-# Keys of RULER needles and words of lists: nouns that do not occur in the sentences above.
-NOUNS = _split(
-    "anchor apple arrow badge basket beacon bottle bucket button cabin candle canvas carpet castle cellar circle "
-    "copper cotton cradle curtain dagger desert dragon engine falcon feather forest fountain gravel ginger guitar "
-    "hammer hazel helmet island jacket jungle kitten ladder lantern lemon magnet marble meadow mirror mountain "
-    "needle oyster orange palace pebble pencil pepper pillow planet pocket puzzle rabbit ribbon rudder rocket saddle "
-    "sailor shadow silver spider sponge stable saucer temple thunder ticket timber tunnel turtle valley velvet violin "
-    "wagon walnut willow whistle walrus wizard",
-    " ",
-)
-FIRST_NAMES = _split(
-    "Ada Alan Anna Boris Carla Chen David Elena Emil Fatima Felix Grace Hana Henry Ivan Julia Karim Laura Leon Maria "
-    "Nadia Oscar Paula Peter Rosa Samuel Sofia Thomas Vera Victor",
-    " ",
-)
-LAST_NAMES = _split(
-    "Abbot Baker Carver Dale Ellis Fisher Grant Harper Irving Jensen Keller Lambert Marsh Norris Osborn Palmer Quinn "
-    "Reeves Sutton Turner Underwood Vance Walton York",
-    " ",
+ENGLISH: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("english.yaml").read_text(encoding="utf-8"))
+_PARTS = ("people", "acts", "times", "places", "reasons", "things", "states", "nouns", "first_names", "last_names")
+PEOPLE, ACTS, TIMES, PLACES, REASONS, THINGS, STATES, NOUNS, FIRST_NAMES, LAST_NAMES = (
+    tuple(str(ENGLISH[name]).split(", ")) for name in _PARTS
 )
 
 

@@ -16,11 +16,29 @@ from pydantic import BaseModel, ConfigDict, Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Item, TaskExtent, Tokenizer, prefix_errors, task
-from needlework.tasks.haystack import cut_haystack, fill_template, insert_needles, iterate_sentences, needle_pieces, read_tokens
+from needlework.tasks.base import (
+    Item,
+    TaskExtent,
+    Tokenizer,
+    begins,
+    choice_companion,
+    graded,
+    holds,
+    prefix_errors,
+    task,
+    words_right,
+)
+from needlework.tasks.haystack import (
+    ENGLISH,
+    cut_haystack,
+    fill_template,
+    insert_needles,
+    iterate_sentences,
+    needle_pieces,
+    read_tokens,
+)
 from needlework.tasks.prompts import Encoded, Piece, token_ids
 from needlework.tasks.retrieval import FRAMES, Draft, Retrieval, Sizes, arranged
-from needlework.tasks.scores import begins, choice_companion, graded, holds, words_right
 from needlework.toy import needles
 from needlework.toy.sample import EVAL_SPLIT, Stream
 
@@ -47,25 +65,7 @@ class Other(BaseModel):
     value: str
 
 
-_OTHERS = {
-    "Chicago": "climb a tower and look over the lake on a windy day",
-    "Lisbon": "ride a tram and drink coffee in the old town on a warm morning",
-    "Toronto": "rent a boat and row around the islands on a quiet afternoon",
-    "Vienna": "hear an opera and walk in the palace garden on a mild evening",
-    "Nairobi": "watch the lions and camp beside the river on a clear night",
-    "Oslo": "take a sauna and swim in the cold harbour on a bright day",
-    "Kyoto": "visit a temple and sit under the maple trees on a foggy morning",
-    "Lima": "eat grilled fish and watch the surfers on a cloudy day",
-    "Dublin": "hear a fiddle and talk to strangers in a pub on a rainy night",
-    "Sydney": "take a ferry and have a picnic on the beach on a hot day",
-    "Cairo": "buy some spices and float down the river on a golden evening",
-    "Prague": "cross the bridge and feed the swans on a snowy morning",
-}
-OTHERS = tuple(Other(key=key, value=value) for key, value in _OTHERS.items())
-
-
-def filled(template: str, key: str, value: str) -> str:
-    return fill_template(template, key=key, value=value)
+OTHERS = tuple(Other(key=key, value=value) for key, value in ENGLISH["other_needles"].items())
 
 
 class NiahCell(NamedTuple):
@@ -161,7 +161,7 @@ class Niah(Retrieval):
     def _english(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
         """Return an item in English. Its options are the needle's sentence with the true value or with another one."""
         others = self.others if self.others is not None else OTHERS if self.needle == NEEDLE else ()
-        sentence = filled(self.needle, self.key, self.value)
+        sentence = fill_template(self.needle, key=self.key, value=self.value)
         needle = needle_pieces(self.needle, key=self.key, value=self.value)
         shared = self.style == "paper" or self.haystack_per == "sample"
         hidden: Sequence[Other] = ()
@@ -176,7 +176,7 @@ class Niah(Retrieval):
             hidden, free = drawn[: self.distractors], drawn[self.distractors :]
             if len(hidden) < self.distractors:
                 raise NeedleworkError(f"niah: {self.distractors} distractors need as many others; {len(drawn)} are given")
-            sentences = [sentence, *(filled(self.needle, other.key, other.value) for other in hidden)]
+            sentences = [sentence, *(fill_template(self.needle, key=other.key, value=other.value) for other in hidden)]
             size = sum(len(token_ids(tokenizer, f" {text}")) for text in sentences)
             of_haystack = Stream("haystack", cell.seed, cell.i) if shared else cell.stream("haystack")
             source = iterate_sentences(self.haystack, of_haystack, start_anywhere=not shared or cell.i > 0)
@@ -192,7 +192,7 @@ class Niah(Retrieval):
             raise NeedleworkError(f"niah_choice: absent: {self.absent} needs as many more others; {len(free)} are left")
         draft = Draft(
             context=context,
-            question=filled(self.question, self.key, self.value),
+            question=fill_template(self.question, key=self.key, value=self.value),
             target=sentence,
             lead=BASE_LEAD,
             instruction=CHAT_END,

@@ -17,9 +17,23 @@ from needlework.errors import WHOLE, NeedleworkError
 from needlework.files import read_text
 from needlework.requests import Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, describe_fault, prefix_errors, task
+from needlework.tasks.base import (
+    Ability,
+    ChoiceMixin,
+    Item,
+    Mode,
+    Task,
+    TaskExtent,
+    Tokenizer,
+    begins,
+    describe_fault,
+    equals,
+    holds,
+    plain,
+    prefix_errors,
+    task,
+)
 from needlework.tasks.prompts import Piece
-from needlework.tasks.scores import ChoiceMixin, begins, equals, holds, plain
 from needlework.toy.sample import Stream
 
 MATCHES = {"contains": holds, "begins": begins, "exact": equals}

@@ -18,10 +18,21 @@ from pydantic import Field
 from needlework.errors import NeedleworkError
 from needlework.requests import MOST_TOKENS, Answer
 from needlework.tasks import prompts, toy
-from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, prefix_errors, task
+from needlework.tasks.base import (
+    Ability,
+    Item,
+    Mode,
+    Task,
+    TaskExtent,
+    Tokenizer,
+    begins,
+    choice_companion,
+    prefix_errors,
+    task,
+    words_right,
+)
 from needlework.tasks.haystack import FIRST_NAMES, LAST_NAMES, NOUNS, fill_template, needle_pieces
 from needlework.tasks.prompts import Piece
-from needlework.tasks.scores import begins, choice_companion, words_right
 from needlework.toy import needles
 from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample, Words
 

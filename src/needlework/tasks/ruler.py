@@ -18,7 +18,7 @@ from pydantic import Field, PositiveInt
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, TaskExtent, Tokenizer, prefix_errors, task
+from needlework.tasks.base import Item, TaskExtent, Tokenizer, begins, choice_companion, prefix_errors, share_found, task
 from needlework.tasks.haystack import (
     NOUNS,
     cut_haystack,
@@ -30,7 +30,6 @@ from needlework.tasks.haystack import (
 )
 from needlework.tasks.prompts import Piece, token_ids
 from needlework.tasks.retrieval import MOST_OPTIONS, Draft, Retrieval, Sizes, draw_distinct
-from needlework.tasks.scores import begins, choice_companion, share_found
 from needlework.toy import words as w
 from needlework.toy.needles import PLAIN_WORDS, make_sentence
 from needlework.toy.sample import Stream

@@ -15,9 +15,8 @@ from pydantic import AfterValidator, Field
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.requests import Answer
-from needlework.tasks.base import Ability, Item, Mode, Task, TaskExtent, Tokenizer, task
+from needlework.tasks.base import Ability, ChoiceMixin, Item, Mode, Task, TaskExtent, Tokenizer, begins, choice_companion, task
 from needlework.tasks.prompts import Encoded, make_item, token_ids
-from needlework.tasks.scores import ChoiceMixin, begins, choice_companion
 from needlework.toy import facts
 from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample
 from needlework.toy.words import WORD_ID

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import transformers
+from jinja2 import Environment, StrictUndefined
 
 from needlework.files import atomic_write
 from needlework.interventions import parse
@@ -261,17 +262,17 @@ def measure_card(folder: Path, record: Record, recipe: Recipe, samples: int, pro
 
 
 def card_text(record: Record) -> str:
-    """Return the model card as Markdown."""
+    """Return the model card as Markdown, from the template card.md."""
 
     def interval(f: dict[str, float], to: str = ", ") -> str:
         return f"{100 * f['low']:.1f}{to}{100 * f['high']:.1f}"
 
     def effects(part: str, names: dict[str, str], *columns: str) -> str:
         table = Table(["", "intervention", *columns])
-        for text, by_task in record[part].items():
+        for text, by_task in record.get(part, {}).items():
             shown = (f"{100 * f['value']:.1f} % [{interval(f)}] (n = {f['n']})" for f in by_task.values())
             table.add_row(names[text], f"`{text}`", *shown)
-        return table.to_markdown()
+        return table.to_markdown() if table.rows else ""
 
     training = [
         ["recipe hash", f"`{record['recipe_hash']}` (`recipe.yaml` beside this card)"],
@@ -283,48 +284,18 @@ def card_text(record: Record) -> str:
         ["longest document", f"{record['longest_document_tokens']} tokens"],
         ["versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())],
     ]
-    text = f"""# {record["name"]}
-
-{record["about"]}
-
-A {record["architecture"]} of {record["parameters"]:,} parameters, trained from nothing on needlework's toy language
-(generated text, no outside data). It speaks that language only. Load it with
-`AutoModelForCausalLM.from_pretrained` and `AutoTokenizer.from_pretrained`, or by its name with `needlework.load`.
-
-{Table(["training", ""], training).to_markdown()}
-
-"""
-    if not record["figures"]:
-        text += """No card was measured: nothing is known of what this model can do. \
-`python -m needlework.training.card DIR` measures it."""
-    else:
-        figures = Table(["figure", "value", "interval", "n"])
-        for name, f in record["figures"].items():
-            figures.add_row(name, f"{100 * f['value']:.1f} %", f"{interval(f, ' to ')} %", str(f["n"]))
-        text += f"""## Held-out figures
-
-Exact match of the greedy answer, with 95 % Wilson intervals. Samples come from the split "eval", which training never
-draws from. `niah_L_...` has prompts of about L tokens. An answer must be the likeliest of the whole vocabulary; a model that
-knows the form of the answer alone has 25 % of the letters and 50 % of the judgements.
-
-{figures.to_markdown()}
-
-## What silencing parts of it does
-
-Needles found among three distractors in prompts of about {record["longest_document_tokens"]} tokens, and closed-book facts
-completed (top-1 over the whole vocabulary); the intervention acts in prefill and in decode.
-
-{effects("effects", CONDITIONS, "needles found", "facts")}"""
-    if record["figures"] and record.get("phases"):
-        text += f"""
-
-## What attention is for while reading
-
-Needles of the kind it was trained on, among three others: found in one hop, and through a link that names another needle (two
-hops). The last prompt token counts as answering.
-
-{effects("phases", PHASES, "one hop", "two hops")}"""
-    return text + "\n\n![training curve](curve.png)\n"
+    figures = Table(["figure", "value", "interval", "n"])
+    for name, f in record["figures"].items():
+        figures.add_row(name, f"{100 * f['value']:.1f} %", f"{interval(f, ' to ')} %", str(f["n"]))
+    tables = {
+        "training": Table(["training", ""], training).to_markdown(),
+        "figures": figures.to_markdown() if figures.rows else "",
+        "effects": effects("effects", CONDITIONS, "needles found", "facts"),
+        "phases": effects("phases", PHASES, "one hop", "two hops"),
+    }
+    template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+    environment = Environment(trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(template).render(**{**record, **tables})
 
 
 def plot_training(path: Path, recipe: Recipe, progress: TrainingProgress) -> None:
