@@ -153,12 +153,11 @@ def heads(
     output.check_out(out, export)
     check_methods(by)
     if against:
-        if recurrent or import_ or export or ray or len(by) > 1:
+        if recurrent or import_ or export or cluster or len(by) > 1:
             raise nw.NeedleworkError(
                 "--against compares by one method (--by): it goes without --recurrent, --import, --export, --ray"
             )
         counts: dict[str, Any] = {"samples": samples, "held_out": held_out, "seed": seed, "progress": not as_json}
-        loading = loading_options(device, dtype, window, kernels)
         both = compare_heads(model, against, by[0] if by else METHOD, task=task, **counts, **loading)
         written = output.save_comparison(both, out) if out else []
         if as_json:
