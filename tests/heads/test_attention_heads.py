@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 import needlework as nw
 from needlework import zoo
 from needlework.heads import samples
-from needlework.heads.methods import Scores, all_methods, find_methods
+from needlework.heads.methods import ROLES, Scores, all_methods, find_methods
 from needlework.heads.observers import question_span
 from needlework.observation import entropy
 from needlework.tasks.base import Item
@@ -134,6 +134,28 @@ def test_question_mass_is_contrasted_with_an_empty_question() -> None:
         null = attentions(empty)[0][:, start][:, needle(item)].sum(1)
         assert found.each is not None
         assert found.each[number] == pytest.approx(asked - null, abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["tiny-transformer", "tiny-jamba"])
+def test_roles_are_read_off_stock_attention(name: str) -> None:
+    whole = nw.load(name)
+    model = AutoModelForCausalLM.from_pretrained(zoo.path(name), attn_implementation="eager").eval()
+    some = [items()[0], replace(items()[1], spans={"needle": ((5, 9), (20, 23))})]  # a needle in two parts, too
+    gather, aggregate = (method.score(whole, some, seed=0, progress=lambda share: None) for method in find_methods(ROLES))
+    for number, item in enumerate(some):
+        with torch.no_grad():
+            layers = [
+                layer for layer in model(torch.tensor([item.prompt]), output_attentions=True).attentions if layer is not None
+            ]
+        for head, p in enumerate(torch.cat([layer[0] for layer in layers])):
+            ends = [end - 1 for _, end in item.spans["needle"]]
+            rest = [float(sum(p[end, key] for key in needle(item) if key != end)) for end in ends]
+            assert gather.each is not None
+            assert aggregate.each is not None
+            assert gather.each[number, head] == pytest.approx(sum(rest) / len(ends), abs=1e-5)
+            assert aggregate.each[number, head] == pytest.approx(float(p[-1, ends].sum()), abs=1e-5)
+    assert gather.values.max() > 0.1
+    assert aggregate.values.max() > 0.01
 
 
 def test_what_plans_record_is_the_same() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, get_args
 
 import numpy as np
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from needlework.observation import HeadRow
     from needlework.subject import Subject
 
-MethodKind = Literal["attention", "contribution", "causal", "learned"]  # what a method uses; later kinds cost more
+MethodKind = Literal["attention", "contribution", "causal", "learned", "role"]  # what a method uses; later kinds cost more
+ROLES = ("gather", "aggregate")  # methods of kind "role", which say what a head does and are no rankings by default
 MODULES = ("contribution", "causal")  # further modules of this package that register methods; imported on demand
 
 
@@ -77,7 +78,7 @@ def all_methods() -> dict[str, Method]:
     """Return all methods by name, ordered by kind."""
     for name in MODULES:
         import_module(f"{__package__}.{name}")
-    kinds = ("attention", "contribution", "causal", "learned")
+    kinds = get_args(MethodKind)
     return {m.name: m for m in sorted(METHODS.values(), key=lambda m: kinds.index(m.kind))}
 
 
@@ -136,3 +137,9 @@ def question_mass(subject: Subject, items: Sequence[Item], *, seed: int, progres
 
 method("entropy", "attention", _ABOUT_ENTROPY, lambda row: -row.entropy)(_ratio("entropy", "queries", sign=-1.0))
 method("entropy_no_sink", "attention", _ABOUT_NO_SINK)(_ratio("entropy_no_sink", "queries", sign=-1.0))
+method("gather", "role", "attention from the needle's last token to the rest of the needle (Bick et al. 2025)")(
+    _ratio("gathered", "ends")
+)
+method("aggregate", "role", "attention from the prompt's last token to the needle's last token (Bick et al. 2025)")(
+    _ratio("aggregated", "lasts")
+)

@@ -79,15 +79,19 @@ def join_observers(observers: Sequence[Observer]) -> Observer:
     return whole
 
 
+END, LAST = "needle_end", "last"  # spans: the last token of each stretch of the needle, and that of the prompt
+
+
 class AttentionSums(SampleObserver):
-    """Observer that sums attention on the needle, entropy and copied tokens per sample and head."""
+    """Observer that sums attention on the needle and its last token, entropy and copied tokens per sample and head."""
 
     def __init__(self, samples: int) -> None:
-        super().__init__(samples, NEEDLE, "question")
+        super().__init__(samples, NEEDLE, "question", END, LAST)
         self._looked: dict[int, Tensor] = {}  # layer -> [rows, heads] most attended position in this step
 
     def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None:
         slots, p = forward.slots, probabilities
+        self._add_roles(layer, slots, block, p)
         on_needle = (p * self.in_span(NEEDLE, slots, block.k_positions)[:, None, None]).sum(-1)  # [rows, heads, queries]
         asking = self.in_span("question", slots, block.q_positions)[:, None].to(p.dtype)  # [rows, 1, queries]
         self.add(layer, "question_mass", slots, (on_needle * asking).sum(-1))
@@ -99,6 +103,17 @@ class AttentionSums(SampleObserver):
         self.add(layer, "entropy", slots, entropy(p).sum(-1))
         self.add(layer, "entropy_no_sink", slots, entropy(p, (block.k_positions != 0)[:, None, None]).sum(-1))
         self._looked[layer] = block.k_positions.gather(1, p[:, :, -1].argmax(-1))
+
+    def _add_roles(self, layer: int, slots: Tensor, block: QueryBlock, p: Tensor) -> None:
+        """Add attention from the needle's ends to the rest of the needle, and from the end of the prompt to the needle's ends."""
+        for asking, to, name, count in ((END, NEEDLE, "gathered", "ends"), (LAST, END, "aggregated", "lasts")):
+            queries = self.in_span(asking, slots, block.q_positions)  # [rows, queries]
+            keys = self.in_span(to, slots, block.k_positions)[:, None] & (
+                block.k_positions[:, None] != block.q_positions[..., None]
+            )
+            mass = (p * keys[:, None]).sum(-1) * queries[:, None]  # [rows, heads, queries]
+            self.add(layer, name, slots, mass.sum(-1))
+            self.add(layer, count, slots, queries.sum(1, keepdim=True).expand(-1, p.shape[1]))
 
     def chose(self, slots: Tensor, tokens: Tensor) -> None:
         copied = self.copied(NEEDLE, slots, tokens)[:, None]
@@ -154,7 +169,9 @@ def _observe(subject: Subject, items: Sequence[Item], progress: Progress, null: 
             moved = len(empty) - (end - start)
             needle = tuple((a, b) if b <= start else (a + moved, b + moved) for a, b in needle)
             end = start + len(empty)
-        spans, most = {"needle": needle, "question": ((start, end),)}, 1 if null else item.ending[0]
+        ends = tuple((b - 1, b) for _, b in needle)
+        spans = {NEEDLE: needle, "question": ((start, end),), END: ends, LAST: ((len(prompt) - 1, len(prompt)),)}
+        most = 1 if null else item.ending[0]
         requests.append(Request(prompt, max_new_tokens=most, stop=item.ending[1], spans=spans, sample=number))
     observer = AttentionSums(len(items))
     with observing(subject, observer):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from markupsafe import Markup
 from rich.console import Group
 from rich.text import Text
 
-from needlework.anatomy import heads_of_share
+from needlework.anatomy import Head, heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.files import atomic_write, file_name, new_directory
 from needlework.heads import foreign
@@ -21,6 +21,7 @@ from needlework.heads.evaluation import RANDOM, SHARE
 from needlework.heads.methods import all_methods
 from needlework.heads.recurrent import RecurrentSide
 from needlework.heads.survey import Survey
+from needlework.interventions.ranking import Ranking
 from needlework.plots import light_colors
 from needlework.reports.page import render_template
 from needlework.reports.picture_files import STYLE, save_plot
@@ -28,6 +29,7 @@ from needlework.stats import Estimate, number, percent
 from needlework.tables import Table
 
 BEST_HEADS = 10
+ROLE_HEADS = 5
 MOST_GROUPS = 8  # groups listed in a table
 CUTS = {"conv": "convolution cut", "state": "state cut", "memory": "both cut"}
 
@@ -56,6 +58,7 @@ def save_survey(survey: Survey, out: Path, exports: Sequence[str] = ()) -> list[
     plots = {"heads": draw_score_maps}
     plots |= {"curves": draw_curves} if survey.curves else {}
     plots |= {"static-or-dynamic": draw_selections} if survey.dynamic else {}
+    plots |= {"roles": draw_roles} if survey.roles else {}
     with new_directory(out) as folder:
         for name, ranking in survey.rankings.items():
             ranking.save(folder / f"ranking-{file_name(name)}.json")
@@ -114,6 +117,8 @@ def legend(survey: Survey) -> str:
         f"Ranked on {made.samples} samples of {', '.join(survey.tasks)}, seed {made.seed}{judged}. Area: under retrieval against"
         " heads kept. Halves, other seed: rank correlation, and overlap of the best heads, of two rankings by one method."
         " Heads of equal score stand in the order of the model."
+        + " Gather: attention from the needle's last token to the rest of the needle; aggregate: from the prompt's last token to"
+        " the needle's last token." * bool(survey.roles)
     )
 
 
@@ -131,13 +136,20 @@ def survey_tables(survey: Survey) -> list[Table]:
     tables = [Table(columns, rows, title, ("method",))]
 
     ranking, rows = survey.rankings[survey.best], []
-    intervals = ranking.evidence.get("intervals", {})
     for place, head in enumerate(ranking.order[:BEST_HEADS], 1):
-        name = f"{head.layer}.{head.index}"
-        score = number(ranking.scores[head]) if ranking.scores else "–"
-        spread = f"[{number(intervals[name][0])}, {number(intervals[name][1])}]" if name in intervals else "–"
-        rows.append((str(place), name, score, spread))
+        rows.append((str(place), f"{head.layer}.{head.index}", *_score_and_spread(ranking, head)))
     tables.append(Table(("place", "layer.head", "score", "95 %"), rows, f"best heads by {survey.best}", ()))
+    if survey.roles:
+        best = {
+            head: None
+            for pair in zip(*(ranking.order[:ROLE_HEADS] for ranking in survey.roles.values()), strict=True)
+            for head in pair
+        }
+        rows = [
+            [f"{x.layer}.{x.index}", *(" ".join(_score_and_spread(of, x)) for of in survey.roles.values())] for x in sorted(best)
+        ]
+        title = f"roles: the {ROLE_HEADS} heads that gather most and the {ROLE_HEADS} that aggregate most"
+        tables.append(Table(("layer.head", *(f"{role} [95 %]" for role in survey.roles)), rows, title, ()))
 
     if len(names) > 1:  # rank correlation above the diagonal, overlap below
         rows = []
@@ -154,6 +166,13 @@ def survey_tables(survey: Survey) -> list[Table]:
         title = f"{100 * survey.dynamic.share:g} % of the heads of each layer (n = {ways[0].retrieval.n})"
         tables.append(Table(("heads chosen", "kept", "retrieval % [95 %]", "retained"), rows, title, ("heads chosen", "kept")))
     return tables
+
+
+def _score_and_spread(ranking: Ranking, head: Head) -> tuple[str, str]:
+    """Return a head's score and its interval; a dash for what is not known."""
+    bounds = ranking.evidence.get("intervals", {}).get(f"{head.layer}.{head.index}")
+    spread = f"[{number(bounds[0])}, {number(bounds[1])}]" if bounds else "–"
+    return number(ranking.scores[head]) if ranking.scores else "–", spread
 
 
 def _bounds(x: Estimate) -> str:
@@ -178,19 +197,28 @@ def _error_bars(estimates: Sequence[Estimate]) -> np.ndarray:
 
 def draw_score_maps(survey: Survey) -> Any:
     """Draw a heat map of layers by heads for each ranking, with its best heads marked; every map has its own scale."""
-    layers, names = survey.anatomy.attention_layers, list(survey.rankings)
+    return _draw_maps(survey, survey.rankings, "scores of heads")
+
+
+def draw_roles(survey: Survey) -> Any:
+    """Draw how much each head gathers and aggregates."""
+    return _draw_maps(survey, survey.roles, "roles of heads")
+
+
+def _draw_maps(survey: Survey, rankings: Mapping[str, Ranking], what: str) -> Any:
+    layers, names = survey.anatomy.attention_layers, list(rankings)
     across = max(len(layer.heads) for layer in layers)
     columns = min(len(names), 3 if across <= 16 else 2)
     rows = -(-len(names) // columns)
     plot = _figure(max(3.0, 0.16 * across + 0.9) * columns, (max(1.1, 0.13 * len(layers) + 0.75)) * rows)
     axes = plot.subplots(rows, columns, squeeze=False)
     for ax, name in zip(axes.flat, names, strict=False):
-        ranking = survey.rankings[name]
+        ranking = rankings[name]
         ranking.plot(ax, best=heads_of_share(SHARE, len(ranking.order)))
         ax.set_title(name)
     for ax in axes.flat[len(names) :]:
         ax.set_axis_off()
-    plot.suptitle(f"{survey.model.name}: scores of heads (dots: the best {SHARE:.0%})", fontsize=9)
+    plot.suptitle(f"{survey.model.name}: {what} (dots: the best {SHARE:.0%})", fontsize=9)
     return plot
 
 

@@ -24,10 +24,10 @@ from needlework.heads.evaluation import (
     evaluate_rankings,
     smallest_set,
 )
-from needlework.heads.methods import Method
+from needlework.heads.methods import ROLES, Method, find_methods
 from needlework.heads.samples import check_count, draw_samples, measure_baseline, sample_clusters
 from needlework.interventions.ranking import Origin, Ranking, jsonable
-from needlework.measure import Progress, Sample
+from needlework.measure import Progress, Sample, no_progress
 from needlework.stats import Estimate, cluster_sums, resample
 from needlework.subject import Subject
 from needlework.tasks.base import Task
@@ -150,6 +150,7 @@ class Survey:
     curves: dict[str, RetrievalCurve] = field(default_factory=dict)
     smallest: SmallestSet | None = None
     dynamic: SelectionComparison | None = None
+    roles: dict[str, Ranking] = field(default_factory=dict)  # by attention: gather and aggregate
 
     @property
     def agreements(self) -> dict[str, dict[str, Agreement]]:
@@ -173,6 +174,7 @@ class Survey:
             "tasks": self.tasks,
             "untouched": asdict(self.baseline),
             "rankings": {name: ranking.to_dict() for name, ranking in self.rankings.items()},
+            "roles": {name: ranking.to_dict() for name, ranking in self.roles.items()},
             "retest": {name: asdict(found) for name, found in self.retests.items()},
             "agreement": {a: {b: asdict(found) for b, found in row.items()} for a, row in self.agreements.items()},
             "curves": {name: curve.to_dict() for name, curve in self.curves.items()},
@@ -234,6 +236,9 @@ def survey(
             with steps.step(f"ranking by {method.name}") as progress:
                 ranking, halves = rank_by(subject, method, samples_for(RANKED), settings.seed, progress, of)
             found.rankings[method.name], found.retests[method.name] = ranking, Retest(halves, None)
+        if any(method.kind == "attention" for method in methods):  # whose pass over the samples is read again
+            of_samples = (samples_for(RANKED), settings.seed, no_progress, of)
+            found.roles = {method.name: rank_by(subject, method, *of_samples)[0] for method in find_methods(ROLES)}
         found.rankings |= given
         for method in again:
             with steps.step(f"again by {method.name}") as progress:
