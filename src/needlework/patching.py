@@ -483,8 +483,13 @@ class _Recorder:
     def __init__(self, pair: Pair, targets: Sequence[_Target]) -> None:
         self.pair = pair
         self.prompt, self.of_answer = Recording(), (Recording(), Recording())
-        self._where = list(dict.fromkeys((x.site, x.layer) for x in targets if x.site not in HALVES))
         self._places: dict[str | int, tuple[TokenMap | None, ...]] = {}
+        outputs = [x for x in targets if x.site not in HALVES]
+        # What is recorded in prefill and in decode: sites with a place there.
+        self._where = [
+            list(dict.fromkeys((x.site, x.layer) for x in outputs if any(self._by_phase(x.at)[phase])))
+            for phase in (slice(1), slice(1, None))
+        ]
 
     def record(self) -> list[Request]:
         """Return the requests that record the clean prompt with both answers, and those of the corrupt prompt."""
@@ -492,8 +497,8 @@ class _Recorder:
         for recording, answer in zip(self.of_answer, self.pair.answers, strict=True):
             parts: list[Part] = []
             phases: tuple[tuple[Phase, Recording], ...] = (("prefill", self.prompt), ("decode", recording))
-            for phase, into in phases:
-                members = tuple(acts.RecordOutputs(layer, site, into) for site, layer in self._where)  # type: ignore[arg-type]
+            for (phase, into), where in zip(phases, self._where, strict=True):
+                members = tuple(acts.RecordOutputs(layer, site, into) for site, layer in where)  # type: ignore[arg-type]
                 parts += [CarryActs(members=members, phase=phase)] if members else []
             clean.append(self._request(self.pair.clean, combine(parts), answer))
         return clean + [self._request(self.pair.corrupt, combine(()), answer) for answer in self.pair.answers]
