@@ -70,6 +70,12 @@ def model_sizes(anatomy: Anatomy) -> dict[str, int]:
     return {"H": min((part.query_heads for _, part in anatomy.attention_parts()), default=0)}
 
 
+def side_layers(anatomy: Anatomy) -> dict[str, tuple[int, ...]]:
+    """Return the layers of each side, which names of layers in a plan's interventions stand for."""
+    sides = {"attention": anatomy.attention_layers, "recurrent": anatomy.recurrent_layers}
+    return {side: tuple(layer.index for layer in layers) for side, layers in sides.items()}
+
+
 def locate(model: Model) -> Path:
     """Return the directory or .gguf file of a path, a zoo name or a hub id (downloaded, or from the hub's cache)."""
     from needlework import zoo

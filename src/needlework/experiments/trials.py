@@ -13,7 +13,7 @@ from typing import Any
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.experiments.models import DiskModels, KeptModels, ModelInfo, ModelSource, model_sizes
+from needlework.experiments.models import DiskModels, KeptModels, ModelInfo, ModelSource, model_sizes, side_layers
 from needlework.experiments.plan import Experiment, InterventionText, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
 from needlework.interventions.acts import Phase
@@ -197,7 +197,7 @@ def applicable(
     lacking = {side for side, indices in layers.items() if not indices}
     for text in experiment.grids:
         try:
-            for act in expand_text(text.text, model_sizes(anatomy)):
+            for act in expand_text(text.text, model_sizes(anatomy), side_layers(anatomy)):
                 halves = (part.half if isinstance(part, SwapMemory) else part.side for part in act.parts)
                 if missing := next((side for half in halves if (side := _SIDES.get(half, half)) in lacking), None):
                     notes[f"{experiment.name}: {model} has no {missing} layers, so {act} is left out"] = None

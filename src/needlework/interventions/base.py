@@ -11,14 +11,14 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import EntryPoints, entry_points
-from itertools import islice
+from itertools import islice, product
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, check_plain, did_you_mean, short_repr
-from needlework.interventions.acts import Act, LoweringContext, Phase
+from needlework.interventions.acts import Act, LoweringContext, Phase, draw
 from needlework.interventions.ranking import Ranking, Recorded
 
 When = Literal["prefill", "decode", "both"]
@@ -255,18 +255,23 @@ def parse(text: str) -> Intervention:
     if text.strip() in ("none", ""):
         return NONE
     _check_size(text)
-    try:
-        tree = ast.parse(_FROM.sub(lambda match: match[1] or "from_", text.strip()), mode="eval").body
-    except (SyntaxError, ValueError) as error:
-        raise _bad(text, f"it does not read as calls joined by '+': {error}") from None
-    except (MemoryError, RecursionError):  # limits of Python's parser
-        raise _bad(text, "it has too many parts, or one inside the other too often") from None
+    tree = _tree(text)
     calls = []
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
         calls.append(tree.right)
         tree = tree.left
     calls.append(tree)
     return combine([part for call in reversed(calls) for part in _part(call, text).parts])
+
+
+def _tree(text: str) -> ast.expr:
+    """Return the syntax tree of a text; raise if it is not an expression."""
+    try:
+        return ast.parse(_FROM.sub(lambda match: match[1] or "from_", text.strip()), mode="eval").body
+    except (SyntaxError, ValueError) as error:
+        raise _bad(text, f"it does not read as calls joined by '+': {error}") from None
+    except (MemoryError, RecursionError):  # limits of Python's parser
+        raise _bad(text, "it has too many parts, or one inside the other too often") from None
 
 
 def as_intervention(given: Intervention | str) -> Intervention:
@@ -338,6 +343,11 @@ def _bad(text: str, why: str) -> NeedleworkError:
 MOST = 10_000  # interventions from one text
 SIZES = {"H": "query heads of a layer (the fewest of any layer)"}
 
+ANY_LAYERS: Mapping[str, Sequence[int]] = {"attention": range(6), "recurrent": range(6)}
+_NAMED_LAYERS = re.compile(r"\blayers\s*=\s*[a-z]")
+_THIRDS = ("early", "middle", "late")
+_LAYERS_HELP = "write layers=each, early, middle, late, random(NUMBER, SEED), or all_but(...) one of these"
+
 _RANGE = re.compile(r"(?<![\w.])(-?\w+)\.\.(-?\w+)(?:\.\.(-?\w+))?(?![\w.])")
 _SIZE = re.compile(r"(?<![\w.'\"])([A-Z])(?![\w.'\"(=])")
 _QUOTED = re.compile(r"('[^']*'|\"[^\"]*\")")
@@ -345,21 +355,24 @@ _MARK = re.compile(r"""'[^']*'?|"[^"]*"?|[][(){},]""")  # text in quotes, a brac
 _CLOSES = {"(": ")", "[": "]", "{": "}"}
 
 
-def expand(text: str, sizes: Mapping[str, int]) -> list[Intervention]:
-    """Expand the braces and ranges of a text and return the distinct interventions, in the order written.
+def expand(text: str, sizes: Mapping[str, int], layers: Mapping[str, Sequence[int]] = ANY_LAYERS) -> list[Intervention]:
+    """Expand the braces, ranges and named layers of a text and return the distinct interventions, in the order written.
 
     Args:
-        text: Such as `keep_heads(k=0..H)`.
+        text: Such as `keep_heads(k=0..H)` or `ablate_attention(layers=each)`.
         sizes: Values of the names in `SIZES` for the model.
+        layers: The model's layers of each side (attention, recurrent); by default those of an imaginary model.
     """
     _check_size(text)
     most = min(MOST, 100 * MOST_CHARACTERS // max(1, len(text)))
     each = _alternatives(text, sizes)
     first = next(each)
-    parse(first)  # fail early, before all texts are expanded
+    for one in _with_layers(first, ANY_LAYERS)[:1]:
+        parse(one)  # fail early, before all texts are expanded
     texts = [first, *islice(each, most)]
     if len(texts) > most:
         raise NeedleworkError(f"{short_repr(text)} stands for more than {most} interventions; narrow its ranges")
+    texts = [one for written in texts for one in _with_layers(written, layers)]
     return list({str(intervention): intervention for intervention in map(parse, texts)}.values())
 
 
@@ -438,3 +451,60 @@ def _whole(word: str, text: str, sizes: Mapping[str, int]) -> int:
     raise NeedleworkError(
         f"{short_repr(text)}: {short_repr(word)} is neither a whole number nor a size of the model; known: {known}"
     )
+
+
+# --- Layers by name: `layers=each` stands for each layer of the intervention's side in turn ---
+
+
+def thirds(layers: Sequence[int]) -> dict[str, tuple[int, ...]]:
+    """Return the early, middle and late third of some layers; of two layers, the middle is empty."""
+    ends = [round(i * len(layers) / 3) for i in range(4)]
+    return {name: tuple(layers[ends[i] : ends[i + 1]]) for i, name in enumerate(_THIRDS)}
+
+
+def _with_layers(text: str, layers: Mapping[str, Sequence[int]]) -> list[str]:
+    """Return the texts that a text with named layers stands for: one for each combination, none where a name is empty."""
+    if not _NAMED_LAYERS.search(text):
+        return [text]
+    tree = _tree(text)
+    fields, choices = [], []
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        for field in call.keywords:
+            if field.arg == "layers" and isinstance(field.value, (ast.Name, ast.Call)):
+                name = getattr(call.func, "id", "")
+                part = registered().get(name)
+                side = part.side if part else "none"
+                if side not in layers:
+                    raise _bad(text, f"layers={_source(field.value)}: {name} has no layers of its own to name")
+                fields.append(field)
+                # A model without this side keeps a layer that it lacks: the intervention is refused or left out as such.
+                choices.append(_layer_sets(field.value, tuple(layers[side]), text) if layers[side] else [(0,)])
+    texts = []
+    for chosen in product(*choices):
+        for field, one in zip(fields, chosen, strict=True):
+            field.value = ast.List([ast.Constant(layer) for layer in one], ast.Load())
+        texts.append(ast.unparse(tree))
+    return texts
+
+
+def _layer_sets(node: ast.expr, layers: tuple[int, ...], text: str) -> list[tuple[int, ...]]:
+    """Return the non-empty sets of layers that a name stands for; empty ones and all layers but none are left out."""
+    name = node.id if isinstance(node, ast.Name) else getattr(getattr(node, "func", None), "id", "")
+    arguments = node.args if isinstance(node, ast.Call) and not node.keywords else []
+    if name == "each" and not arguments:
+        return [(layer,) for layer in layers]
+    if name in _THIRDS and not arguments:
+        return [one for one in (thirds(layers)[name],) if one]
+    if name == "all_but" and len(arguments) == 1:
+        others = [tuple(x for x in layers if x not in left) for left in _layer_sets(arguments[0], layers, text)]
+        return [one for one in others if one]
+    if name == "random" and len(arguments) == 2:
+        count, seed = (argument.value if isinstance(argument, ast.Constant) else None for argument in arguments)
+        if isinstance(arguments[0], ast.Name) and arguments[0].id in _THIRDS:
+            count = len(thirds(layers)[arguments[0].id])
+        if isinstance(count, float) and 0 < count < 1:
+            count = int(count * len(layers) + 0.5)
+        if type(count) is int and type(seed) is int:
+            drawn = sorted(layers, key=lambda layer: draw(seed, layer))[:count]
+            return [tuple(sorted(drawn))] if 0 < count <= len(layers) else []
+    raise _bad(text, f"layers={_source(node)} is not known; {_LAYERS_HELP}")
