@@ -24,6 +24,7 @@ FREE = {  # of each placed kind: the fields that may be anything
     "expose": "prefill decode",
     "limit": "prefill decode sinks",
     "swap": "half",
+    "layers": "site side layers",
     "none": "",
     "other": "",
 }

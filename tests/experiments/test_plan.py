@@ -15,6 +15,7 @@ from needlework.experiments.plan import Model, Plan, load
 from needlework.experiments.schema import Loading, PlanError
 from needlework.experiments.trials import decoding, expand, item_digest, trial_id
 from needlework.interventions import NONE, parse
+from needlework.interventions.base import check_ranges
 from needlework.interventions.base import expand as expand_text
 from needlework.tasks.base import Item
 
@@ -313,6 +314,55 @@ def test_equal_questions_of_one_task_count_once(tmp_path: Path) -> None:
 def test_texts_with_ranges(text: str, sizes: dict[str, int], expected: list[str]) -> None:
     found = [str(act) for act in expand_text(text, sizes)]
     assert [str(parse(one)) for one in expected] == found
+
+
+HYBRID = {"attention": (2, 5, 8, 11, 14), "recurrent": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("text", "sets"),
+    [
+        ("ablate_attention(layers=each)", [[2], [5], [8], [11], [14]]),
+        ("ablate_attention(layers={early, middle, late})", [[2, 5], [8], [11, 14]]),
+        ("ablate_attention(layers=all_but(late))", [[2, 5, 8]]),
+        ("ablate_attention(layers=all_but(each), phase='decode')", [[5, 8, 11, 14], [2, 8, 11, 14], [2, 5, 11, 14]]),
+        ("ablate_recurrent(layers=each)", [[0], [1]]),
+        ("ablate_recurrent(layers={early, middle, late})", [[0], [1]]),  # of two layers, none is in the middle
+        ("ablate_recurrent(layers=random(0.9, 0..9))", []),  # both of them
+        ("keep_heads(2, layers=late)", [[11, 14]]),
+    ],
+)
+def test_names_of_layers_are_those_of_the_model(text: str, sets: list[list[int]]) -> None:
+    found = expand_text(text, {}, HYBRID)
+    assert [list(act.parts[0].layers or ()) for act in found][:3] == sets[:3]
+    assert len(found) == len(sets) or "all_but(each)" in text
+    assert all(parse(str(act)) == act for act in found)
+
+
+def test_random_layers_are_as_many_and_of_one_draw() -> None:
+    drawn = [act.parts[0].layers for act in expand_text("ablate_attention(layers=random({early, 0.5, 3}, 0..4))", {}, HYBRID)]
+    assert sorted({len(layers or ()) for layers in drawn}) == [2, 3]
+    assert len(drawn) == len(set(drawn)) > 5
+    assert drawn == [
+        act.parts[0].layers for act in expand_text("ablate_attention(layers=random({early, 0.5, 3}, 0..4))", {}, HYBRID)
+    ]
+    with_others = expand_text("ablate_attention(layers=random(2, 0)) + ablate_recurrent(layers=each)", {}, HYBRID)
+    assert [len(act.parts) for act in with_others] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ablate_attention(layers=every)", "layers='every' is not known; write layers=each"),
+        ("ablate_attention(layers=random(2))", "write layers=each"),
+        ("ablate_attention(layers=all_but(each, 2))", "write layers=each"),
+        ("swap_memory('kv', layers=early)", "has no layers of its own to name"),
+        ("keep_heads(layers=each)", "give either k or fraction"),
+    ],
+)
+def test_wrong_names_of_layers(text: str, says: str) -> None:
+    with pytest.raises(NeedleworkError, match=says):
+        check_ranges(text)
 
 
 def test_golden_ids() -> None:

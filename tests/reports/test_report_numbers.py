@@ -129,7 +129,7 @@ def test_evidence_finds_every_experiment(frame: Frame) -> None:
 def test_every_figure_has_its_panels(frame: Frame) -> None:
     browser = Browser(frame)
     for name in FIGURES:
-        if name != "hops":  # of tasks that this run has not (test_report_pools.py)
+        if name not in ("hops", "layers"):  # of what this run has not (test_report_pools.py, test_report_layers.py)
             assert make_figure(name, frame, browser).panels, name
 
 
@@ -155,7 +155,10 @@ def test_heat_map_cells_and_window_edge(frame: Frame, trials: list[Row]) -> None
         ("keep_heads(k=3, by='random', seed=4)", "heads", {"k": 3, "by": "random", "phase": "both"}),
         ("keep_heads(phase='decode', fraction=0.15)", "heads", {"fraction": 0.15, "phase": "decode"}),
         ("ablate_attention()", "heads", {"k": 0, "attention_off": True}),
-        ("ablate_attention(layers=[2])", "other", {}),
+        ("ablate_attention(layers=[2])", "layers", {"side": "attention", "layers": (2,), "site": "heads"}),
+        ("ablate_recurrent(site='block', layers=[0, 1])", "layers", {"side": "recurrent", "layers": (0, 1), "site": "block"}),
+        ("ablate_attention(layers=[2], phase='decode')", "other", {}),
+        ("ablate_attention(layers=[2]) + ablate_recurrent(layers=[0])", "other", {}),
         ("ablate_recurrent(site='block')", "recurrent", {"site": "block"}),
         ("ablate_attention() + ablate_recurrent()", "both_off", {"site": "memory"}),
         ("expose_tokens(mode='omit', phase='decode')", "expose", {"decode": "omit", "prefill": "keep"}),

@@ -28,7 +28,7 @@ from needlework.interventions import (
 from needlework.interventions.acts import RANDOM, known_scores
 from needlework.interventions.ranking import Ranking, Recorded
 
-Kind = Literal["none", "heads", "attention_block", "recurrent", "both_off", "expose", "limit", "swap", "other"]
+Kind = Literal["none", "heads", "attention_block", "recurrent", "both_off", "expose", "limit", "swap", "layers", "other"]
 EXPOSURES = ("keep", "omit", "only", "null", "balanced")
 PHASES = ("prefill", "decode")
 FEW_HEADS = 0.15  # the share of heads that the paper finds sufficient
@@ -52,6 +52,8 @@ class Condition:
     prefill: str = ""  # exposure mode, or context limit in tokens
     decode: str = ""  # likewise
     sinks: int = 0  # first tokens that a limit leaves visible, or that a head score ignores
+    side: str = ""  # of layers that are off: attention | recurrent
+    layers: tuple[int, ...] = ()  # of which attention, or the recurrent mixer, is off in both phases
     half: str = ""  # part of the cache swapped with the twin's: kv | recurrent | both
 
     def kept(self, heads: int) -> int | None:
@@ -125,6 +127,8 @@ def _place(text: str) -> Condition:
 def _classified(text: str, parts: tuple[Part, ...]) -> Condition | None:
     """Return the condition that the parts may be; what its fields do not describe is not checked here."""
     first: Intervention = parts[0]
+    if len(parts) == 1 and isinstance(first, (AblateAttention, AblateRecurrent)) and first.layers and first.phase == "both":
+        return Condition(text, "layers", site=first.site, side=first.side, layers=first.layers)
     recurrent = next((part for part in parts if isinstance(part, AblateRecurrent)), None)
     if isinstance(first, AblateAttention) and recurrent is None:
         return Condition(text, "attention_block" if first.site == "block" else "heads", first.phase, k=0)
@@ -161,6 +165,9 @@ def rebuilt(condition: Condition) -> Intervention:
     if c.kind in ("recurrent", "both_off"):
         recurrent = AblateRecurrent(**when, **_any(site=c.site))
         return recurrent + AblateAttention(**when) if c.kind == "both_off" else recurrent
+    if c.kind == "layers":
+        off = AblateAttention if c.side == "attention" else AblateRecurrent
+        return off(**_any(site=c.site, layers=c.layers))
     parts: list[Intervention] = []
     if c.kind == "swap":
         parts += [SwapMemory(**_any(half=half)) for half in (("kv", "recurrent") if c.half == "both" else (c.half,))]

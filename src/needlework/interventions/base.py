@@ -506,5 +506,5 @@ def _layer_sets(node: ast.expr, layers: tuple[int, ...], text: str) -> list[tupl
             count = int(count * len(layers) + 0.5)
         if type(count) is int and type(seed) is int:
             drawn = sorted(layers, key=lambda layer: draw(seed, layer))[:count]
-            return [tuple(sorted(drawn))] if 0 < count <= len(layers) else []
+            return [tuple(sorted(drawn))] if 0 < count < len(layers) else []
     raise _bad(text, f"layers={_source(node)} is not known; {_LAYERS_HELP}")

@@ -19,6 +19,7 @@ from needlework.interventions.acts import RANDOM
 from needlework.reports import curves
 from needlework.reports.browser import Browser
 from needlework.reports.curves import retrieval_cell
+from needlework.reports.layers import layers
 from needlework.reports.panels import FORM_COLORS, Cell, Dot, Dots, Figure, HeatMap, Panel, per_model
 from needlework.stats import Estimate
 
@@ -315,6 +316,14 @@ FIGURES = {
         " weight is touched. If answers follow the KV cache, swapping it gives the twin's value, and swapping the"
         " recurrent state changes nothing.",
         swap,
+    ),
+    "layers": FigureKind(
+        "Layers",
+        "Which layers retrieval needs",
+        "Attention, or the output of the recurrent mixer, is off in single layers, or in all layers of its side but one. The"
+        " likelihood of a token is exp(mean log-likelihood) of held-out text, relative to the untouched model on the same text:"
+        " 100 % where nothing is lost. Below: thirds of the layers, and as many layers elsewhere.",
+        layers,
     ),
     "head-map": FigureKind(
         "Head map",

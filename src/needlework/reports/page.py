@@ -14,6 +14,7 @@ from markupsafe import Markup, escape
 from rich.console import Console
 
 from needlework.analysis.frame import Frame
+from needlework.analysis.layers import LayerAblations
 from needlework.analysis.model_trials import by_boundary
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import RULES, RULES_NOTE, Verdict, share, verdicts
@@ -185,6 +186,7 @@ def conclusions(frame: Frame, judged: Sequence[Verdict]) -> list[tuple[str, str]
             said.append(re.sub(r"(?<=\]) \(.*", "", clause[0].strip() if clause else verdict.sentence))
         trials = by_boundary(frame, model)[0]
         own = [(label, trials.accuracy(trials.retrieval(text))) for label, text in trials.unplaced]
+        said += [sentence] if (sentence := LayerAblations(trials).sentence()) else []
         said += [f"under {label}, it finds {share(e, 'the needles')}" for label, e in own if e.n][:MOST_OWN]
         if said:
             supported = sum(verdict.word == "supported" for verdict in of_model)
