@@ -52,7 +52,7 @@ def entries() -> tuple[Entry, ...]:
 def _page(page: str, text: str) -> Iterator[Entry]:
     """Yield the sections whose heading is a name or a word, and the rows of tables whose first cell has a name."""
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
-    text = re.sub(r"```.*?```", _hide_hashes, text, flags=re.DOTALL)
+    text = re.sub(r"```.*?```", lambda block: block[0].replace("#", "\0"), text, flags=re.DOTALL)  # comments are no headings
     for heading, body in re.findall(r"^#+ +(.+)\n((?:(?!#+ ).*\n?)*)", text, re.MULTILINE):
         body = body.replace("\0", "#").strip()
         names = tuple(_NAME.findall(heading)) or (re.sub(r"^(an?|the|every) ", "", heading.lower()),)
@@ -70,11 +70,6 @@ def _page(page: str, text: str) -> Iterator[Entry]:
                 if named:
                     cells = [f"**{name}:** {cell}" for name, cell in zip(head[1:], rest, strict=False) if cell]
                     yield Entry(named, page, heading, named[0] if head[0] == "rule" else first, "\n\n".join(cells))
-
-
-def _hide_hashes(block: re.Match[str]) -> str:
-    """Replace the # of comments in a block of code, which are no headings."""
-    return block[0].replace("#", "\0")
 
 
 def explain(topic: str) -> list[Entry]:

@@ -13,7 +13,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from rich import box
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.measure import Measurement
 from rich.table import Table as RichTable
 from rich.text import Text
@@ -90,12 +90,8 @@ class Table:
 
     def to_text(self, width: int = 10_000) -> str:
         """Return the table as a terminal of this width shows it, without colours; wider if a word does not fit."""
-        console = Console(
-            width=max(width, sum(self._widths()[0]) + self._gaps), no_color=True, highlight=False, force_terminal=False
-        )
-        with console.capture() as captured:
-            console.print(self)
-        return "\n".join(line.rstrip() for line in captured.get().splitlines())
+        shown = to_text(self, max(width, sum(self._widths()[0]) + self._gaps))
+        return "\n".join(line.rstrip() for line in shown.splitlines())
 
     def _is_left(self, name: str) -> bool:
         return self.left is None or name in self.left
@@ -137,6 +133,14 @@ class Table:
             least.append(max(len(word) for text in texts for word in re.split("[ \\n]+", text)))  # no-break spaces do not split
             most.append(max(len(line) for text in texts for line in text.splitlines() or [""]))
         return least, most
+
+
+def to_text(shown: RenderableType, width: int) -> str:
+    """Return what a terminal of this width shows, without colours."""
+    console = Console(width=width, no_color=True, highlight=False, force_terminal=False)
+    with console.capture() as captured:
+        console.print(shown)
+    return captured.get()
 
 
 def _cell(value: Any) -> str:

@@ -8,7 +8,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from rich.console import Console
 
 from needlework.anatomy import Anatomy, Group, GroupKind, heads_of_share
 from needlework.errors import NeedleworkError
@@ -17,6 +16,7 @@ from needlework.interventions import NONE, AblateRecurrent, AblateRecurrentGroup
 from needlework.measure import Progress, no_progress
 from needlework.stats import Estimate, Floats, bootstrap_mean, gain, retained, wilson
 from needlework.subject import Subject
+from needlework.tables import to_text
 from needlework.tasks.base import Item
 
 if TYPE_CHECKING:
@@ -194,10 +194,7 @@ class RecurrentSide:
         """Return the tables of `needlework.heads.output` as text."""
         from needlework.heads.output import recurrent_table
 
-        console = Console(width=160, no_color=True, highlight=False, force_terminal=False)
-        with console.capture() as captured:
-            console.print(recurrent_table(self))
-        return captured.get()
+        return to_text(recurrent_table(self), 160)
 
 
 def name_of(group: Group) -> str:

@@ -38,7 +38,7 @@ def static(name: str) -> str:
 
 def served_page(name: str, nonce: str) -> str:
     """Return the page that asks its server; `nonce` is that of the content security policy."""
-    modules = {f"play/{module}": f"./static/{module}" for module in _existing()}
+    modules = {f"play/{module}": f"./static/{module}" for module in MODULES}
     head = '<link rel="stylesheet" href="static/style.css">'
     scripts = (
         f'<script type="importmap" nonce="{nonce}">{_json({"imports": modules})}</script>\n'
@@ -55,7 +55,8 @@ def exported_page(name: str, data: dict[str, Any], weights: bytes | None = None,
         weights: Weights of the model that runs in the browser.
         report: Relative address of a report that the page links to.
     """
-    modules = {f"play/{module}": _data_url(static(module)) for module in _existing()}
+    encoded = {module: base64.b64encode(static(module).encode()).decode() for module in MODULES}
+    modules = {f"play/{module}": f"data:text/javascript;base64,{text}" for module, text in encoded.items()}
     policy = f'<meta http-equiv="Content-Security-Policy" content="{html.escape(EXPORTED_POLICY)}">'
     head = f"{policy}\n<style>\n{static('style.css')}</style>"
     scripts = f'<script type="application/json" id="play-data">{_json({**data, "report": report})}</script>\n'
@@ -68,20 +69,11 @@ def exported_page(name: str, data: dict[str, Any], weights: bytes | None = None,
     return _filled(name, head, scripts)
 
 
-def _existing() -> list[str]:
-    folder = resources.files("needlework.play").joinpath("static")
-    return [module for module in MODULES if folder.joinpath(module).is_file()]
-
-
 def _filled(name: str, head: str, scripts: str) -> str:
     page = static("page.html").replace("{{name}}", html.escape(name))
     before, _, rest = page.partition("<!-- head -->")
     middle, _, after = rest.partition("<!-- scripts -->")
     return f"{before}{head}{middle}{scripts}{after}"
-
-
-def _data_url(module: str) -> str:
-    return "data:text/javascript;base64," + base64.b64encode(module.encode()).decode()
 
 
 def _json(value: Any) -> str:

@@ -12,17 +12,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
-from needlework.interventions.base import Intervention
 from needlework.measure import Progress, make_samples, no_progress, require_tokenizer, run_requests, task_ending
 from needlework.observation import PatternBlock, observe
 from needlework.play.state import MOST_CHARACTERS, MOST_NEW_TOKENS, PromptState, RequestState, stories
-from needlework.requests import Answer, Request
+from needlework.requests import Answer, Request, stop_tokens
 from needlework.subject import Subject
 from needlework.tasks.base import Item, Task, make_task
 from needlework.tasks.niah import BASE_LEAD
@@ -98,7 +98,7 @@ class Playground:
         return self.subject.anatomy
 
     def describe(self) -> dict[str, Any]:
-        anatomy = self.anatomy
+        anatomy, eos = self.anatomy, getattr(self.subject.model.generation_config, "eos_token_id", None)
         return {
             "name": self.name,
             "architecture": anatomy.architecture,
@@ -114,7 +114,7 @@ class Playground:
             "scores": SCORES if anatomy.attention_layers else [],
             "rankings": RANKINGS if anatomy.attention_layers else [],
             "draws": {"lengths": self._lengths(), "depths": DEPTHS, "draws": DRAWS, "first": self.first_draw},
-            "stop": [str(self.tokenizer.decode([token])) for token in sorted(self._ending[1] - self._eos)],
+            "stop": [str(self.tokenizer.decode([token])) for token in sorted(self._ending[1] - stop_tokens(eos))],
             "task": {"kind": "niah", **self._task_fields},
             "weights": self.subject.body.weights,
         }
@@ -170,13 +170,11 @@ class Playground:
 
     def generate_all(self, requests: Sequence[RequestState], progress: Progress = no_progress) -> list[dict[str, Any]]:
         """Answer requests in one run of the engine, which reads what they share once."""
-        asked = [(one, one.intervention) for one in requests]
-        new = {_key(one, act): (one, act) for one, act in asked if _key(one, act) not in self._answers}
-        for key, answer in zip(new, self._run(list(new.values()), progress), strict=True):
-            self._answers[key] = answer
-        found = [self._answers[_key(one, act)] for one, act in asked]
-        for one, act in asked:
-            self._answers.move_to_end(_key(one, act))
+        new = {request.key: request for request in requests if request.key not in self._answers}
+        self._answers |= zip(new, self._run(list(new.values()), progress), strict=True)
+        found = [self._answers[request.key] for request in requests]
+        for request in requests:
+            self._answers.move_to_end(request.key)
         while len(self._answers) > KEPT_ANSWERS:
             self._answers.popitem(last=False)
         return found
@@ -192,14 +190,12 @@ class Playground:
 
     def looks(self, request: RequestState) -> Looks:
         """Return where every head looked during the whole answer."""
-        intervention = request.intervention
-        key = _key(request, intervention)
-        if key not in self._looks:
-            self._looks[key] = self._observe(request, intervention)
+        if request.key not in self._looks:
+            self._looks[request.key] = self._observe(request)
             while len(self._looks) > KEPT_ATTENTION:
                 self._looks.popitem(last=False)
-        self._looks.move_to_end(key)
-        return self._looks[key]
+        self._looks.move_to_end(request.key)
+        return self._looks[request.key]
 
     def encode(self, prompt: PromptState) -> Encoded:
         """Tokenize a prompt, its twin and its options.
@@ -231,38 +227,29 @@ class Playground:
                 " prompt to see its words"
             )
 
-    def _run(self, asked: Sequence[tuple[RequestState, Intervention]], progress: Progress) -> list[dict[str, Any]]:
+    def _run(self, asked: Sequence[RequestState], progress: Progress) -> list[dict[str, Any]]:
         start = time.perf_counter()
-        encoded = {request.prompt: self.encode(request.prompt) for request, _ in asked}
-        requests: list[Request] = []
-        places = []
-        for request, intervention in asked:
-            prompt = encoded[request.prompt]
-            places.append(len(requests))
-            requests += self._requests(prompt, request, intervention)
-        places.append(len(requests))
-        answers = run_requests(self.subject, requests, progress=progress)
-        milliseconds = (time.perf_counter() - start) * 1000
+        encoded = {request.prompt: self.encode(request.prompt) for request in asked}
+        requests = [self._requests(encoded[request.prompt], request) for request in asked]
+        answers = iter(run_requests(self.subject, list(chain.from_iterable(requests)), progress=progress))
+        milliseconds = (time.perf_counter() - start) * 1000 / max(1, len(asked))
         return [
-            self._answer(encoded[request.prompt], request, intervention, answers[first:last], milliseconds / len(asked))
-            for (request, intervention), first, last in zip(asked, places, places[1:], strict=False)
+            self._answer(encoded[request.prompt], request, list(islice(answers, len(of_state))), milliseconds)
+            for request, of_state in zip(asked, requests, strict=True)
         ]
 
-    def _requests(self, prompt: Encoded, request: RequestState, intervention: Intervention) -> list[Request]:
+    def _requests(self, prompt: Encoded, request: RequestState) -> list[Request]:
         """Return the request to generate, and one that decodes each option; all share one prefill."""
         shared: dict[str, Any] = {"spans": prompt.spans, "twins": prompt.twins}
-        made = [Request(prompt.ids, intervention, request.max_new_tokens, self._ending[1], **shared)]
-        made += [Request(prompt.ids, intervention, forced=option, **shared) for option in prompt.options]
-        return made
+        made = [Request(prompt.ids, request.intervention, request.max_new_tokens, self._ending[1], **shared)]
+        return made + [Request(prompt.ids, request.intervention, forced=option, **shared) for option in prompt.options]
 
-    def _answer(
-        self, prompt: Encoded, request: RequestState, intervention: Intervention, answers: Sequence[Answer], milliseconds: float
-    ) -> dict[str, Any]:
+    def _answer(self, prompt: Encoded, request: RequestState, answers: Sequence[Answer], milliseconds: float) -> dict[str, Any]:
         said, *options = answers
         totals = [sum(option.logprobs) for option in options]
         shares = np.exp(np.array(totals) - max(totals, default=0.0))
         return {
-            "intervention": str(intervention),
+            "intervention": str(request.intervention),
             "prompt": {"tokens": self.texts(prompt.ids), "needle": [list(part) for part in prompt.spans.get("needle", ())]},
             "tokens": [
                 {"text": text, "id": token, "probability": math.exp(logprob)}
@@ -281,7 +268,7 @@ class Playground:
             "milliseconds": round(milliseconds, 1),
         }
 
-    def _observe(self, request: RequestState, intervention: Intervention) -> Looks:
+    def _observe(self, request: RequestState) -> Looks:
         prompt = self.encode(request.prompt)
         if not self.anatomy.attention_layers:
             raise NeedleworkError(f"{self.name} has no attention to look at")
@@ -297,9 +284,8 @@ class Playground:
             dense[:, positions[positions >= 0]] = weights[:, positions >= 0]
             rows.setdefault(block.layer, []).append(dense)
 
-        asked = self._requests(prompt, request, intervention)[:1]
         with observe(self.subject, patterns=keep):
-            run_requests(self.subject, asked)
+            run_requests(self.subject, self._requests(prompt, request)[:1])
         needle = [p for start, end in prompt.spans.get("needle", ()) for p in range(start, end)]
         return Looks({layer: np.stack(row) for layer, row in sorted(rows.items())}, count, np.array(needle, int))
 
@@ -351,11 +337,6 @@ class Playground:
     def _ending(self) -> tuple[int, frozenset[int]]:
         return task_ending(self.subject, self._task(self._lengths()[0], 0))
 
-    @property
-    def _eos(self) -> set[int]:
-        eos = getattr(self.subject.model.generation_config, "eos_token_id", None)
-        return {eos} if isinstance(eos, int) else set(eos or ())
-
     def _prompt_of(self, item: Item, label: str) -> PromptState:
         """Return a drawn sample as the page's prompt: its text is split around the needle and before the question."""
         ((start, end),) = item.spans["needle"]
@@ -387,10 +368,6 @@ class Playground:
 def _value(sentence: str) -> str:
     """Return the code of an English needle's sentence: its last word."""
     return sentence.rstrip(".").rpartition(" ")[2]
-
-
-def _key(request: RequestState, intervention: Intervention) -> object:
-    return request.prompt, str(intervention), request.max_new_tokens
 
 
 def _layer(layer: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -76,9 +77,14 @@ class RequestState(BaseModel):
     parts: tuple[dict[str, Any], ...] = Field((), max_length=MOST_PARTS, strict=False)
     max_new_tokens: int = Field(12, ge=1, le=MOST_NEW_TOKENS)
 
-    @property
+    @cached_property
     def intervention(self) -> Intervention:
         return intervention_of(self.parts)
+
+    @cached_property
+    def key(self) -> tuple[object, ...]:
+        """Requests with equal keys have equal answers."""
+        return self.prompt, str(self.intervention), self.max_new_tokens
 
 
 def read_request(content: Any) -> RequestState:

@@ -33,6 +33,11 @@ STRIP_HEIGHT = 19  # in SVG units; equals the pixels in the style sheet
 
 def draw_panel(panel: Panel, kind: str = "") -> Markup:
     """Draw a panel with the width of its kind (`Figure.rows`)."""
+    return Markup(_draw_panel(panel, kind)[1])
+
+
+def _draw_panel(panel: Panel, kind: str, place: str = "") -> tuple[float, str]:
+    """Return the height of a panel's drawing, and the drawing; `place` has its attributes x and y in a larger one."""
     width = WIDTHS[kind]
     if isinstance(panel, Lines):
         height, body = _draw_lines(panel, width)
@@ -40,11 +45,8 @@ def draw_panel(panel: Panel, kind: str = "") -> Markup:
         height, body = _draw_heat_map(panel, width) if isinstance(panel, HeatMap) else _draw_dots(panel, width)
     style = ' class="dots"' if isinstance(panel, Dots) else ""
     label = escape(f"{panel.full_title}. The table below holds the same numbers.")
-    return Markup(
-        f'<svg{style} viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{label}" xmlns="http://www.w3.org/2000/svg">'
-        + "".join(body)
-        + "</svg>"
-    )
+    about = f'{place}{style} viewBox="0 0 {width} {height:.0f}" role="group" aria-label="{label}"'
+    return round(height), f'<svg{about} xmlns="http://www.w3.org/2000/svg">{"".join(body)}</svg>'
 
 
 def _text(x: float, y: float, text: str, kind: str = "tick", anchor: str = "middle", extra: str = "") -> str:
@@ -306,9 +308,8 @@ def _draw_titled(panel: Panel, kind: str, x: float, top: float) -> tuple[list[st
         sample = _line(at, y - 4, at + 16, y - 4, "curve" + " dashed" * dashed)
         body.append(f'<g class="s{color}">{sample}</g>' + _text(at + 21, y, label, anchor="start"))
         at += width
-    drawn = str(draw_panel(panel, kind))
-    height = float(drawn.partition('viewBox="')[2].partition('"')[0].split()[3])
-    return [*body, drawn.replace("<svg", f'<svg x="{x:.0f}" y="{y + 6:.0f}"', 1)], y + 6 + height
+    height, drawn = _draw_panel(panel, kind, f' x="{x:.0f}" y="{y + 6:.0f}"')
+    return [*body, drawn], y + 6 + height
 
 
 UNJUDGED: tuple[Word, ...] = ("not run", "does not apply")  # nothing was measured, so nothing is drawn
