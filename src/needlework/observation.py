@@ -6,7 +6,7 @@ Observers receive probabilities after `limit_context` is applied, and before `ex
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -78,11 +78,6 @@ class AttentionObserver:
         slots, tokens, known = (x.to(positions.device) for x in (slots, tokens, self.tokens))
         same = known[slots].gather(1, positions.clamp(0, known.shape[1] - 1)) == tokens[:, None]
         return same & self.in_span(span, slots, positions)
-
-
-def observing(subject: Subject, observer: AttentionObserver) -> AbstractContextManager[None]:
-    """Set the observer of everything that the calling thread runs on the subject inside the `with` block."""
-    return subject.body.observed_by(observer)
 
 
 def entropy(p: Tensor, counted: Tensor | None = None) -> Tensor:
@@ -313,5 +308,5 @@ def observe(
     elif patterns:
         observer.on_block = partial(observer.keep, heads=chosen, positions=positions)
     observer.each_sample = observer.on_block is not None
-    with observing(subject, observer):
+    with subject.body.observed_by(observer):
         yield observer

@@ -241,10 +241,10 @@ class LoadedSubject:
 
     def watch(self, requests: Sequence[Request], span: str) -> Sequence[HeadRow]:
         """Run requests and return the attention statistics of every head; `span` is where attention mass is summed."""
-        from needlework.observation import HeadObserver, observing
+        from needlework.observation import HeadObserver
 
         observer = HeadObserver(span)  # the span may be missing: plans also record tasks without a needle
-        with observing(self.subject, observer):
+        with self.subject.body.observed_by(observer):
             self.subject.answer(requests)
         return observer.table()
 

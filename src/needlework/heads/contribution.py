@@ -26,7 +26,7 @@ from needlework.heads.samples import AnsweredItem, evidence, select_correct
 from needlework.measure import Progress, map_samples, run_requests
 from needlework.model.attention import Forward, QueryBlock
 from needlework.model.hooked_model import answer_log_p, differentiable
-from needlework.observation import NEEDLE, observing
+from needlework.observation import NEEDLE
 from needlework.requests import Request
 from needlework.subject import Subject
 from needlework.tasks.base import Item
@@ -108,7 +108,7 @@ class ContributionObserver(SampleObserver):
                     if isinstance(inner, nn.Linear) and inner.in_features == width:
                         stack.callback(inner.register_forward_pre_hook(self._enter).remove)
                 stack.callback(module.register_forward_hook(self._leave).remove)
-            stack.enter_context(observing(self._subject, self))
+            stack.enter_context(self._subject.body.observed_by(self))
             yield
 
 

@@ -23,7 +23,7 @@ from needlework.interventions.builtin import KeepHeads
 from needlework.interventions.ranking import Ranking
 from needlework.measure import Progress, Sample, map_samples, measure, run_requests
 from needlework.model.attention import Forward, QueryBlock
-from needlework.observation import entropy, observing
+from needlework.observation import entropy
 from needlework.stats import Estimate, accuracy, bootstrap_mean, difference, retained, wilson
 from needlework.subject import Subject
 
@@ -261,7 +261,7 @@ def count_selections(subject: Subject, samples: Sequence[Sample], progress: Prog
     observer = SelectionCounts(len(samples), kept)
     by_entropy: dict[str, Any] = {"fraction": share}
     requests = [replace(s.requests(KeepHeads(**by_entropy))[0], sample=i) for i, s in enumerate(samples)]
-    with observing(subject, observer):
+    with subject.body.observed_by(observer):
         run_requests(subject, requests, [sample.item.id for sample in samples], progress)
     return observer
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from needlework.errors import NeedleworkError
 from needlework.measure import Progress, map_samples, run_requests
 from needlework.model.attention import Forward, QueryBlock
-from needlework.observation import NEEDLE, AttentionObserver, entropy, observing
+from needlework.observation import NEEDLE, AttentionObserver, entropy
 from needlework.requests import Request
 from needlework.subject import Subject
 from needlework.tasks import toy
@@ -174,6 +174,6 @@ def _observe(subject: Subject, items: Sequence[Item], progress: Progress, null: 
         most = 1 if null else item.ending[0]
         requests.append(Request(prompt, max_new_tokens=most, stop=item.ending[1], spans=spans, sample=number))
     observer = AttentionSums(len(items))
-    with observing(subject, observer):
+    with subject.body.observed_by(observer):
         run_requests(subject, requests, [item.id for item in items], progress)
     return observer
