@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from needlework import kernels
 from needlework.model.families import without_initial_state
 from needlework.model.memory import Mixer
 
@@ -62,11 +61,10 @@ SCANS = {
 _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 
-def _owners(mixer: nn.Module) -> Iterator[tuple[Any, str]]:
-    """Yield the owner and name of each scan and convolution function that a mixer may call."""
+def _functions(mixer: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield the owner and name of each scan and convolution function of transformers that a mixer may call."""
     rglru = getattr(mixer, "rg_lru", None)
-    owners = [sys.modules[type(mixer).__module__], *((kernels, type(rglru)) if rglru is not None else ())]
-    for owner in owners:
+    for owner in [sys.modules[type(mixer).__module__], *([] if rglru is None else [type(rglru)])]:
         yield from ((owner, name) for name in (*SCANS, *_CONVOLUTIONS) if name in vars(owner))
 
 
@@ -77,7 +75,7 @@ def _is_lightning(mixer: nn.Module) -> bool:
 
 def recurrence_of(mixer: nn.Module) -> str:
     """Return the kind of a mixer's recurrence, one that is linear in its values; empty if none is known."""
-    kinds = {SCANS[name].kind for _, name in _owners(mixer) if name in SCANS}
+    kinds = {SCANS[name].kind for _, name in _functions(mixer) if name in SCANS}
     return _LIGHTNING.kind if _is_lightning(mixer) else min(kinds, default="")
 
 
@@ -322,9 +320,14 @@ def _lightning(slope: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tens
 @contextmanager
 def intercepted(mixers: Sequence[Mixer], scans: ScanHandler, convolutions: ConvolutionHandler) -> Iterator[None]:
     """Pass the scans and convolutions of these mixers to handlers while the context is open."""
+    from needlework import kernels  # numba comes with it, which loading and probing a model do not need
+
     interceptor = _Interceptor(scans, convolutions)
+    functions = dict.fromkeys(owned for mixer in mixers for owned in _functions(mixer.module))
+    if any(hasattr(mixer.module, "rg_lru") for mixer in mixers):
+        functions[kernels, "gated_rglru"] = None  # called in place of transformers' `_rnn_scan`
     with ExitStack() as stack:
-        for owner, name in {(owner, name): None for mixer in mixers for owner, name in _owners(mixer.module)}:
+        for owner, name in functions:
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, _stand_in(interceptor, name, vars(owner)[name]))
         for mixer in mixers:
