@@ -70,6 +70,7 @@ PUBLIC = [
     "smallest_set",
     "tasks",
     "wrap",
+    "write_gguf",
 ]
 FREE_OF_TORCH = "Answer ChangeOutputs Checkup KeepHeads Request Result Store head_score report run sample_key tasks"
 

@@ -47,6 +47,7 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.patching import patch as patch
     from needlework.pruning.budget import ServingBudget as ServingBudget
     from needlework.pruning.budget import budget as budget
+    from needlework.pruning.llama_cpp import write_gguf as write_gguf
     from needlework.pruning.prune import prune as prune
     from needlework.recurrence import recurrent_contributions as recurrent_contributions
     from needlework.recurrence import recurrent_mass as recurrent_mass

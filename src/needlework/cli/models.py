@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import Annotated, Any
@@ -264,6 +265,27 @@ def budget(
     show(found.table(), found.to_dict(), as_json)
     if not as_json:
         show("\n".join(["", found.text(), *(f"wrote {file}" for file in written)]))
+
+
+@command("needlework gguf small-jamba --out small-jamba.gguf")
+def gguf(
+    model: options.Model,
+    out: Annotated[Path, typer.Option(help="The new file.")],
+    dtype: Annotated[str | None, typer.Option(help="Of matrices: float32, float16, bfloat16. Default: the weights' own.")] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Write a model for llama.cpp: a GGUF file, of Llama and Jamba classes, whole or with heads removed.
+
+    docs/pruning.md says what is refused, and how the file compares with the model.
+    """
+    written = nw.write_gguf(model, out, dtype)
+    said = (
+        f"{written.path}: {written.bytes:,} bytes; architecture {written.architecture}, tokenizer {written.tokenizer},"
+        f" kv heads of the layers: {' '.join(map(str, written.kv_heads))}"
+    )
+    if written.tokenizer == "none":
+        said += "\nllama.cpp has no tokenizer like this model's: give token ids, and get token ids"
+    show(said, {**asdict(written), "path": str(written.path)}, as_json)
 
 
 @command("needlework zoo")

@@ -166,6 +166,8 @@ def render_card(record: dict[str, Any], name: str) -> str:
             "Heads stream with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` loads the same\n"
             "weights as the whole model: all heads see all keys there."
         )
+    reason = record["not_llama_cpp"]
+    how += f"\n`needlework gguf` {f'does not write it for llama.cpp: {reason}' if reason else 'writes it for llama.cpp'}."
     table = Table(["layer", "query / kv heads before", "after", "kept heads", "streaming kv heads"])
     for layer, x in record["layers"].items():
         before, after = (f"{pair[0]} / {pair[1]}" if pair[0] else "none, no cache" for pair in (x["before"], x["after"]))

@@ -189,8 +189,9 @@ def _tensors(subject: Subject, heads: list[tuple[int, int]]) -> Iterator[tuple[s
     for name, tensor in model.state_dict().items():
         layer = int(match[1]) if (match := re.search(r"layers\.(\d+)\.", name)) else -1
         piece = match[1] if (match := re.search(r"self_attn\.([qkvo])_proj", name)) else ""
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
+        tied = name == "lm_head.weight" and model.config.tie_word_embeddings
+        if tied or (name.endswith("input_layernorm.weight") and heads[layer] == (0, 0) and model.config.model_type == "llama"):
+            continue  # a layer without attention has no norm before it there
         if piece and model.config.model_type == "jamba":
             yield name, _fill_heads(tensor, piece, parts[layer], heads[layer])
         elif piece in ("q", "k"):  # llama.cpp rotates neighbours, transformers the two halves of a head

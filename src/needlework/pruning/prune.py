@@ -26,6 +26,7 @@ from needlework.model.files import read_config
 from needlework.model.load import hook_model, no_bar_for, own_dtype, torch_dtype, without_weights
 from needlework.model.pruned import ENTRY, Cut, Streams, cut_model, entry_of, whole_groups
 from needlework.pruning.card import compare, costs, render_card
+from needlework.pruning.llama_cpp import not_llama_cpp
 from needlework.subject import Subject, load
 from needlework.zoo import resolve
 
@@ -465,6 +466,7 @@ def _record(whole: Subject, choice: Choice, pruned: Pruned) -> dict[str, Any]:
         "equals": str(pruned.equals),
         "loads_with": "needlework" if pruned.not_stock else "AutoModelForCausalLM",
         "not_stock": pruned.not_stock,
+        "not_llama_cpp": not_llama_cpp(pruned.subject),
         "heads": {"before": len(before.heads), "kept": len(choice.heads), "zero": pruned.zero_heads, "after": len(after.heads)},
         "parameters": {"before": before.parameters, "after": after.parameters},
         "layers": layers,
