@@ -196,7 +196,7 @@ def _tensors(subject: Subject, heads: list[tuple[int, int]]) -> Iterator[tuple[s
             yield name, _fill_heads(tensor, piece, parts[layer], heads[layer])
         elif piece in ("q", "k"):  # llama.cpp rotates neighbours, transformers the two halves of a head
             count = heads[layer][piece == "k"]
-            yield name, tensor.unflatten(0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
+            yield name, torch.unflatten(tensor, 0, (count, 2, -1)).transpose(1, 2).flatten(0, 2)
         elif name.endswith("experts.gate_up_proj"):
             for half, rows in zip(("gate", "up"), tensor.chunk(2, dim=1), strict=True):
                 yield name.replace("gate_up_proj", f"{half}_proj.weight"), rows
@@ -220,15 +220,15 @@ def _fill_heads(tensor: Tensor, piece: str, part: AttentionPart, counts: tuple[i
     if piece == "o":
         return _fill_heads(tensor.T, "q", part, counts).T
     if piece == "q":
-        blocks, more = tensor.unflatten(0, (part.kv_heads, group, -1)), query // kv - group
+        blocks, more = torch.unflatten(tensor, 0, (part.kv_heads, group, -1)), query // kv - group
         return pad(blocks, (0, 0, 0, 0, 0, more, 0, kv - part.kv_heads)).flatten(0, 2)
-    return pad(tensor.unflatten(0, (part.kv_heads, -1)), (0, 0, 0, 0, 0, kv - part.kv_heads)).flatten(0, 1)
+    return pad(torch.unflatten(tensor, 0, (part.kv_heads, -1)), (0, 0, 0, 0, 0, kv - part.kv_heads)).flatten(0, 1)
 
 
 def _add_tokenizer(writer: Any, tokenizer: Any, vocabulary: int) -> str:
     """Write the tokenizer as one of llama.cpp's, if it has one that splits text in the same way, and return its name."""
     core = getattr(tokenizer, "backend_tokenizer", None)
-    state = json.loads(core.to_str()) if core is not None else {"model": {"type": ""}, "pre_tokenizer": None}
+    state: dict[str, Any] = {"model": {"type": ""}, "pre_tokenizer": None} if core is None else json.loads(core.to_str())
     kind, split = _llama_cpp_tokenizer(state)
     writer.add_tokenizer_model(kind)
     if kind == "none":
