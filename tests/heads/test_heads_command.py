@@ -45,7 +45,7 @@ def test_everything_is_written_and_can_be_used(tmp_path: Path) -> None:
     assert summary["curves"]["random"]["points"][-1]["value"] == 1.0
     assert {way["name"] for way in summary["static_or_dynamic"]["ways"]} >= {"all heads", "dynamic: entropy", "static: random"}
     page = (out / "heads.html").read_text()
-    assert page.count("<svg") == 3
+    assert page.count("<svg") == 4  # heads, curves, static or dynamic, roles
     assert not any(word in page for word in ("<script", "<link", "<img", "src="))
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     code, said = run("tiny-griffin-small", *FEW, "--out", str(out))
