@@ -462,16 +462,47 @@ def test_hops_are_told_apart_phase_by_phase_and_one_hop_is_asked_of_the_same_rel
     names = ("one hop", "two hops", "three hops")
     wanted = {f"{label}: {name}": n for label, counts in rights.items() for name, n in zip(names, counts, strict=True)}
     assert found == {label: wilson(n, 80) for label, n in wanted.items()}
-    assert ModelTrials(frame, MODEL).accuracy(ModelTrials(frame, MODEL).in_hops(4, "none")).n == 0
+    assert ModelTrials(frame, MODEL).accuracy(ModelTrials(frame, MODEL).of_form("4 hops", "none")).n == 0
 
 
 def test_the_terminal_and_the_page_show_hops_by_phase(tmp_path: Path) -> None:
     directory = hops_run(tmp_path)
     text = _said(directory)
-    assert re.search(r"no heads while reading +98.8\s%\sn=80 +10\s%\sn=80 +5\s%\sn=80", text)
+    assert re.search(r"no heads while reading +98.8\s%\sn=80 +10\s%\sn=80 +not testable", text), "40 of 80 are found untouched"
     page = report([directory], pictures=False).read_text()
     assert 'id="hops"' in page
     assert "no heads while reading: two hops" in page
+
+
+def associations_run(tmp_path: Path) -> Path:
+    """Needles asked by association and by the letter, in one and in two parts; only the letter is found untouched."""
+    options = {f"{ask}{parts}": {"ask": ask, "parts": parts} for parts in (1, 2) for ask in ("association", "letter")}
+    experiments = {"one": {"tasks": {name: {"options": written} for name, written in options.items()}}}
+    right = {"none": (20, 80, 5, 78), OFF: (1, 0, 2, 3), "expose_tokens('omit', phase='decode')": (4, 6, 7, 8)}
+    trials = []
+    for text, counts in right.items():
+        for name, count in zip(options, counts, strict=True):
+            fields = {"task": name, "kind": "association"}
+            trials += [row(i, i < count, text, prompt_id=f"{name} {i}", **fields) for i in range(80)]
+    return store(tmp_path, trials, experiments)
+
+
+def test_needles_by_association_are_judged_alone_and_too_few_found_are_not_testable(tmp_path: Path) -> None:
+    directory = associations_run(tmp_path)
+    frame = load([directory])
+    judged = verdict(frame, "segregation")
+    assert (judged.word, judged.estimate) == ("not testable", wilson(1, 80))
+    assert "20 of" not in judged.why and "untouched it finds 25 %" in judged.why
+    (panel,) = make_figure("hops", frame, Browser(frame)).panels
+    found = {dot.label: dot.y for dot in panel.dots}
+    names = ("by the letter", "by association", "by the letter, two parts", "by association, two parts")
+    rights = {"untouched": (80, 20, 78, 5), "no heads": (0, 1, 3, 2), "needle hidden while answering": (6, 4, 8, 7)}
+    assert found == {
+        f"{label}: {name}": wilson(n, 80) for label, counts in rights.items() for name, n in zip(names, counts, strict=True)
+    }
+    text = _said(directory)
+    assert re.search(r"no heads +0\s%\sn=80 +not\stestable +3.8\s%\sn=80 +not\stestable", text)
+    assert "not testable Attention does the retrieving: untouched it finds less than 80 %" in " ".join(text.split())
 
 
 def test_without_tasks_of_more_hops_there_is_no_figure_of_them(run: Path) -> None:

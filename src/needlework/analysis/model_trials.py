@@ -25,6 +25,8 @@ BOUNDARIES = ("decode", "prefill", "")  # order of preference for verdicts where
 AGAINST = ("context", "all", "absent")  # order of preference: telling values in the context apart needs binding
 NEEDLE = {"generate": "niah", "choices": "niah_choice"}
 LINKED = "linked"  # kind of the multi-hop retrieval task
+ASSOCIATION = "association"  # kind of the task whose questions share no word with the needle
+HOPS = ("one hop", "two hops", "three hops")
 KNOWLEDGE = ("cloze_choice", "letter", "letter_lookup", "cloze", "lm-eval")  # kinds of task in order of preference
 
 
@@ -141,24 +143,32 @@ class ModelTrials:
         return self.frame.rows(self.needle_pick(text, mode, layout, in_window))
 
     @cached_property
-    def hops(self) -> dict[int, list[str]]:
-        """Number of hops -> settings of its tasks; one hop includes needle tasks of the same relations.
+    def needle_forms(self) -> dict[str, tuple[str, list[str]]]:
+        """Label -> (kind, settings) of needles that reports compare: by hops, or by question and parts; {} if there is one form.
 
-        Empty if no multi-hop task was run.
+        One hop includes needle tasks of the same relations.
         """
-        asked: dict[int, list[str]] = {1: []}
-        for setting in self.frame.distinct("setting", model=self.model, kind=LINKED, mode="generate"):
-            asked.setdefault(_option(setting, "hops"), []).append(setting)
-        relations = {_option(setting, "relation") for settings in asked.values() for setting in settings}
-        for setting in self.frame.distinct("setting", model=self.model, kind=NEEDLE["generate"], mode="generate"):
-            if _option(setting, "relation") in relations and one_hop(setting):
-                asked[1].append(setting)
-        return asked if len(asked) > 1 else {}
+        settings = {
+            kind: self.frame.distinct("setting", model=self.model, kind=kind, mode="generate")
+            for kind in (NEEDLE["generate"], LINKED, ASSOCIATION)
+        }
+        relations = {_option(setting, "relation") for setting in settings[LINKED]}
+        near = [s for s in settings[NEEDLE["generate"]] if _option(s, "relation") in relations and one_hop(s)]
+        forms: dict[str, tuple[str, list[str]]] = {HOPS[0]: (NEEDLE["generate"], near)} if settings[LINKED] else {}
+        for setting in settings[LINKED]:
+            hops = _option(setting, "hops")
+            label = HOPS[hops - 1] if hops <= len(HOPS) else f"{hops} hops"
+            forms.setdefault(label, (LINKED, []))[1].append(setting)
+        for setting in sorted(settings[ASSOCIATION], key=lambda s: (_option(s, "parts"), _option(s, "ask") != "letter")):
+            label = "by the letter" if _option(setting, "ask") == "letter" else "by association"
+            label += ", two parts" if _option(setting, "parts") == 2 else ""
+            forms.setdefault(label, (ASSOCIATION, []))[1].append(setting)
+        return forms if len(forms) > 1 else {}
 
-    def in_hops(self, hops: int, text: str) -> Ints:
-        """Return the trials whose answer is this many hops away from the queried name, inside the window."""
-        kind = NEEDLE["generate"] if hops == 1 else LINKED
-        return self.frame.rows(self.pick("retrieval", kind, "generate", text, setting=self.hops.get(hops, [])))
+    def of_form(self, label: str, text: str) -> Ints:
+        """Return the trials of one of `needle_forms`, inside the window."""
+        kind, settings = self.needle_forms.get(label, ("", []))
+        return self.frame.rows(self.pick("retrieval", kind, "generate", text, setting=settings))
 
     def needle_tasks(self, texts: Iterable[str], mode: str = "generate") -> list[tuple[str, str]]:
         """Return (name, setting) of the needle tasks that were run under these interventions."""
@@ -333,8 +343,10 @@ def _option(setting: str, name: str) -> Any:
 
 
 def one_hop(setting: str) -> bool:
-    """Return whether a task's answer is in a single needle; multi-hop retrieval is counted separately."""
-    return _option(setting, "hops") in (None, 1)
+    """Return whether a task's answer is in a single needle; hops, parts and the letter of associations are counted separately."""
+    return (
+        _option(setting, "hops") in (None, 1) and _option(setting, "parts") in (None, 1) and _option(setting, "ask") != "letter"
+    )
 
 
 def by_boundary(frame: Frame, model: str) -> list[ModelTrials]:

@@ -239,23 +239,24 @@ def layouts(trials: ModelTrials, browser: Browser) -> Iterator[Dots]:
 
 @per_model
 def hops(trials: ModelTrials, browser: Browser) -> Iterator[Dots]:
-    """Yield dots of retrieval by number of hops, with all heads zeroed in prefill, decode or both."""
-    asked = [(label, hop, text) for label, text in phases(trials) for hop in trials.hops]
-    dots = _accuracies(
-        trials, browser, ((label, hops_in_words(hop), hop, trials.in_hops(hop, text)) for label, hop, text in asked)
-    )
+    """Yield dots of retrieval by the form of needles, such as hops, under the main conditions."""
+    asked = [
+        (label, color, form, text) for label, text in main_conditions(trials) for color, form in enumerate(trials.needle_forms, 1)
+    ]
+    dots = _accuracies(trials, browser, ((label, form, color, trials.of_form(form, text)) for label, color, form, text in asked))
     if dots:
         yield Dots(trials.model, trials.titled(trials.model), "values found, exact", dots)
 
 
-def phases(trials: ModelTrials) -> list[tuple[str, str]]:
-    """Return (label, intervention) of the unmodified model and of all heads zeroed in prefill, decode or both, if run."""
+def main_conditions(trials: ModelTrials) -> list[tuple[str, str]]:
+    """Return (label, intervention) of the unmodified model, of heads zeroed in a phase, few heads and the hidden needle, if run."""
     off = [("no heads while reading", "prefill"), ("no heads while answering", "decode"), ("no heads", "both")]
-    return [("untouched", "none"), *((label, c.text) for label, phase in off if (c := trials.heads_off(phase)))]
-
-
-def hops_in_words(hops: int) -> str:
-    return {1: "one hop", 2: "two hops", 3: "three hops"}.get(hops, f"{hops} hops")
+    named = [(label, trials.heads_off(phase)) for label, phase in off]
+    named += [(trials.kept_share(few), few)] if (few := trials.few_heads()) else []
+    hidden = {(c.prefill, c.decode): c for c in trials.conditions_of("expose")}
+    named += [("needle hidden while reading", hidden.get(("omit", "keep")))]
+    named += [("needle hidden while answering", hidden.get(("keep", "omit")))]
+    return [("untouched", "none"), *((label, c.text) for label, c in named if c)]
 
 
 @dataclass(frozen=True)
@@ -340,10 +341,11 @@ FIGURES = {
     ),
     "hops": FigureKind(
         "Hops",
-        "What attention does while reading",
+        "Needles that take more than one look-up",
         "One hop: the value stands behind the asked name. Two hops: there stands whose value it is, and that needle"
         " is further up. With no heads while reading, what was to be looked up on the way is not there when the answer"
-        " is given; what stands in one needle still is.",
+        " is given; what stands in one needle still is. By association: the question shares no word with the needle, by"
+        " the letter it repeats the needle's words. Two parts: neither tells the answer alone.",
         hops,
     ),
     "layouts": FigureKind(

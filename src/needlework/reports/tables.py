@@ -17,8 +17,8 @@ from needlework.analysis.conditions import Condition
 from needlework.analysis.frame import ALL, Frame, Ints
 from needlework.analysis.model_trials import ModelTrials, by_boundary, by_model_and_boundary
 from needlework.analysis.reader import load
-from needlework.analysis.verdicts import Verdict, Word, verdicts
-from needlework.reports.figures import hops_in_words, phases, task_picks
+from needlework.analysis.verdicts import BASELINE, Verdict, Word, verdicts
+from needlework.reports.figures import main_conditions, task_picks
 from needlework.reports.svg import UNJUDGED
 from needlework.stats import Estimate, percent
 from needlework.tables import Table
@@ -172,7 +172,7 @@ def summary(directories: Sequence[Path]) -> RenderableType:
     frame = load([Path(d) for d in directories])
     remarks = [Text(words, "yellow") for words in frame.warnings] + [Text(words) for words in frame.notes]
     others = replace(other_tasks(frame), caption="Other tasks: of no known ability, judged by no rule")
-    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_hops(frame), *[others] * bool(others.rows), *remarks)
+    return Stack(_numbers(frame), _claims(frame, verdicts(frame)), *_forms(frame), *[others] * bool(others.rows), *remarks)
 
 
 def _numbers(frame: Frame) -> RenderableType:
@@ -204,17 +204,22 @@ def _short(e: Estimate) -> str:
     return text.replace(" ", HARD_SPACE)
 
 
-def _hops(frame: Frame) -> list[Table]:
-    """Return a table of retrieval by number of hops, with all heads zeroed in prefill, decode or both; none if not run."""
-    asked = [trials for trials in by_model_and_boundary(frame) if trials.hops]
-    hops = sorted({hop for trials in asked for hop in trials.hops})
-    columns = ["model", "condition", *map(hops_in_words, hops)]
-    table = Table(columns, caption="Heads off in one phase or the other", left=["condition"])
+def _forms(frame: Frame) -> list[Table]:
+    """Return a table of retrieval by the form of needles (hops, association, parts) and condition; none if not run.
+
+    Where the untouched model does not find the needles of a form, nothing can be lost: the other cells say so.
+    """
+    asked = [trials for trials in by_model_and_boundary(frame) if trials.needle_forms]
+    forms = list(dict.fromkeys(form for trials in asked for form in trials.needle_forms))
+    table = Table(["model", "condition", *forms], caption="Needles that take more than one look-up", left=["condition"])
     for trials in asked:
-        for label, text in phases(trials):
-            found = [trials.accuracy(trials.in_hops(hop, text)) for hop in hops]
+        weak = {form for form in forms if trials.accuracy(trials.of_form(form, "none")).low < BASELINE}
+        for label, text in main_conditions(trials):
+            found = [trials.accuracy(trials.of_form(form, text)) for form in forms]
             if any(share.n for share in found):
-                table.add_row(trials.model, trials.titled(label), *map(_short, found))
+                told = zip(forms, found, strict=True)
+                cells = ["not testable" if e.n and form in weak and text != "none" else _short(e) for form, e in told]
+                table.add_row(trials.model, trials.titled(label), *cells)
     return [table] if asked else []
 
 

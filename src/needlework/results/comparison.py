@@ -21,7 +21,7 @@ TOLERANCE = 1e-4  # for log-probabilities, in nats, and for scores
 _NEAR_TIE = 1e-3  # margin below which rounding may change the argmax
 # Columns by which reports group rows, besides the answer and the scores.
 _LABELS = ("kind", "ability", "boundary", "mode", "intervention", "sample", "cluster", "seed", "prompt_id", "target")
-_OPTIONS = ("against", "hops", "relation")  # options of a task that reports read
+_OPTIONS = ("against", "hops", "relation", "ask", "parts")  # options of a task that reports read
 _Key = tuple[str, str, str, int]  # experiment, task, trial id, and a count for models that occur under several names
 
 
