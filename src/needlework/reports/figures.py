@@ -249,7 +249,7 @@ def hops(trials: ModelTrials, browser: Browser) -> Iterator[Dots]:
 
 
 def main_conditions(trials: ModelTrials) -> list[tuple[str, str]]:
-    """Return (label, intervention) of the unmodified model, of heads zeroed in a phase, few heads and the hidden needle, if run."""
+    """Return (label, intervention) untouched, of heads zeroed in a phase, of few heads and of the hidden needle, if run."""
     off = [("no heads while reading", "prefill"), ("no heads while answering", "decode"), ("no heads", "both")]
     named = [(label, trials.heads_off(phase)) for label, phase in off]
     named += [(trials.kept_share(few), few)] if (few := trials.few_heads()) else []
