@@ -99,8 +99,8 @@ def test_what_cannot_be_done_is_refused_before_weights_are_read(griffin: Path, m
         ("keep_heads(k=99)", "99"),
         ("swap_memory(half='kv')", "memory"),
     ]:
-        with pytest.raises(NeedleworkError, match=why):
-            NeedleworkLM(str(griffin), text)
+        with pytest.raises(NeedleworkError, match=why):  # decode and swaps are refused when something is scored
+            NeedleworkLM(str(griffin), text).loglikelihood(requests("loglikelihood", PAIRS[:1]))
     with pytest.raises(NeedleworkError, match="peft"):
         NeedleworkLM(str(griffin), peft="adapter")
 

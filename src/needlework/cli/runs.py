@@ -195,6 +195,10 @@ def evaluate(
     intervene: options.Interventions = [],  # noqa: B006
     data: Annotated[Path | None, typer.Option(help="Directory with the tasks' data, where there is no hub.")] = None,
     paper: Annotated[bool, typer.Option(help="The paper's preset: MMLU and GLUE at its numbers of heads.")] = False,
+    preset: Annotated[
+        str | None, typer.Option(help="Retrieval: babilong, fda, swde or squad-completion, its heads ablated.")
+    ] = None,
+    length: Annotated[str | None, typer.Option(help="Length of BABILong's texts, 0k (default) to 128k.")] = None,
     limit: Annotated[float | None, typer.Option(help="Questions per task, for a trial run.")] = None,
     shots: Annotated[int | None, typer.Option(min=0, help="Examples before each question, instead of the task's own.")] = None,
     chat: Annotated[bool | None, typer.Option(help="Ask in the chat template. By default with --paper, if there is one.")] = None,
@@ -219,6 +223,8 @@ def evaluate(
         out,
         data=data,
         paper=paper,
+        preset=preset,
+        length=length,
         limit=limit,
         shots=shots,
         chat=chat,

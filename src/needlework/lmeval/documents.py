@@ -6,6 +6,7 @@ Datasets come from the Hugging Face hub, or from a local directory (`--data DIR`
     DIR/anatomy/test-00000-of-00001.parquet       a copy of the hub's repository: a directory per configuration
 
 Any other dataset is found by the name in its task: DIR/nyu-mll/glue/cola/validation-*.parquet, or DIR/glue/cola/...
+Files of the configuration "default" may also lie in DIR/NAME/data or DIR/NAME.
 lm-eval is imported inside functions because that takes seconds.
 """
 
@@ -19,7 +20,7 @@ import json
 import logging
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, field
 from itertools import accumulate, groupby, pairwise, product
 from pathlib import Path
@@ -30,6 +31,7 @@ from pydantic import PrivateAttr
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions import Intervention
 from needlework.lmeval import FOLDER
+from needlework.model.files import first_line
 from needlework.model.mixers import replaced_value
 from needlework.requests import Answer, Request, check_phases, stop_tokens
 from needlework.results import LM_EVAL, Row
@@ -44,6 +46,7 @@ MMLU = ("cais/mmlu", "hails/mmlu_no_train", "mmlu")
 LETTERS = "ABCD"
 _MODES: dict[str, Mode] = {"loglikelihood": "choices", "loglikelihood_rolling": "perplexity", "generate_until": "generate"}
 _ABILITIES: dict[Mode, Ability] = {"choices": "knowledge", "perplexity": "perplexity", "generate": ""}
+RETRIEVAL = ("babilong_qa", "fda", "swde", "squad_completion")  # first words of tasks that ask for something in the prompt
 _NO_RESPONSE: dict[Mode, Any] = {"choices": (-math.inf, False), "perplexity": -math.inf, "generate": ""}
 _FORMS = {  # GLUE task -> form of question in reports
     **dict.fromkeys(("cola", "sst2"), "acceptability"),
@@ -70,14 +73,19 @@ def silence_lm_eval() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def load_tasks(names: Sequence[str], data: Path | None) -> Any:
+def load_tasks(names: Sequence[str], data: Path | None, length: str | None = None) -> Any:
     """Load lm-eval's tasks and groups with their datasets.
+
+    Args:
+        names: Names of tasks or groups, or task files.
+        data: Directory with datasets; None: only the hub and its cache.
+        length: Length of the texts, for tasks that have several (BABILong: "0k" to "128k").
 
     Raises:
         NeedleworkError: An unknown name, or a dataset that cannot be loaded.
     """
     for with_defaults in (False, True):  # indexing lm-eval's own tasks takes seconds: only if one of them is requested
-        manager = _task_index(with_defaults)
+        manager = _task_index(with_defaults, length)
         matches = {name: manager.match_tasks([name]) or [name] * Path(name).is_file() for name in names}
         if all(matches.values()):
             break
@@ -91,30 +99,42 @@ def load_tasks(names: Sequence[str], data: Path | None) -> Any:
         except NeedleworkError:
             raise
         except Exception as error:  # hub and loaders raise many types; all mean missing data
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            where = f"is not in {data} either" if data else "may lie on your disk: give its directory with --data DIR"
-            raise NeedleworkError(f"the data of {', '.join(names)} cannot be had ({first}); it {where}") from None
+            raise NeedleworkError(f"{', '.join(names)} cannot be loaded ({first_line(error)})") from None
 
 
 @functools.cache
-def _task_index(with_defaults: bool) -> Any:
-    from lm_eval.tasks import TaskManager
+def _task_index(with_defaults: bool, length: str | None = None) -> Any:
+    import lm_eval.tasks
 
-    return TaskManager(include_path=str(FOLDER), include_defaults=with_defaults)
+    near = [Path(lm_eval.tasks.__file__).parent / name.removesuffix("_qa") for name in RETRIEVAL]  # indexed without all the others
+    about: Any = {"max_seq_lengths": length} if length else None
+    paths = [FOLDER, *([] if with_defaults else near)]
+    return lm_eval.tasks.TaskManager(include_path=paths, include_defaults=with_defaults, metadata=about)
 
 
 def use_local_data(folder: Path | None) -> AbstractContextManager[None]:
-    """Patch `datasets.load_dataset` to look for datasets in this directory first."""
-    if folder is None:
-        return nullcontext()
-    if not folder.is_dir():
+    """Patch `datasets.load_dataset` to look for datasets in this directory first, and to say how to get what cannot be had."""
+    if folder is not None and not folder.is_dir():
         raise NeedleworkError(f"--data {folder}: there is no such directory")
     import datasets
 
     stock = datasets.load_dataset
 
-    def load(path: str, name: str | None = None, **options: Any) -> Any:
-        return find_dataset(folder, path, name) or stock(path, name, **options)
+    def load(path: str, name: str | None = None, split: str | None = None, **options: Any) -> Any:
+        found = find_dataset(folder, path, name) if folder else None
+        if found is not None and split is not None and split not in found:
+            raise NeedleworkError(f"--data {folder}: {path} has no {split!r} (it has {', '.join(found)})")
+        if found is not None:
+            return found if split is None else found[split]
+        try:
+            return stock(path, name, split=split, **options)
+        except Exception as error:  # hub and loaders raise many types; all mean missing data
+            where = f"it is not in {folder} either" if folder else "if it is on your disk, give its directory with --data DIR"
+            get = f"`hf download {path} --repo-type dataset --local-dir DIR/{Path(path).name}`, then --data DIR"
+            wanted = f"{path} ({name})" if name else path
+            raise NeedleworkError(
+                f"the dataset {wanted} cannot be loaded ({first_line(error)}); {where}. To get it where there is a network: {get}"
+            ) from None
 
     return replaced_value(vars(datasets), "load_dataset", load)
 
@@ -132,7 +152,7 @@ def find_dataset(folder: Path, path: str, name: str | None) -> Any:
             return DatasetDict({split: Dataset.from_list(_read_mmlu_file(file, name)) for split, file in archive.items()})
     roots = [folder / path, folder / Path(path).name] + ([folder] if path in MMLU else [])
     for root in roots:
-        for place in (root / (name or ""), root / "data" / (name or "")):
+        for place in (root / (name or ""), root / "data" / (name or ""), *[root / "data", root] * (name == "default")):
             if splits := _files_by_split(place):
                 tables = {split: [_read_table(file) for file in files] for split, files in splits.items()}
                 return DatasetDict({split: concatenate_datasets(parts) for split, parts in tables.items()})
@@ -247,10 +267,12 @@ class Document:
         return facts
 
     def cluster(self) -> str:
-        """Return the cluster for the bootstrap: all questions on one fact, whatever their form, share a cluster."""
+        """Return the cluster for the bootstrap: questions on one fact, whatever their form, or on one text share a cluster."""
         doc = self.doc
-        if doc.get("key"):
+        if doc.get("key") and doc.get("subject"):
             return f"{doc['subject']}/{doc['key']}"
+        if text := doc.get("doc_id") or doc.get("file_name"):  # FDA and SWDE ask several questions about each text
+            return f"{self.task.task_name}/{text}"
         return f"{doc['subject']}/{self.doc_id}" if doc.get("subject") and not doc.get("name") else self.name
 
     def prompts(self) -> list[tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]]:
@@ -322,7 +344,7 @@ class LmEvalTask(Task):
 
     @property
     def ability(self) -> Ability:  # type: ignore[override]
-        return _ABILITIES[self.mode]
+        return "retrieval" if self.task.startswith(RETRIEVAL) else _ABILITIES[self.mode]
 
     @property
     def chance(self) -> float:
@@ -392,7 +414,7 @@ def stored_responses(document: Document, row: Row) -> list[Any]:
 
 
 def metrics(document: Document, responses: Sequence[Any]) -> dict[str, float]:
-    """Compute lm-eval's metrics of one document; adds "correct": acc, exact match, or whether the label is right."""
+    """Compute lm-eval's metrics of one document; adds "correct": acc, exact match, contains, or whether the label is right."""
     for instance, response in zip(document.instances, responses, strict=True):
         instance.resps, instance.filtered_resps = [response], {}
     first = document.task._filters[0]
@@ -402,7 +424,7 @@ def metrics(document: Document, responses: Sequence[Any]) -> dict[str, float]:
     plain = (bool, int, float)
     numbers = {name: float(value) for name, value in results.items() if isinstance(value, plain)}
     numbers |= {name: float(value) for name, value in results.items() if hasattr(value, "item") and not hasattr(value, "__len__")}
-    for name in ("acc", "exact_match"):
+    for name in ("acc", "exact_match", "contains"):
         if name in numbers:
             return {"correct": numbers[name], **numbers}
     labels = [value for value in results.values() if isinstance(value, tuple) and len(value) == 2]

@@ -11,7 +11,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import product
@@ -23,7 +23,7 @@ import numpy as np
 from needlework import stats
 from needlework.analysis.model_trials import Pairs
 from needlework.anatomy import heads_of_share
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, did_you_mean
 from needlework.experiments.models import KeptModels, ModelInfo
 from needlework.experiments.plan import Experiment, InterventionText, Model, NamedTask, Plan
 from needlework.experiments.ray_executor import Cluster, WorkerModels
@@ -58,6 +58,21 @@ BOOTSTRAPS = 100  # of lm-eval, for metrics without a closed-form error (f1, mcc
 # The paper's preset: MMLU and GLUE with 0, 3, 4, 5 and 32 of 32 heads kept, and five examples.
 PAPER_TASKS, PAPER_SHOTS = ("mmlu", "glue"), 5
 PAPER_KEPT, PAPER_HEADS = (0, 3, 4, 5, 32), 32
+# Presets of retrieval tasks in lm-eval, asked under the interventions that the claims are about.
+PRESETS = {
+    "babilong": ("babilong_longctx",),
+    "fda": ("fda",),
+    "swde": ("swde",),
+    "squad-completion": ("squad_completion",),
+}
+PRESET_ACTS = (
+    "none",
+    "ablate_attention()",
+    "ablate_attention(phase='prefill')",
+    "ablate_attention(phase='decode')",
+    "keep_heads(fraction=0.15)",
+    "keep_heads(fraction=0.15, by='random')",
+)
 TOY_TASKS = ("mini-mmlu", "mini-mmlu-cloze", "mini_mmlu_lookup", "mini-glue")  # zero-shot: toy models saw no examples
 
 
@@ -95,6 +110,8 @@ def evaluate(
     *,
     data: str | Path | None = None,
     paper: bool = False,
+    preset: str | None = None,
+    length: str | None = None,
     limit: float | None = None,
     shots: int | None = None,
     chat: bool | None = None,
@@ -114,6 +131,8 @@ def evaluate(
         out: Directory of the run; rows of other evaluations in it are kept.
         data: Directory with the tasks' datasets, for use without the Hugging Face hub.
         paper: Use the paper's preset: its numbers of heads, and its tasks and shots where none are given.
+        preset: One of PRESETS: its tasks, and PRESET_ACTS as far as they apply to the model where no interventions are given.
+        length: Length of the texts of BABILong, "0k" to "128k".
         limit: Number of questions per task, or a fraction of them.
         shots: Number of few-shot examples, instead of the task's own.
         chat: Use the chat template; by default only with `paper`, if the model has one.
@@ -127,18 +146,26 @@ def evaluate(
     if limit is not None and not (math.isfinite(limit) and limit > 0):
         raise NeedleworkError(f"limit={limit} is no number of questions; give 1 or more, or a share of them such as 0.1")
     acts = [parse(text) for text in interventions]
-    for act in acts:
-        check_scoring(act)
-    if not paper and not (tasks and acts):
-        raise NeedleworkError("name at least one task and one intervention, e.g. --tasks mini-mmlu --intervene none; or --paper")
+    if preset is not None:
+        if preset not in PRESETS:
+            raise NeedleworkError(f"unknown preset {preset!r}; {did_you_mean(preset, PRESETS)}")
+        tasks = [*PRESETS[preset], *tasks]
+    if length and not any(name.startswith("babilong") for name in tasks):
+        raise NeedleworkError(f"length={length}: only the tasks of BABILong have lengths; use --preset babilong")
+    if not paper and not (tasks and (acts or preset)):
+        raise NeedleworkError(
+            "name at least one task and one intervention, e.g. --tasks mini-mmlu --intervene none; or --paper or --preset"
+        )
     versions = {"lm_eval": version("lm_eval")}
     source = WorkerModels(memory_bytes, cluster, versions) if cluster else KeptModels(memory_bytes, versions)
     info = source.look(Model("eval", Path(str(model)).name, str(model), Loading().replace(**loading)))
     if paper:
         tasks, acts, shots = _apply_preset(info, tasks, acts, shots)
+    if preset is not None and not acts:
+        acts = [act for act in map(parse, PRESET_ACTS) if _applies(act, info)]
     for act in acts:
         act.check(info.anatomy)  # plans skip interventions that a model has no layers for; here it is an error
-    loaded = load_tasks(tasks, None if data is None else Path(data))
+    loaded = load_tasks(tasks, None if data is None else Path(data), length)
     from needlework.lmeval.model import NeedleworkLM
 
     lm = NeedleworkLM(info.directory, **info.model.loading.model_dump())  # only encodes and decodes: the run loads the weights
@@ -159,10 +186,20 @@ def evaluate(
                 raise
             except (AssertionError, ValueError) as error:  # how lm-eval rejects shots, limits or templates
                 raise NeedleworkError(f"lm-eval cannot put these questions: {first_line(error)}") from None
+        if any(document.mode != "generate" for document in documents):
+            for act in acts:
+                check_scoring(act)
         texts = list(dict.fromkeys(map(str, acts)))
         plan = _make_plan(info, tasks, texts, documents, lm)
         run(plan, out, source=source, retry_failed=retry_failed, progress=progress, cluster=cluster)
         return _summarise(Path(out), info, texts, documents, loaded, settings)
+
+
+def _applies(act: Intervention, info: ModelInfo) -> bool:
+    with suppress(NeedleworkError):
+        act.check(info.anatomy)
+        return True
+    return False
 
 
 def _apply_preset(

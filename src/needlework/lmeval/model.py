@@ -56,7 +56,6 @@ class NeedleworkLM(HFLM):
         **options: Any,
     ) -> None:
         self.intervention = parse(intervention) if isinstance(intervention, str) else intervention
-        check_scoring(self.intervention)
         if device and device.startswith("cuda") and not torch.cuda.is_available():  # lm-eval's command line asks for cuda:0
             logger.warning("no CUDA device that torch can use: running on the CPU")
             device = "cpu"
@@ -125,6 +124,7 @@ class NeedleworkLM(HFLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
         """Return the log-likelihood of each continuation, and whether it is the greedy continuation."""
+        check_scoring(self.intervention)
         pairs = [self.truncate(*pair) for _, *pair in requests]
         options: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}  # one prefill per context for all its continuations
         for context, continuation in pairs:
