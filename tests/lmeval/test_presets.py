@@ -11,7 +11,7 @@ import pytest
 from needlework import NeedleworkError
 from needlework.analysis.reader import load as load_frame
 from needlework.analysis.verdicts import verdicts
-from needlework.lmeval.documents import _task_index, use_local_data
+from needlework.lmeval.documents import load_tasks
 from needlework.lmeval.evaluate import PRESET_ACTS, PRESETS
 from needlework.results import Store
 from needlework.toy.needles import make_niah
@@ -76,14 +76,14 @@ def rows(out: Path) -> list[Any]:
 
 @pytest.mark.parametrize("preset", SINGLE)
 def test_answers_and_scores_are_those_of_lm_evals_own_model(preset: str, tmp_path: Path) -> None:
-    from lm_eval import simple_evaluate
+    from lm_eval.evaluator import evaluate
+    from lm_eval.models.huggingface import HFLM
 
     data = write(tmp_path / "data", SINGLE[preset])
     summary = run(ZOO, tmp_path / "out", ["none", "ablate_attention()"], preset=preset, data=data)
     (task,) = PRESETS[preset]
-    with use_local_data(data):
-        arguments = f"pretrained={resolve(ZOO)},dtype=float32"
-        its = simple_evaluate("hf", arguments, tasks=[task], task_manager=_task_index(False), device="cpu", bootstrap_iters=0)
+    lm = HFLM(pretrained=str(resolve(ZOO)), dtype="float32", device="cpu")
+    its = evaluate(lm=lm, task_dict=load_tasks([task], data), bootstrap_iters=0, log_samples=True)
     stored = json.loads(summary.files[0].read_text())
     assert stored["results"][task]["contains,none"] == its["results"][task]["contains,none"] == 1.0
     samples = [json.loads(line) for line in (summary.files[0].parent / f"samples_{task}.jsonl").read_text().splitlines()]

@@ -106,7 +106,7 @@ def load_tasks(names: Sequence[str], data: Path | None, length: str | None = Non
 def _task_index(with_defaults: bool, length: str | None = None) -> Any:
     import lm_eval.tasks
 
-    near = [Path(lm_eval.tasks.__file__).parent / name.removesuffix("_qa") for name in RETRIEVAL]  # indexed without all the others
+    near = [Path(lm_eval.tasks.__file__).parent / name.removesuffix("_qa") for name in RETRIEVAL]  # without all others
     about: Any = {"max_seq_lengths": length} if length else None
     paths = [FOLDER, *([] if with_defaults else near)]
     return lm_eval.tasks.TaskManager(include_path=paths, include_defaults=with_defaults, metadata=about)
