@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.interventions import head_score as head_score
     from needlework.interventions import parse as parse
     from needlework.interventions import register as register
+    from needlework.lens import LogitLens as LogitLens
+    from needlework.lens import logit_lens as logit_lens
     from needlework.observation import observe as observe
     from needlework.patching import Patching as Patching
     from needlework.patching import patch as patch

@@ -16,7 +16,7 @@ from needlework.errors import NeedleworkError
 from needlework.model.hooked_model import LEAST_CHUNK, HookedModel
 from needlework.model.memory import Memory
 from needlework.receipts import Receipt
-from needlework.requests import Prepared, Swap
+from needlework.requests import Prepared, Request, Swap
 
 if TYPE_CHECKING:
     from needlework.engine.prefill import SharedPrefix
@@ -38,6 +38,15 @@ class Prefill:
     @property
     def key(self) -> tuple[object, ...]:
         return (self.tokens, *self.item.group[1:])
+
+    @property
+    def shown(self) -> Request:
+        """The request that an observer is told: for the prompt of a twin, one of that prompt."""
+        request = self.item.request
+        if self.tokens == request.prompt[: len(self.tokens)]:
+            return request
+        whole = next(twin for twin in self.item.twins.values() if self.tokens == twin[: len(self.tokens)])
+        return replace(request, prompt=whole, sample=None)
 
 
 def prefills_of(item: Prepared) -> dict[Swap | None, Prefill]:

@@ -180,7 +180,7 @@ class Prefiller:
         ids = torch.tensor([tokens + (PAD,) * (fed - len(tokens)) for tokens in rest], device=body.device)
         rows = compile_items(body, [prefill.item for prefill in prefills], "prefill")
         if body.observer is not None:
-            body.observer.begin([prefill.item.request for prefill in prefills], body.device)
+            body.observer.begin([prefill.shown for prefill in prefills], body.device)
         tally = Tally(len(prefills))
         ends = torch.tensor([len(tokens) - 1 for tokens in rest], device=body.device)
         padded = min(map(len, rest)) < fed

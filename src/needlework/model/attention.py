@@ -7,7 +7,7 @@ nor an L x L mask are allocated, and each batch row can have its own edits.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import create_position_bias_mask, 
 from transformers.masking_utils import and_masks, causal_mask_function, padding_mask_function, sdpa_mask
 
 from needlework.errors import TrialError
-from needlework.interventions.acts import Phase
+from needlework.interventions.acts import Phase, Site
 from needlework.model.edits import LayerEdits
 from needlework.model.memory import OwnKeys, SharedPrefix
 from needlework.model.outputs import Edits, Where
@@ -44,12 +44,15 @@ CPU_BLOCK_BYTES, GPU_BLOCK_BYTES = 4 << 20, 128 << 20  # fp32 scores of one bloc
 
 
 class Observer(Protocol):
-    """The interface of objects that receive attention probabilities, one block of queries at a time."""
+    """The interface of objects that receive attention probabilities, one block of queries at a time, and outputs of sites."""
 
     each_sample: bool  # needs every prompt in full, so shared prefixes are computed for each prompt
+    attention: bool  # receives probabilities, so attention is not computed by stock SDPA
+    sites: Collection[Site]  # the sites whose outputs it receives
 
     def begin(self, requests: Sequence[Request], device: torch.device) -> None: ...
     def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None: ...
+    def see_outputs(self, forward: Forward, site: Site, layer: int, outputs: Tensor) -> None: ...
     def chose(self, slots: Tensor, tokens: Tensor) -> None: ...
 
 
@@ -78,7 +81,12 @@ class Forward:
     @cached_property
     def own_maths(self) -> bool:
         """Whether some layer's probabilities or masks are needed, so that stock SDPA cannot be used."""
-        return self.shared or self.observer is not None or any(edits.needs_probabilities for edits in self.edits.values())
+        return self.shared or self.attention_observer is not None or any(x.needs_probabilities for x in self.edits.values())
+
+    @property
+    def attention_observer(self) -> Observer | None:
+        """The observer, if it receives attention probabilities."""
+        return self.observer if self.observer is not None and self.observer.attention else None
 
     def on(self, device: torch.device) -> Forward:
         """Return this forward with its tensors on a layer's device, for models that are spread over several devices."""
@@ -356,8 +364,8 @@ def _one_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor, k
     p = log_p.exp()  # exactly 0 where masked
     if block.visible is not None and not bool((seeing := block.visible.any(-1, keepdim=True)).all()):
         p = p.masked_fill_(~seeing, 0.0)  # a query without visible keys gets zeros, not uniform attention
-    if forward.observer is not None:
-        forward.observer.see(forward, layer, block, p)
+    if (observer := forward.attention_observer) is not None:
+        observer.see(forward, layer, block, p)
     head_scores = edits.scores_of_probabilities(block, p, log_p) if edits is not None else {}
 
     def mix(weights: Tensor) -> Tensor:
@@ -373,7 +381,7 @@ def _one_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor, k
 
 def fuses(forward: Forward, layer: int, query: Tensor, keys: Keys, kwargs: dict[str, Any]) -> bool:
     """Return whether the compiled kernel supports all edits of this layer; if not, tensor operations are used."""
-    if not forward.fast or forward.observer is not None or kwargs.get("position_bias") is not None:
+    if not forward.fast or forward.attention_observer is not None or kwargs.get("position_bias") is not None:
         return False
     from needlework.kernels.block_attention import supports  # numba comes with it, which kernels="stock" does not need
 

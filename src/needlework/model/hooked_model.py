@@ -30,7 +30,7 @@ from needlework.model.families import Family, fast_kernels
 from needlework.model.files import config_hash, weights_hash
 from needlework.model.memory import Memory, Mixer, preallocated_cache, states_on_modules
 from needlework.model.mixers import MixerEdits, compile_mixer, hooked
-from needlework.model.outputs import Edits, OutputEdits, Where, compile_outputs, outputs_hooked
+from needlework.model.outputs import Edits, OutputEdits, Replacement, ShownOutputs, Where, compile_outputs, outputs_hooked
 from needlework.model.probe import Findings, attention_switched, run_model
 from needlework.model.pruned import ENTRY
 from needlework.receipts import Tally
@@ -333,9 +333,37 @@ class HookedModel:
             raise NeedleworkError(f"{self.anatomy.architecture} has no {site} in layer {layer}; choose from {sorted(modules)}")
         return modules[layer]
 
-    def outputs_hooked(self, forward: Forward) -> AbstractContextManager[None]:
-        """Apply the recordings and patches of a forward to modules' outputs while the context is open."""
-        return outputs_hooked(forward.outputs, self.module_at, get_current) if forward.outputs else nullcontext()
+    @contextmanager
+    def outputs_hooked(self, forward: Forward) -> Iterator[None]:
+        """Apply the recordings and patches of a forward to modules' outputs, then show these to the observer."""
+        sites = () if forward.observer is None else forward.observer.sites
+        if not forward.outputs and not sites:
+            yield
+            return
+        layers = {
+            "layers": range(-1, len(self.anatomy.layers)),
+            "attention": self.attention.values(),
+            "mixers": [mixer.layer for mixer in self.mixers],
+        }
+        shown = {(site, layer): ShownOutputs(site) for site in sites for layer in layers[site]}
+        with ExitStack() as stack:
+            for edits in (forward.outputs, shown):
+                stack.enter_context(outputs_hooked(edits, self.module_at, get_current))
+            yield
+
+    def read_out(self, streams: Tensor) -> Tensor:
+        """Return the logits [n, vocabulary] of residual streams [n, ...], as after the last layer. Needs an open session.
+
+        The model runs on n tokens, and the output of its last layer is replaced. So everything that it does after its layers is
+        its own: norm, unembedding, scaling and capping of logits.
+        """
+        slots, last = torch.arange(len(streams), device=self.device), len(self.anatomy.layers) - 1
+        put: dict[Where, Edits] = {("layers", last): Replacement(streams[:, None])}
+        ids = torch.zeros_like(slots)[:, None]
+        forward = Forward("prefill", ids, slots, Tally(len(slots)), self.attention, fast=self.kernels == "fast", outputs=put)
+        with self.new_memory(len(slots)).mounted(), current(forward), self.outputs_hooked(forward):
+            logits: Tensor = run_model(self.model, ids, ids, None).logits
+        return logits[:, -1].float()
 
     def check_own_maths(self) -> None:
         """Check that needlework's attention reproduces the model's own logits on a short prompt.

@@ -110,6 +110,28 @@ class OutputEdits:
         return outputs
 
 
+@dataclass(frozen=True)
+class Replacement:
+    """Puts given tensors in place of the outputs of one site of a layer."""
+
+    outputs: Tensor  # [rows, tokens, ...]
+
+    def apply(self, forward: Forward, layer: int, outputs: Tensor, positions: Tensor) -> Tensor:
+        return self.outputs.to(outputs.device, outputs.dtype)
+
+
+@dataclass(frozen=True)
+class ShownOutputs:
+    """Shows the outputs of one site of a layer to the observer, and leaves them as they are."""
+
+    site: Site
+
+    def apply(self, forward: Forward, layer: int, outputs: Tensor, positions: Tensor) -> Tensor:
+        assert forward.observer is not None
+        forward.observer.see_outputs(forward, self.site, layer, outputs)
+        return outputs
+
+
 def compile_outputs(rows: Sequence[Sequence[Act]]) -> dict[Where, OutputEdits]:
     """Compile the recordings and patches of all rows, by site and layer."""
     found: dict[Where, list[tuple[int, RecordOutputs | PatchOutputs]]] = defaultdict(list)
@@ -124,7 +146,10 @@ def compile_outputs(rows: Sequence[Sequence[Act]]) -> dict[Where, OutputEdits]:
 def outputs_hooked(
     edits: Mapping[Where, Edits], modules: Callable[[Where], nn.Module], current: Callable[[], Forward | None]
 ) -> Iterator[None]:
-    """Apply edits to what modules return, by forward hooks; those of heads are applied by the attention function."""
+    """Apply edits to what modules return, by forward hooks; those of heads are applied by the attention function.
+
+    The site of layer -1 is what enters the first layer, which is shown and cannot be edited.
+    """
 
     def hook_of(layer: int, edit: Edits) -> Callable[..., Any]:
         def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -140,8 +165,19 @@ def outputs_hooked(
 
         return hook
 
+    def enter_of(edit: Edits) -> Callable[..., None]:
+        hook = hook_of(-1, edit)
+
+        def enter(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            hook(module, args, args[0] if args else named["hidden_states"])
+
+        return enter
+
     with ExitStack() as stack:
         for (site, layer), edit in edits.items():
-            if site != "heads":
+            if layer < 0:
+                first = modules((site, 0))
+                stack.callback(first.register_forward_pre_hook(enter_of(edit), with_kwargs=True).remove)
+            elif site != "heads":
                 stack.callback(modules((site, layer)).register_forward_hook(hook_of(layer, edit)).remove)
         yield
