@@ -22,6 +22,7 @@ def _shipped(registry: dict[str, type]) -> list[str]:
 
 def test_every_intervention_task_method_and_rule_is_found() -> None:
     names = [*_shipped(_REGISTRY), *_shipped(TASKS), *all_methods(), *(f"rule {number}" for number in range(1, len(RULES) + 1))]
+    names += ["observe", "logit_lens", "patch", "recurrent_contributions", "recurrent_mass"]
     assert len(names) > 40
     for name in names:
         assert all(entry.text for entry in explain.explain(name)), name

@@ -14,7 +14,21 @@ from pathlib import Path
 from needlework.errors import NeedleworkError, did_you_mean, short_repr
 
 PACKAGE = Path(__file__).parent
-REFERENCE = ("method", "plans", "heads", "store", "recurrent", "pruning", "ability", "trust", "scale", "zoo", "play", "glossary")
+REFERENCE = (
+    "method",
+    "plans",
+    "heads",
+    "store",
+    "recurrent",
+    "patching",
+    "pruning",
+    "ability",
+    "trust",
+    "scale",
+    "zoo",
+    "play",
+    "glossary",
+)
 _NAME = re.compile(r"`([A-Za-z][\w-]*)")
 _CELL = re.compile(r"(?<!\\)\|")
 

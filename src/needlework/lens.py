@@ -21,7 +21,7 @@ from needlework.interventions.acts import Phase, Span
 from needlework.interventions.base import NONE, Intervention, as_intervention
 from needlework.measure import run_requests
 from needlework.observation import HiddenState, StreamObserver, check_places, stream_depth
-from needlework.requests import Request, check_tokens
+from needlework.requests import Request, check_tokens, stop_tokens
 from needlework.stats import bootstrap_mean
 from needlework.subject import Prompt, Subject
 from needlework.tasks.base import Item
@@ -163,14 +163,17 @@ def logit_lens(
     act = as_intervention(intervention)
     one_prompt = isinstance(prompts, (str, Item)) or (len(prompts) > 0 and isinstance(prompts[0], int))
     asked: list[Any] = [prompts] if one_prompt else list(prompts)  # type: ignore[arg-type]
-    if not asked or (spans is not None and len(spans) != len(asked)):
-        raise NeedleworkError(f"logit_lens: {len(asked)} prompts and {len(spans or ())} mappings of spans; give one for each")
+    if not asked:
+        raise NeedleworkError("logit_lens: give at least one prompt: a text, token ids or an Item")
+    if spans is not None and len(spans) != len(asked):
+        raise NeedleworkError(f"logit_lens: {len(asked)} prompts and {len(spans)} mappings of spans; give one for each")
     places = [at] if isinstance(at, (str, int)) else list(at)
     check_places(places)
+    ends = stop_tokens(getattr(subject.model.generation_config, "eos_token_id", None))
     requests = []
     for given, named in zip(asked, spans or [{}] * len(asked), strict=True):
         tokens, own = (given.prompt, given.spans) if isinstance(given, Item) else (subject.encode(given), {})
-        requests.append(Request(tokens, act, max_new_tokens, spans={**own, **named}))
+        requests.append(Request(tokens, act, max_new_tokens, ends, {**own, **named}))
     names, wanted = _targets(subject, asked, requests, targets)
     observer = StreamObserver(stream_depth(subject), None if "all" in places else places)
     with subject.body.observed_by(observer):
