@@ -18,7 +18,7 @@ from needlework import cli, tasks
 from needlework.anatomy import Anatomy, AttentionPart, Layer, RecurrentPart
 from needlework.errors import NeedleworkError
 from needlework.experiments import run, trials
-from needlework.experiments.models import ModelInfo
+from needlework.experiments.models import ModelInfo, Observed
 from needlework.experiments.plan import Model, load
 from needlework.experiments.result import Result
 from needlework.receipts import Receipt
@@ -140,8 +140,8 @@ class FakeActor:
             receipt = Receipt({(0, "decode"): {"positions": 1}})
             yield i, Answer(tokens, (-seed,), (seed,), receipt, "stop", text=str(tokens[0]))
 
-    def watch(self, requests: Sequence[Request], span: str) -> Sequence[FakeSeen]:
-        return [FakeSeen(0, head, head / 10, 1.0, len(requests) / 100) for head in range(HEADS)]
+    def watch(self, requests: Sequence[Request], span: str) -> Observed:
+        return Observed([FakeSeen(0, head, head / 10, 1.0, len(requests) / 100) for head in range(HEADS)])
 
     def versions(self) -> dict[str, str]:
         return {"needlework": "test"}

@@ -13,6 +13,7 @@ from test_rescore import SMALL, ToyModels
 from test_run import go, table
 
 from needlework.experiments import run
+from needlework.experiments.models import Observed
 from needlework.results import LM_EVAL, Store
 
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -112,9 +113,9 @@ def test_a_name_for_another_task_takes_the_answers_of_any_name(plan_file: Path, 
 )
 def test_recordings_of_other_samples_are_made_again(plan_file: Path, tmp_path: Path, edit: tuple[str, str]) -> None:
     class Telling(fakes.FakeActor):
-        def watch(self, requests: Any, span: str) -> Any:
+        def watch(self, requests: Any, span: str) -> Observed:
             mass = fakes._number(sorted(request.prompt for request in requests), requests[0].boundary)
-            return [fakes.FakeSeen(0, head, mass, 1.0, 0.0) for head in range(4)]
+            return Observed([fakes.FakeSeen(0, head, mass, 1.0, 0.0) for head in range(4)])
 
     def observations(out: Path) -> list[Any]:
         go(plan_file, out, fakes.FakeModels(Telling()))

@@ -12,6 +12,7 @@ import pytest
 import needlework as nw
 from needlework.errors import NeedleworkError
 from needlework.experiments import run
+from needlework.experiments.models import Observed
 from needlework.experiments.plan import load
 from needlework.experiments.trials import expand
 from needlework.interventions.builtin import with_rankings
@@ -43,10 +44,10 @@ class Actor(fakes.FakeActor):
         self.acts |= {str(request.intervention) for request in requests}
         yield from super().answers(requests)
 
-    def watch(self, requests: Sequence[Request], span: str) -> Sequence[fakes.FakeSeen]:
+    def watch(self, requests: Sequence[Request], span: str) -> Observed:
         self.watched.append(list(requests))
         masses = (0.1, 0.4, 0.4, 0.3)
-        return [fakes.FakeSeen(0, head, mass, 1.0, 0.0, head / 10, head / 20) for head, mass in enumerate(masses)]
+        return Observed([fakes.FakeSeen(0, head, mass, 1.0, 0.0, head / 10, head / 20) for head, mass in enumerate(masses)])
 
 
 def written(tmp_path: Path, text: str = PLAN) -> Path:

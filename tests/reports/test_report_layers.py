@@ -47,6 +47,24 @@ def stored(folder: Path, found: dict[str, float], untouched: float = 1.0) -> tup
     return load([folder]), rows
 
 
+def test_what_layers_add_is_drawn_as_it_was_recorded(tmp_path: Path) -> None:
+    stored(tmp_path, ONE_SUFFICES)
+    store, keys = Store(tmp_path), ("layer", "phase", "tokens", "added", "attention", "recurrent")
+    values = [(0, "prefill", 70, 1.5, None, 0.5), (1, "prefill", 70, 2.0, 0.25, None)]
+    rows = [dict(zip(keys, row, strict=True)) for row in values]
+    fewer = [{**row, "tokens": 7, "added": 9.0} for row in rows]
+    for task, some in (("niah", rows), ("small", fewer), ("none", [])):
+        store.note_recording(("layers", MODEL, task), "hash", some)
+    store.close()
+    panel = panels(load([tmp_path]))[-1]
+    assert isinstance(panel, HeatMap)
+    assert "Added to the residual stream" in panel.title
+    assert (panel.rows, panel.cols, panel.top) == (["whole layer", "attention", "recurrent mixer"], ["0", "1"], 2.0)
+    shown = [[cell and cell.y.value for cell in line] for line in panel.cells]
+    assert shown == [[1.5, 2.0], [None, 0.25], [0.5, None]]
+    assert "70" in panel.table().to_text()
+
+
 def panels(frame: Frame) -> list[HeatMap | Dots]:
     return list(make_figure("layers", frame, Browser(frame)).panels)  # type: ignore[arg-type]
 

@@ -115,6 +115,7 @@ class Frame:
     failed: int = 0
     directories: list[Path] = field(default_factory=list)
     observations: list[Watched] = field(default_factory=list)
+    layers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # model -> what its layers add, of most tokens
     warnings: list[str] = field(default_factory=list)  # reasons to distrust the numbers
     notes: list[str] = field(default_factory=list)  # rows left out and models merged
     plans: list[tuple[str, str]] = field(default_factory=list)  # (name, description) of each run's plan

@@ -176,6 +176,7 @@ def load(directories: Sequence[Path]) -> Frame:
     """
     reader, counts = TrialReader(), np.zeros(4, dtype=int)
     watched: list[Watched] = []
+    added: dict[str, list[dict[str, Any]]] = {}
     sinks: dict[str, list[Sinks]] = {}
     with ExitStack() as stack:
         stores = [opened(directory) for directory in directories]
@@ -194,6 +195,10 @@ def load(directories: Sequence[Path]) -> Frame:
             reader.read_store(store, source, label_of)
             counts += np.array(store.db.execute(_COUNTS).fetchone(), dtype=int)
             watched += _watched(store, label_of)
+            for _, name, _, rows in store.meta("layers") or []:
+                label = label_of.get(name) or display_name(name)
+                if rows and rows[0]["tokens"] > added.get(label, [{"tokens": 0}])[0]["tokens"]:
+                    added[label] = rows
             for name, rankings in (store.meta("rankings") or {}).items():
                 of_model = sinks.setdefault(label_of.get(name) or display_name(name), [])
                 of_model += [_sinks(content, ranking) for content, ranking in rankings.items() if ranking["sinks"]]
@@ -210,6 +215,7 @@ def load(directories: Sequence[Path]) -> Frame:
     }
     frame.notes = [f"{count:,} {words}" for words, count in remarks.items() if count] + merged
     frame.directories, frame.observations, frame.sinks = list(directories), watched, sinks
+    frame.layers = added
     frame.warnings, frame.plans = list(dict.fromkeys(warnings)), [plan for plan in dict.fromkeys(plans) if any(plan)]
     frame.families = [[label for label in frame.models if label in family] for family in related]
     return frame

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
@@ -28,7 +28,7 @@ from needlework.tasks.prompts import token_ids
 if TYPE_CHECKING:
     from needlework.checks import Checkup
     from needlework.engine.budget import Costs
-    from needlework.observation import HeadRow
+    from needlework.observation import HeadRow, LayerRow
     from needlework.subject import Subject
 
 T = TypeVar("T")
@@ -91,15 +91,22 @@ def locate(model: Model) -> Path:
     return fetch(model.source, model.revision)
 
 
+class Observed(NamedTuple):
+    """What was observed: the statistics of every head, and what every layer adds to the residual stream of prompts."""
+
+    heads: Sequence[HeadRow]
+    layers: Sequence[LayerRow] = ()
+
+
 class LoadedModel(Protocol):
-    """A model that yields answers as they finish, and attention statistics (`watch`).
+    """A model that yields answers as they finish, and statistics of heads and layers (`watch`).
 
     Optional methods: `share` returns the progress of the current call from 0 to 1; `rank` computes rankings that need more
     than the statistics of `watch`.
     """
 
     def answers(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]: ...
-    def watch(self, requests: Sequence[Request], span: str) -> Sequence[HeadRow]: ...
+    def watch(self, requests: Sequence[Request], span: str) -> Observed: ...
     def versions(self) -> dict[str, str]: ...
 
 
@@ -239,14 +246,16 @@ class LoadedSubject:
     def share(self) -> float:
         return self.subject.engine.share if self._share is None else self._share
 
-    def watch(self, requests: Sequence[Request], span: str) -> Sequence[HeadRow]:
-        """Run requests and return the attention statistics of every head; `span` is where attention mass is summed."""
+    def watch(self, requests: Sequence[Request], span: str) -> Observed:
+        """Run requests and return statistics of every head and layer; `span` is where attention mass is summed."""
         from needlework.observation import HeadObserver
 
-        observer = HeadObserver(span)  # the span may be missing: plans also record tasks without a needle
-        with self.subject.body.observed_by(observer):
+        body = self.subject.body
+        depth = 0 if body.layers is None else len(body.layers)
+        observer = HeadObserver(span, depth=depth)  # the span may be missing: plans also record tasks without a needle
+        with body.observed_by(observer):
             self.subject.answer(requests)
-        return observer.table()
+        return Observed(observer.table(), observer.layers())
 
     def rank(self, by: str, items: Sequence[Item], seed: int) -> Ranking:
         """Rank all heads with a method that needs the model itself."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, reduce
 from operator import add
 from pathlib import Path
@@ -17,6 +17,7 @@ from needlework.experiments.models import (
     DiskModels,
     Executor,
     ModelSource,
+    Observed,
     OpenExecutor,
     TimedAnswer,
     local_executor,
@@ -268,15 +269,17 @@ class _ModelRun:
             self.rankings[ranked.source] = Ranking.parse(known[ranked.source.content]["order"])
 
     def _record(self, executor: Executor, recording: RecordedTask, tracker: Tracker) -> None:
-        """Record the attention statistics of a task and store them."""
+        """Record the statistics of heads and layers in a task and store them."""
         requests = [request for trial in recording.trials for request in trial.requests()]
         batch = Batch(method="watch", args=(requests, RECORDED_SPAN))
         with tracker.recording(self.model, recording, partial(executor.share, batch)):
-            heads = run_call(executor, batch)
+            seen: Observed = run_call(executor, batch)
         where = (recording.experiment, self.model, recording.task)
         samples = len(recording.trials)
-        self.store.add([Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in heads])
-        self.store.note_recording(where, recording.content())
+        self.store.add(
+            [Observation(*where, h.layer, h.head, samples, h.needle_mass, h.entropy, h.copy_score) for h in seen.heads]
+        )
+        self.store.note_recording(where, recording.content(), [asdict(row) for row in seen.layers])
 
 
 def _compute_ranking(executor: Executor, ranked: RankingSamples) -> dict[str, Any]:
@@ -288,7 +291,8 @@ def _compute_ranking(executor: Executor, ranked: RankingSamples) -> dict[str, An
     if order is None:
         by, requests = ranked.by, [request for trial in ranked.trials for request in trial.requests()]
         samples = len(requests)
-        heads = sorted(run_call(executor, Batch(method="watch", args=(requests, RECORDED_SPAN))), key=lambda h: (h.layer, h.head))
+        seen: Observed = run_call(executor, Batch(method="watch", args=(requests, RECORDED_SPAN)))
+        heads = sorted(seen.heads, key=lambda h: (h.layer, h.head))
         (method,) = find_methods([by])
         if method.of_row is not None:
             order = Ranking.by_scores({Head(head.layer, head.head): method.of_row(head) for head in heads})

@@ -1,8 +1,12 @@
-"""The figure "which layers": retrieval and perplexity with attention or recurrent mixers of single layers and of thirds off."""
+"""The figure "which layers": retrieval and perplexity with attention or recurrent mixers of single layers and of thirds off, and
+what each layer adds to the residual stream.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,11 +21,12 @@ from needlework.stats import Estimate
 
 WORDS = {"attention": "attention", "recurrent": "recurrent mixer"}
 COLORS = {"attention": 1, "recurrent": 2}
+ADDED = {"added": "whole layer", "attention": "attention", "recurrent": "recurrent mixer"}
 Measure = Callable[[str], tuple[Estimate, Ints]]  # the text of an intervention -> a share, and its trials
 
 
 def layers(frame: Frame, browser: Browser) -> list[HeatMap | Dots]:
-    """Return heat maps by layer, of retrieval and of likelihood, and dots of thirds and of as many layers at random."""
+    """Return heat maps by layer, of retrieval, likelihood and what it adds, and dots of thirds and as many layers at random."""
     panels: list[HeatMap | Dots] = []
     for trials in by_model_and_boundary(frame):
         ablations = LayerAblations(trials)
@@ -34,7 +39,21 @@ def layers(frame: Frame, browser: Browser) -> list[HeatMap | Dots]:
         ]
         panels += [panel for panel in maps if panel.marks()]
         panels += [dots for dots in [_thirds(ablations, browser)] if dots.dots]
+        panels += [_added(trials.model, rows) for rows in [frame.layers.get(trials.model)] if rows]
     return panels
+
+
+def _added(model: str, rows: Sequence[Mapping[str, Any]]) -> HeatMap:
+    """Return a map of what each layer, its attention and its mixer add to the residual stream, in norms of the layer's input."""
+    count = rows[0]["tokens"]
+    lines = [
+        [None if row[name] is None else Cell(Estimate(row[name], math.nan, math.nan, count)) for row in rows] for name in ADDED
+    ]
+    kept = [(name, line) for name, line in zip(ADDED.values(), lines, strict=True) if any(line)]
+    top = max(cell.y.value for _, line in kept for cell in line if cell)
+    names, columns = [name for name, _ in kept], [str(row["layer"]) for row in rows]
+    title = "Added to the residual stream (norm, share of the input's)"
+    return HeatMap(model, title, "", "layer", names, columns, [line for _, line in kept], top=top, numbers=len(columns) <= 12)
 
 
 def _by_layer(ablations: LayerAblations, browser: Browser, title: str, measure: Measure) -> HeatMap:

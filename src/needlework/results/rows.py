@@ -139,6 +139,10 @@ class _RecordedRanking(BaseModel):
         return self
 
 
+_LayerRow = TypedDict(
+    "_LayerRow",
+    {"layer": int, "phase": str, "tokens": int, "added": float, "attention": float | None, "recurrent": float | None},
+)
 META: dict[str, TypeAdapter[Any]] = {  # type of each entry of the table `meta`; other keys are not checked
     "semantics_version": TypeAdapter(int | None),
     "scores_version": TypeAdapter(int | None),
@@ -146,6 +150,7 @@ META: dict[str, TypeAdapter[Any]] = {  # type of each entry of the table `meta`;
     "experiments": TypeAdapter(dict[str, _Experiment]),
     "plan": TypeAdapter(dict[str, Any]),
     "recorded": TypeAdapter(list[tuple[str, str, str, str]]),
+    "layers": TypeAdapter(list[tuple[str, str, str, list[_LayerRow]]]),
     "skipped": TypeAdapter(list[str]),
     "rankings": TypeAdapter(dict[str, dict[str, _RecordedRanking]]),
     "planned": TypeAdapter(list[tuple[str, str, str, int]]),

@@ -316,8 +316,10 @@ class Store:
         """Return the keys of all stored recordings."""
         return set(self.db.execute("SELECT DISTINCT experiment, model, task FROM observations"))
 
-    def note_recording(self, recording: Recording, content: str) -> None:
-        """Store the content hash of a recording after all of its observations are written."""
+    def note_recording(self, recording: Recording, content: str, layers: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Store the content hash of a recording, and its rows of layers, after all of its observations are written."""
+        others = [one for one in self.meta("layers") or [] if tuple(one[:3]) != recording]
+        self.set_meta("layers", [*others, [*recording, list(layers)]])
         known = self.meta("recorded") or []
         self.set_meta("recorded", [*(one for one in known if tuple(one[:3]) != recording), [*recording, content]])
 
@@ -326,6 +328,8 @@ class Store:
         known = {tuple(recording): content for *recording, content in self.meta("recorded") or []}
         stale = [r for r in self.observed() if r not in wanted or known.get(r) != wanted[r]]
         self._write("DELETE FROM observations WHERE experiment = ? AND model = ? AND task = ?", stale)
+        if stale:
+            self.set_meta("layers", [one for one in self.meta("layers") or [] if tuple(one[:3]) not in stale])
 
     def forget_failed(self, lm_eval: bool = False) -> None:
         """Let the next run repeat failed trials (of plans or of lm-eval): rescored if the answer is stored, else run again."""
