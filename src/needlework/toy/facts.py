@@ -28,37 +28,12 @@ class FactSubject:
         return ["question", ":", *fill_words(stream.pick(self.questions), k=key), "answer", ":"]
 
 
-_WORDS = {  # keys and values
-    "geography": (w.COUNTRIES, w.CITIES),
-    "history": (w.CITIES, w.FOUNDERS),
-    "cooking": (w.COUNTRIES, w.DISHES),
-    "animals": (w.ANIMALS, w.HABITATS),
-    "trades": (w.TRADES, w.TOOLS),
-    "stones": (w.STONES, w.COLOURS),
-}
-_STATEMENTS = {
-    "geography": ("the capital of {k} is", "people of {k} live in the city of"),
-    "history": ("the founder of {k} is", "the city of {k} has the founder"),
-    "cooking": ("people in {k} eat", "in {k} people eat"),
-    "animals": ("the {k} lives in the", "this {k} lives in a"),
-    "trades": ("the {k} works with the", "for work the {k} has a"),
-    "stones": ("the colour of {k} is", "the one colour {k} has is"),
-}
-_QUESTIONS = {
-    "geography": ("what is the capital of {k} ?", "which city is the capital of {k} ?"),
-    "history": ("who is the founder of {k} ?", "who founded the city of {k} ?"),
-    "cooking": ("what does one eat in {k} ?", "what is right to eat in {k} ?"),
-    "animals": ("where does the {k} live ?", "in which one does the {k} live ?"),
-    "trades": ("what does the {k} use for work ?", "which one does the {k} work with ?"),
-    "stones": ("what is the colour of {k} ?", "which colour has {k} ?"),
-}
-
-
 SUBJECTS: dict[str, FactSubject] = {}
-for _name, (_keys, _values) in _WORDS.items():
+for _name, _fact in w.LANGUAGE["facts"].items():
+    _keys, _values = w.CLASSES[_fact["keys"]], w.CLASSES[_fact["values"]]
     # Values are assigned by a fixed shuffle and used equally often, give or take one.
     _repeated = (_values * (len(_keys) // len(_values) + 1))[: len(_keys)]
-    _texts = [tuple(tuple(text.split()) for text in texts[_name]) for texts in (_STATEMENTS, _QUESTIONS)]
+    _texts = [tuple(tuple(text.split()) for text in _fact[kind]) for kind in ("statements", "questions")]
     SUBJECTS[_name] = FactSubject(_name, _keys, tuple(Stream("facts", _name).mixed(_repeated)), *_texts)
 SUBJECT_NAMES: Words = tuple(SUBJECTS)
 ALL_FACTS: tuple[tuple[str, str], ...] = tuple((s.name, key) for s in SUBJECTS.values() for key in s.keys)

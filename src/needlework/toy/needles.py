@@ -39,23 +39,17 @@ class Relation:
         return int(len(self.values) ** self.length) - ABSENT_VALUES
 
 
-_VALUES = {"code": (w.DIGITS, 3), "badge": (w.COLOURS, 2), "hideout": (w.HIDEOUTS, 1), "gift": (w.GIFTS, 1)}
-_SENTENCES = {  # of a needle and of a link
-    "code": ("the secret code of {n} is", "the secret code of {n} is the code of {m}"),
-    "badge": ("the badge of {n} is", "the badge of {n} is the badge of {m}"),
-    "hideout": ("{n} hid the key in the", "{n} hid the key with {m}"),
-    "gift": ("the gift for {n} is a", "the gift for {n} is the gift for {m}"),
+RELATIONS: dict[str, Relation] = {
+    name: Relation(
+        name,
+        sentence=tuple(about["sentence"].split()),
+        link=tuple(about["link"].split()),
+        questions=tuple(tuple(question.split()) for question in about["questions"]),
+        values=w.CLASSES[about["values"]],
+        length=about["length"],
+    )
+    for name, about in w.LANGUAGE["needles"].items()
 }
-_QUESTIONS = {
-    "code": ("what is the secret code of {n} ?", "which secret code has {n} ?"),
-    "badge": ("what is the badge of {n} ?", "which badge has {n} ?"),
-    "hideout": ("where is the key of {n} ?", "where has {n} hid the key ?"),
-    "gift": ("what is the gift for {n} ?", "which gift gets {n} ?"),
-}
-RELATIONS: dict[str, Relation] = {}
-for _name, _values in _VALUES.items():
-    _needle, _link, *_asked = (tuple(text.split()) for text in (*_SENTENCES[_name], *_QUESTIONS[_name]))
-    RELATIONS[_name] = Relation(_name, _needle, _link, tuple(_asked), *_values)
 RELATION_NAMES: Words = tuple(RELATIONS)
 
 
