@@ -27,6 +27,7 @@ from needlework.requests import Answer, Request, stop_tokens
 from needlework.tasks.base import Ending, Item, Task
 
 if TYPE_CHECKING:
+    from needlework.engine.prefill import KeptPrefills
     from needlework.subject import Subject
 
 T = TypeVar("T")
@@ -80,6 +81,7 @@ def run_requests(
     requests: Sequence[Request],
     names: Sequence[str] | None = None,
     progress: Progress = no_progress,
+    kept: KeptPrefills | None = None,
 ) -> list[Answer]:
     """Run requests in one run of the engine and return their answers in order, with their text.
 
@@ -87,12 +89,13 @@ def run_requests(
         requests: The engine shares prefixes and layers among them, so pass related requests in one call.
         names: The name of each request in error messages, e.g. the ids of samples.
         progress: Called with the share of finished answers after each answer.
+        kept: Prefills of earlier runs on a local model, which are not read again.
 
     Raises:
         NeedleworkError: A request is invalid, or its answer failed (not finite, or an intervention that did not act).
     """
     answers: dict[int, Answer] = {}
-    for i, answer in subject.engine.run(requests):
+    for i, answer in subject.engine.run(requests) if kept is None else subject.engine.run(requests, kept):
         if answer.error:
             under = f" under {requests[i].intervention}" if requests[i].intervention.parts else ""
             raise NeedleworkError(f"{names[i] if names else f'request {i}'}{under}: {answer.error}")

@@ -39,6 +39,7 @@ class AttentionObserver:
     """
 
     each_sample = True  # no prefill is shared between samples, so that each one is observed
+    prefill = True  # receives what prefills compute
     attention = True  # receives attention probabilities
     sites: Collection[Site] = ()  # the sites whose outputs it receives
 

@@ -39,9 +39,9 @@ class Served:
         self.thread.join(10)
 
 
-def serve(playground: Playground) -> Served:
+def serve(playground: Playground, warm_up: bool = False) -> Served:
     listening = open_socket(0)
-    app = App(playground)
+    app = App(playground, warm_up=warm_up)
     port = listening.getsockname()[1]
     app.listen_as(port)
     config = uvicorn.Config(app.asgi, log_level="warning", access_log=False, timeout_graceful_shutdown=1)
@@ -54,7 +54,7 @@ def serve(playground: Playground) -> Served:
 
 
 @pytest.fixture
-def start_server() -> Callable[[Playground], Served]:
+def start_server() -> Callable[..., Served]:
     return serve
 
 

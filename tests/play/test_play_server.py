@@ -16,7 +16,9 @@ import pytest
 from typer.testing import CliRunner
 
 from needlework.cli import app
+from needlework.play.playground import Playground
 from needlework.play.server import MOST_BYTES, LatestOnly, Superseded
+from needlework.play.state import RequestState
 
 OWN = {"Content-Type": "application/json"}
 
@@ -183,6 +185,35 @@ def test_a_port_in_use_an_unknown_model_and_a_missing_extra_are_told(monkeypatch
     shown = runner.invoke(app, ["play"])
     assert shown.exit_code == 2
     assert "needlework[play]" in shown.output
+
+
+def test_the_tour_is_answered_in_the_background(griffin: Any, start_server: Any) -> None:
+    """Calls that need no model are answered meanwhile, and the first answer of the page is the first of the warm-up."""
+    begun, hold, asked = threading.Event(), threading.Event(), list[str]()
+
+    class Slow(Playground):
+        def generate(self, request: RequestState) -> dict[str, Any]:
+            begun.set()
+            assert hold.wait(60)
+            asked.append(str(request.intervention))
+            return super().generate(request)
+
+    slow = Slow(griffin.subject, "tiny-griffin")
+    served = start_server(slow, warm_up=True)
+    assert begun.wait(60)
+    first = slow.first_draw
+    assert call(served, "api/describe", {})[0] == 200
+    status, prompt = call(served, "api/sample", first)
+    assert status == 200
+    hold.set()
+    assert call(served, "api/generate", {"request": {"prompt": prompt, "parts": [], "max_new_tokens": 12}})[0] == 200
+    while len(asked) < 9:
+        time.sleep(0.01)
+    served.stop()
+    tour = [str(state.intervention) for state in slow.tour(slow.sample(**first))]
+    assert asked[0] == "none"
+    assert sorted(asked) == sorted(["none", *tour])
+    assert asked.index("none", 1) <= 2, "the page's call came between two states"
 
 
 def test_an_unexpected_failure_shows_nothing_of_it(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

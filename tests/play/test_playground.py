@@ -9,6 +9,7 @@ from parts import parts_of
 
 import needlework as nw
 from needlework import zoo
+from needlework.engine.prefill import KeptPrefills
 from needlework.measure import make_samples
 from needlework.play.playground import Playground
 from needlework.play.state import PromptState, RequestState, stories
@@ -139,19 +140,43 @@ def test_draws_that_do_not_exist_are_refused(griffin: Playground) -> None:
             griffin.sample(*draw)
 
 
-def test_after_the_warm_up_the_tour_is_answered_without_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_are_read_once_and_attention_is_kept_with_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     playground = Playground(nw.load("tiny-griffin"), "tiny-griffin")
-    states = playground.tour(playground.sample(**playground.first_draw))
+    prefills = {  # by intervention
+        "none": 1,
+        "keep_heads(phase='decode', k=2)": 0,
+        "swap_memory(half='kv')": 1,  # of the twin
+        "ablate_attention()": 1,
+        "swap_memory(half='recurrent')": 0,
+    }
+    for text in prefills:  # the first runs of a model also check its shortcuts
+        ask(playground, playground.sample(64, 50, 3), text)
+    prompt = playground.sample(64, 50, 2)
+    fed: list[str] = []
+    feed = playground.subject.body.feed
 
-    def fail(_: object, requests: list[object], **__: object) -> list[object]:
-        assert not requests, "the model was asked"
-        return []
+    def count(ids: object, memory: object, phase: str, *args: Any, **options: Any) -> Any:
+        fed.append(phase)
+        return feed(ids, memory, phase, *args, **options)
 
-    with monkeypatch.context() as patch:
-        patch.setattr("needlework.play.playground.run_requests", fail)
-        with pytest.raises(AssertionError, match="was asked"):
-            playground.generate(states[0])
-    playground.warm_up()
-    monkeypatch.setattr("needlework.play.playground.run_requests", fail)
-    assert all(playground.generate(state)["tokens"] for state in states)
-    assert playground.attention(states[0], 0)["layers"]
+    monkeypatch.setattr(playground.subject.body, "feed", count)
+    for text, expected in prefills.items():
+        fed.clear()
+        ask(playground, prompt, text)
+        assert fed.count("prefill") == expected, text
+        assert fed.count("decode") > 1
+    fed.clear()
+    assert playground.attention(RequestState(prompt=prompt, parts=(), max_new_tokens=12), 1)["layers"]
+    assert fed == []
+
+
+def test_what_is_kept_has_a_limit(griffin: Playground) -> None:
+    """With room for one prompt of 50 KB only, the other is read again, and answers are the same."""
+    prompts = [griffin.sample(64, 50, seed) for seed in (3, 4)]
+    requests = [RequestState(prompt=prompt, max_new_tokens=12) for prompt in (*prompts, *prompts)]
+    kept = KeptPrefills(75_000)
+    found = [griffin.generate_all([request], kept=kept)[0]["tokens"] for request in requests]
+    assert found == [answer["tokens"] for answer in griffin.generate_all(requests)]
+    sizes = [result.memory.nbytes() for result in kept._results.values() if result.memory]
+    assert len(sizes) == 1
+    assert sum(sizes) <= 75_000

@@ -373,6 +373,4 @@ def play(
     listening = open_socket(port)  # before the model is loaded, which may take long
     with listening:
         playground = Playground(nw.load(model, **loading), model)
-        say(f"{model}: answering the tour once, so that the page answers at once")
-        playground.warm_up()
         serve(playground, listening, lambda address: say(f"{model}: {address}  (Ctrl+C stops)", stderr=False), open_)

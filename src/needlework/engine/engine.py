@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from needlework.engine.budget import Budget, group, out_of_memory, prefills_of
-from needlework.engine.prefill import Padding, Prefiller, compile_items
+from needlework.engine.prefill import KeptPrefills, Padding, Prefiller, compile_items
 from needlework.engine.shared_layers import SharedLayers
 from needlework.interventions.acts import Half
 from needlework.model.hooked_model import HookedModel
@@ -50,8 +50,8 @@ class Engine:
         """Shares lower layers; made when a prompt is first read under several acts, and kept with what it proved."""
         return SharedLayers(self.body)
 
-    def _new_prefiller(self) -> Prefiller:
-        return Prefiller(self.body, lambda: self.shared_layers, self.padding, self.budget.costs.chunk)
+    def _new_prefiller(self, kept: KeptPrefills | None = None) -> Prefiller:
+        return Prefiller(self.body, lambda: self.shared_layers, self.padding, self.budget.costs.chunk, kept)
 
     @property
     def share(self) -> float:
@@ -63,10 +63,13 @@ class Engine:
         return run.share() if run else 0.0
 
     # [walk 4] docs/architecture.md
-    def run(self, requests: Sequence[Request | Prepared]) -> Iterator[tuple[int, Answer]]:
+    def run(self, requests: Sequence[Request | Prepared], kept: KeptPrefills | None = None) -> Iterator[tuple[int, Answer]]:
         """Run the requests and yield (index of the request, answer) as answers finish.
 
         All requests are checked before any compute.
+
+        Args:
+            kept: Prefills of earlier runs, which are not read again; those of this run are added.
 
         Raises:
             NeedleworkError: A request is invalid, or one request alone exceeds the given memory limit.
@@ -82,7 +85,7 @@ class Engine:
         costs = self.budget.check(prepared)
         with self.body.session():  # opened before this engine's state is set: another thread's run may still be active
             self.budget.costs = costs
-            self.prefiller = self._new_prefiller()
+            self.prefiller = self._new_prefiller(kept)
             self._active = _Run(self.body, self.budget, self.prefiller, prepared)
             try:
                 yield from self._active.answers()

@@ -11,9 +11,10 @@ last token. This is checked on the model itself first; a model that fails the ch
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -67,11 +68,56 @@ def compile_items(body: HookedModel, items: Sequence[Prepared], phase: Phase, sl
     return body.compile([item.acts[phase] for item in items], [item.sample for item in items], phase, slots)
 
 
-class Prefiller:
-    """Prefills prompts for the engine. The cache of a shared prefix is kept until its last prompt has started from it."""
+class KeptPrefills:
+    """Keeps the latest prefills, so that later runs on the same prompts need not read them again.
 
-    def __init__(self, body: HookedModel, shared_layers: Callable[[], SharedLayers], padding: Padding, chunk: int) -> None:
-        self.body, self.shared_layers, self.padding = body, shared_layers, padding
+    Args:
+        most_bytes: Of all memories that are kept; the oldest are dropped.
+    """
+
+    def __init__(self, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._results: OrderedDict[tuple[object, ...], PrefillResult] = OrderedDict()
+
+    def run(self, prefills: Sequence[Prefill], read: Callable[[Sequence[Prefill]], PrefillResult]) -> PrefillResult:
+        """Return copies of the results that are kept; those that are not are read, and kept."""
+        new = [prefill for prefill in prefills if prefill.key not in self._results]
+        if new:
+            result = read(new)
+            assert result.memory is not None
+            for i, prefill in enumerate(new):
+                memory = result.memory.select(torch.tensor([i], device=result.logits.device))
+                self._results[prefill.key] = PrefillResult(memory, result.logits[i : i + 1], result.receipts[i : i + 1])
+        for prefill in prefills:
+            self._results.move_to_end(prefill.key)
+        found = [self._results[prefill.key] for prefill in prefills]
+        held = sum(one.memory.nbytes() for one in self._results.values() if one.memory)
+        while held > self.most_bytes:
+            _, oldest = self._results.popitem(last=False)
+            held -= oldest.memory.nbytes() if oldest.memory else 0
+        memories = [one.memory.select(torch.zeros(1, dtype=torch.long)) for one in found if one.memory]
+        receipts = [receipt for one in found for receipt in one.receipts]
+        return PrefillResult(Memory.join(memories), torch.cat([one.logits for one in found]), receipts)
+
+
+class Prefiller:
+    """Prefills prompts for the engine. The cache of a shared prefix is kept until its last prompt has started from it.
+
+    Args:
+        shared_layers: Returns what shares lower layers among prefills of one prompt.
+        chunk: Maximum tokens of one forward; 0: no limit.
+        kept: Where results are kept for later runs; None: they are not.
+    """
+
+    def __init__(
+        self,
+        body: HookedModel,
+        shared_layers: Callable[[], SharedLayers],
+        padding: Padding,
+        chunk: int,
+        kept: KeptPrefills | None = None,
+    ) -> None:
+        self.body, self.shared_layers, self.padding, self.kept = body, shared_layers, padding, kept
         self.chunk = min(chunk, body.chunk)  # maximum tokens of one forward; 0: no limit
         self.prompts_read = self.tokens_asked = 0
         self.tokens_read = 0.0  # each weighted by the share of the model that was computed for it
@@ -135,6 +181,14 @@ class Prefiller:
             prefills: Of one length; with `remember=False`, of any lengths.
             remember: Whether to keep the cache, to decode or score from it.
         """
+        observer = self.body.observer
+        with self.body.observed_by(observer if observer is None or observer.prefill else None):
+            if self.kept is None or self.body.observer is not None or not remember:
+                return self._read(prefills, remember)
+            return self.kept.run(prefills, partial(self._read, remember=True))
+
+    def _read(self, prefills: Sequence[Prefill], remember: bool) -> PrefillResult:
+        """Read the prompts of these prefills, as `run` describes it."""
         done: list[tuple[list[int], PrefillResult]] = []
         whole = [i for i, prefill in enumerate(prefills) if prefill.key not in self._prefixes]
         deep = self._share_layers([prefills[i] for i in whole])

@@ -47,6 +47,7 @@ class Observer(Protocol):
     """The interface of objects that receive attention probabilities, one block of queries at a time, and outputs of sites."""
 
     each_sample: bool  # needs every prompt in full, so shared prefixes are computed for each prompt
+    prefill: bool  # receives what prefills compute; if not, they run as if there were no observer
     attention: bool  # receives probabilities, so attention is not computed by stock SDPA
     sites: Collection[Site]  # the sites whose outputs it receives
 

@@ -16,11 +16,15 @@ from itertools import chain, islice
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from needlework.anatomy import Anatomy
+from needlework.engine.prefill import KeptPrefills
 from needlework.errors import NeedleworkError, short_repr
 from needlework.measure import Progress, make_samples, no_progress, require_tokenizer, run_requests, task_ending
-from needlework.observation import PatternBlock, observe
+from needlework.model.attention import Forward, QueryBlock
+from needlework.observation import AttentionObserver
 from needlework.play.state import MOST_CHARACTERS, MOST_NEW_TOKENS, PromptState, RequestState, stories
 from needlework.requests import Answer, Request, stop_tokens
 from needlework.subject import Subject
@@ -42,7 +46,7 @@ NEEDLE = "The secret code of {key} is {value}."  # of English prompts: short, so
 QUESTION = "What is the secret code of {key}?"
 CODES = {"Loran": "471", "Mirel": "285", "Tavon": "936", "Kesta": "610", "Brune": "752", "Oskar": "148", "Palen": "394"}
 ENGLISH_LEAD = "ANSWER: The secret code of {key} is"
-KEPT_ANSWERS, KEPT_ATTENTION = 512, 8
+KEPT_ANSWERS, KEPT_ATTENTION, KEPT_BYTES = 512, 64, 256 << 20  # answers, their attention, and prompts that were read
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,36 @@ class Looks:
         }
 
 
+class AnswerAttention(AttentionObserver):
+    """Keeps the attention of all heads from every token of the answer, while options are decoded beside it.
+
+    Args:
+        positions: Most tokens of prompt and answer.
+    """
+
+    each_sample = prefill = False
+
+    def __init__(self, positions: int) -> None:
+        super().__init__()
+        self.most, self.slot = positions, -1
+        self.rows: dict[int, list[np.ndarray]] = {}  # layer -> [heads, positions] of each token
+
+    def begin(self, requests: Sequence[Request], device: torch.device) -> None:
+        self.slot = next((slot for slot, request in enumerate(requests) if not request.forced), -1)
+
+    def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None:
+        for row in (forward.slots == self.slot).nonzero()[:, 0].tolist():
+            weights, positions = probabilities[row, :, -1].float().cpu().numpy(), block.k_positions[row].cpu().numpy()
+            dense = np.zeros((weights.shape[0], self.most), np.float16)
+            dense[:, positions[positions >= 0]] = weights[:, positions >= 0]
+            self.rows.setdefault(layer, []).append(dense)
+
+    def looks(self, prompt: Encoded) -> Looks:
+        """Return what was kept."""
+        needle = [p for start, end in prompt.spans.get("needle", ()) for p in range(start, end)]
+        return Looks({layer: np.stack(rows) for layer, rows in sorted(self.rows.items())}, len(prompt.ids), np.array(needle, int))
+
+
 class Playground:
     """A loaded model, with the methods of the page's provider interface."""
 
@@ -92,6 +126,7 @@ class Playground:
         self._answers: OrderedDict[object, dict[str, Any]] = OrderedDict()
         self._looks: OrderedDict[object, Looks] = OrderedDict()
         self._rankings: dict[str, list[list[int]]] = {}
+        self._prefills = KeptPrefills(KEPT_BYTES)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -132,13 +167,6 @@ class Playground:
         states = [RequestState(prompt=prompt, parts=some, max_new_tokens=most) for some in parts]
         return [state for state in states if prompt.twin or all(part["name"] != "swap_memory" for part in state.parts)]
 
-    def warm_up(self) -> None:
-        """Answer the tour on the first prompt, so that kernels are compiled before the page asks."""
-        states = self.tour(self.sample(**self.first_draw))
-        self.generate_all(states)
-        if self.anatomy.attention_layers:
-            self.looks(states[0])
-
     def stories(self) -> list[dict[str, Any]]:
         return [story.to_dict() for story in stories(self.anatomy)]
 
@@ -166,23 +194,34 @@ class Playground:
 
     def generate(self, request: RequestState) -> dict[str, Any]:
         """Answer one request; answers are kept, so that undo and compare cost nothing."""
-        return self.generate_all([request])[0]
+        if request.key not in self._answers:
+            self._answer_and_look(request)
+        self._answers.move_to_end(request.key)
+        return self._answers[request.key]
 
-    def generate_all(self, requests: Sequence[RequestState], progress: Progress = no_progress) -> list[dict[str, Any]]:
-        """Answer requests in one run of the engine, which reads what they share once."""
-        new = {request.key: request for request in requests if request.key not in self._answers}
-        self._answers |= zip(new, self._run(list(new.values()), progress), strict=True)
-        found = [self._answers[request.key] for request in requests]
-        for request in requests:
-            self._answers.move_to_end(request.key)
-        while len(self._answers) > KEPT_ANSWERS:
-            self._answers.popitem(last=False)
-        return found
+    def generate_all(
+        self, requests: Sequence[RequestState], progress: Progress = no_progress, kept: KeptPrefills | None = None
+    ) -> list[dict[str, Any]]:
+        """Answer requests in one run of the engine, which reads what they share once.
+
+        Args:
+            kept: Prompts that were read before.
+        """
+        start = time.perf_counter()
+        encoded = {request.prompt: self.encode(request.prompt) for request in requests}
+        asked = [self._requests(encoded[request.prompt], request) for request in requests]
+        answers = iter(run_requests(self.subject, list(chain.from_iterable(asked)), progress=progress, kept=kept))
+        milliseconds = (time.perf_counter() - start) * 1000 / max(1, len(requests))
+        return [
+            self._answer(encoded[request.prompt], request, list(islice(answers, len(of_state))), milliseconds)
+            for request, of_state in zip(requests, asked, strict=True)
+        ]
 
     def forget(self) -> None:
-        """Drop all answers that are kept."""
+        """Drop everything that is kept."""
         self._answers.clear()
         self._looks.clear()
+        self._prefills = KeptPrefills(KEPT_BYTES)
 
     def attention(self, request: RequestState, token: int) -> dict[str, Any]:
         """Return where every head looked from one answer token."""
@@ -190,12 +229,25 @@ class Playground:
 
     def looks(self, request: RequestState) -> Looks:
         """Return where every head looked during the whole answer."""
+        if not self.anatomy.attention_layers:
+            raise NeedleworkError(f"{self.name} has no attention to look at")
         if request.key not in self._looks:
-            self._looks[request.key] = self._observe(request)
-            while len(self._looks) > KEPT_ATTENTION:
-                self._looks.popitem(last=False)
+            self._answer_and_look(request)
         self._looks.move_to_end(request.key)
         return self._looks[request.key]
+
+    def _answer_and_look(self, request: RequestState) -> None:
+        """Answer a request and keep the answer, and where heads looked meanwhile."""
+        prompt = self.encode(request.prompt)
+        observer = AnswerAttention(len(prompt.ids) + request.max_new_tokens) if self.anatomy.attention_layers else None
+        with self.subject.body.observed_by(observer):
+            (self._answers[request.key],) = self.generate_all([request], kept=self._prefills)
+        if len(self._answers) > KEPT_ANSWERS:
+            self._answers.popitem(last=False)
+        if observer is not None:
+            self._looks[request.key] = observer.looks(prompt)
+        if len(self._looks) > KEPT_ATTENTION:
+            self._looks.popitem(last=False)
 
     def encode(self, prompt: PromptState) -> Encoded:
         """Tokenize a prompt, its twin and its options.
@@ -227,17 +279,6 @@ class Playground:
                 " prompt to see its words"
             )
 
-    def _run(self, asked: Sequence[RequestState], progress: Progress) -> list[dict[str, Any]]:
-        start = time.perf_counter()
-        encoded = {request.prompt: self.encode(request.prompt) for request in asked}
-        requests = [self._requests(encoded[request.prompt], request) for request in asked]
-        answers = iter(run_requests(self.subject, list(chain.from_iterable(requests)), progress=progress))
-        milliseconds = (time.perf_counter() - start) * 1000 / max(1, len(asked))
-        return [
-            self._answer(encoded[request.prompt], request, list(islice(answers, len(of_state))), milliseconds)
-            for request, of_state in zip(asked, requests, strict=True)
-        ]
-
     def _requests(self, prompt: Encoded, request: RequestState) -> list[Request]:
         """Return the request to generate, and one that decodes each option; all share one prefill."""
         shared: dict[str, Any] = {"spans": prompt.spans, "twins": prompt.twins}
@@ -267,27 +308,6 @@ class Playground:
             "notes": list(said.receipt.notes),
             "milliseconds": round(milliseconds, 1),
         }
-
-    def _observe(self, request: RequestState) -> Looks:
-        prompt = self.encode(request.prompt)
-        if not self.anatomy.attention_layers:
-            raise NeedleworkError(f"{self.name} has no attention to look at")
-        count = len(prompt.ids)
-        rows: dict[int, list[np.ndarray]] = {}
-
-        def keep(block: PatternBlock) -> None:
-            if block.phase != "decode":
-                return
-            weights = block.weights[0, :, -1].float().cpu().numpy()  # [heads, keys]
-            positions = block.k_positions[0].cpu().numpy()
-            dense = np.zeros((weights.shape[0], count + request.max_new_tokens), np.float16)
-            dense[:, positions[positions >= 0]] = weights[:, positions >= 0]
-            rows.setdefault(block.layer, []).append(dense)
-
-        with observe(self.subject, patterns=keep):
-            run_requests(self.subject, self._requests(prompt, request)[:1])
-        needle = [p for start, end in prompt.spans.get("needle", ()) for p in range(start, end)]
-        return Looks({layer: np.stack(row) for layer, row in sorted(rows.items())}, count, np.array(needle, int))
 
     def texts(self, ids: Sequence[int]) -> list[str]:
         """Return the text of each token with the white space before it."""

@@ -15,8 +15,10 @@ import logging
 import secrets
 import socket
 import webbrowser
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
 from importlib import resources
 from typing import Any, TypeVar
 
@@ -33,6 +35,7 @@ from needlework.play.state import read_request
 
 LOOPBACK = "127.0.0.1"
 MOST_BYTES = 512 * 1024  # of a request's body
+QUICK = ("describe", "stories", "sample")  # methods that do not run the model, and need not wait for it
 MEDIA = {"js": "text/javascript", "css": "text/css", "json": "application/json", "svg": "image/svg+xml"}
 HEADERS = {
     "Cache-Control": "no-store",
@@ -80,13 +83,18 @@ class LatestOnly:
 
 
 class App:
-    """The web application of one model."""
+    """The web application of one model.
 
-    def __init__(self, playground: Playground, token: str | None = None) -> None:
+    Args:
+        token: Of the page's address; by default a random one.
+        warm_up: Whether to answer the tour in the background, once the server has started.
+    """
+
+    def __init__(self, playground: Playground, token: str | None = None, warm_up: bool = False) -> None:
         self.playground = playground
         self.token = token or secrets.token_urlsafe(16)
         self.hosts: frozenset[str] = frozenset()  # values of Host that are this server; set once the port is known
-        self._jobs: LatestOnly | None = None
+        self._jobs = LatestOnly()
         self._methods: dict[str, Callable[[dict[str, Any]], Any]] = {
             "describe": lambda _: playground.describe(),
             "stories": lambda _: playground.stories(),
@@ -102,11 +110,31 @@ class App:
                 Route("/{token}/api/{method}", self._call, methods=["POST"]),
             ],
             exception_handlers={404: _not_here, 405: _not_here},
+            lifespan=self._warmed_up if warm_up else None,
         )
 
     def listen_as(self, port: int) -> None:
         """Accept requests whose Host is loopback at this port."""
         self.hosts = frozenset(f"{name}:{port}" for name in (LOOPBACK, "localhost"))
+
+    @asynccontextmanager
+    async def _warmed_up(self, _: Starlette) -> AsyncIterator[None]:
+        """Start the warm-up, and end it with the server."""
+        task = asyncio.create_task(self._warm_up())
+        yield
+        task.cancel()
+
+    async def _warm_up(self) -> None:
+        """Answer the tour on the first prompt, so that kernels are compiled. The page's calls come between two states."""
+
+        async def wanted() -> bool:
+            return False
+
+        try:
+            for state in self.playground.tour(self.playground.sample(**self.playground.first_draw)):
+                await self._jobs.run("warm-up", partial(self.playground.generate, state), wanted)
+        except Exception:
+            logger.exception("play: the warm-up failed")
 
     def _refusal(self, request: Request) -> Response | None:
         """Return the answer to a request that does not come from this server's own page; None if it does."""
@@ -148,7 +176,8 @@ class App:
     async def _call(self, request: Request) -> Response:
         if refusal := self._refusal(request):
             return refusal
-        method = self._methods.get(request.path_params["method"])
+        called = request.path_params["method"]
+        method = self._methods.get(called)
         if method is None:
             return _error(404, "there is no such call")
         try:
@@ -157,11 +186,11 @@ class App:
             return _error(413, str(error))
         if body is None:
             return _error(400, "the body is no JSON object")
-        if self._jobs is None:
-            self._jobs = LatestOnly()
-        name = f"{str(body.get('tab', ''))[:64]}/{request.path_params['method']}"
+        name = f"{str(body.get('tab', ''))[:64]}/{called}"
         try:
-            return JSONResponse(await self._jobs.run(name, lambda: method(body), request.is_disconnected), headers=HEADERS)
+            job = partial(method, body)
+            result = job() if called in QUICK else await self._jobs.run(name, job, request.is_disconnected)
+            return JSONResponse(result, headers=HEADERS)
         except Superseded:
             return _error(409, "superseded by a newer request")
         except NeedleworkError as error:
@@ -169,7 +198,7 @@ class App:
         except MemoryError as error:
             return _error(507, f"out of memory: {error or 'choose a shorter prompt'}")
         except Exception:
-            logger.exception("play: %s failed", request.path_params["method"])
+            logger.exception("play: %s failed", called)
             return _error(500, "the server failed; its terminal says how")
 
     def _sample(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +232,8 @@ def serve(playground: Playground, listening: socket.socket, announce: Callable[[
         announce: Called with the address of the page, its token included, once it can be opened.
         browser: Open the address in the user's browser.
     """
-    app = App(playground)
+    playground.sample(**playground.first_draw)  # a model that it cannot be drawn for is refused before the page opens
+    app = App(playground, warm_up=True)
     port = listening.getsockname()[1]
     app.listen_as(port)
     address = f"http://{LOOPBACK}:{port}/{app.token}/"
