@@ -40,11 +40,13 @@ class Estimate:
             return self.why or "no trials"
         if math.isnan(self.value):
             return f"{self.why or 'no value'}, n = {self.n:,}"
+        value = percent(self.value) if unit == "%" else number(self.value)
         if self.why:
-            return f"{percent(self.value) if unit == '%' else number(self.value)} ({self.why}), n = {self.n:,}"
-        if unit == "%":
-            return f"{percent(self.value)} [{percent(self.low, '')}, {percent(self.high, '')}], n = {self.n:,}"
-        return f"{number(self.value)} [{number(self.low)}, {number(self.high)}], n = {self.n:,}"
+            return f"{value} ({self.why}), n = {self.n:,}"
+        if math.isnan(self.low) and math.isnan(self.high):
+            return f"{value}, n = {self.n:,}"
+        low, high = (percent(end, "") if unit == "%" else number(end) for end in (self.low, self.high))
+        return f"{value} [{low}, {high}], n = {self.n:,}"
 
     def to_dict(self) -> dict[str, float | int | None]:
         """Return value, low, high and n for JSON, with None for infinity and NaN."""

@@ -9,15 +9,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
+from typer.testing import CliRunner
 
 from needlework.analysis.frame import Frame
 from needlework.analysis.layers import LayerAblations
 from needlework.analysis.model_trials import ModelTrials
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import verdicts
+from needlework.cli import app
 from needlework.reports.browser import Browser
 from needlework.reports.figures import make_figure
-from needlework.reports.page import conclusions
+from needlework.reports.page import conclusions, headline, write_report
 from needlework.reports.panels import Dots, HeatMap
 from needlework.results import Row, Store
 
@@ -62,7 +64,7 @@ def test_what_layers_add_is_drawn_as_it_was_recorded(tmp_path: Path) -> None:
     assert (panel.rows, panel.cols, panel.top) == (["whole layer", "attention", "recurrent mixer"], ["0", "1"], 2.0)
     shown = [[cell and cell.y.value for cell in line] for line in panel.cells]
     assert shown == [[1.5, 2.0], [None, 0.25], [0.5, None]]
-    assert "70" in panel.table().to_text()
+    assert "200 %, n = 70" in panel.table().to_text()
 
 
 def panels(frame: Frame) -> list[HeatMap | Dots]:
@@ -114,8 +116,12 @@ def test_thirds_stand_beside_as_many_other_layers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("found", "untouched", "says"),
     [
-        (ONE_SUFFICES, 1.0, ["1 of 2 attention layers (layer 2) suffices", "(2 of 2 such sets tried)", "layer 2 (9.8 %"]),
-        ({OFF.format([2]): 0.5, OFF.format([5]): 0.6}, 1.0, ["none of 2 smaller sets of its 2", "with layer 2, ", "layer 5 ("]),
+        (ONE_SUFFICES, 1.0, ["1 of 2 attention layers (layer 2) suffices", "(2 of 2 such sets tried)", "without layer 2, 9.8 %"]),
+        (
+            {OFF.format([2]): 0.5, OFF.format([5]): 0.6},
+            1.0,
+            ["none of 2 smaller sets of its 2", "with layer 2, ", "without layer 5, "],
+        ),
         ({OFF.format([2]): 1.0, "ablate_attention()": 1.0}, 1.0, ["0 of 2 attention layers (none) suffice "]),
         (ONE_SUFFICES, 0.5, ["not testable: untouched, it finds 50 %"]),
         ({"ablate_attention()": 0.0}, 1.0, []),
@@ -130,3 +136,32 @@ def test_the_sentence(tmp_path: Path, found: dict[str, float], untouched: float,
     if says:
         assert "n = 102" in sentence, "with its number of samples"
         assert sentence in dict(conclusions(frame, verdicts(frame)))[MODEL]
+
+
+@pytest.mark.parametrize(
+    ("found", "untouched", "says"),
+    [
+        (ONE_SUFFICES, 1.0, f"In {MODEL}, 1 of 2 attention layers suffices for retrieval"),
+        ({OFF.format([2]): 0.5}, 1.0, f"In {MODEL}, no smaller set of attention layers that was tried suffices for retrieval"),
+        ({"ablate_attention()": 0.0, OFF.format([2]): 1.0}, 0.5, f"In {MODEL}, retrieval is too weak to test the claims"),
+        ({"ablate_attention()": 0.0}, 1.0, f"In {MODEL}, it is open whether attention does the retrieving"),
+        ({OFF.format([2]): 1.0}, 0.5, f"What interventions do to {MODEL}"),
+    ],
+)
+def test_the_headline_is_by_layers_where_no_claim_is_decided(
+    tmp_path: Path, found: dict[str, float], untouched: float, says: str
+) -> None:
+    frame, _ = stored(tmp_path, found, untouched)
+    assert headline(frame, verdicts(frame)) == says
+
+
+def test_the_figure_of_the_headline_is_open_and_the_command_says_what_it_says(tmp_path: Path) -> None:
+    stored(tmp_path, ONE_SUFFICES)
+    written = write_report(tmp_path, pictures=False)
+    html = written.path.read_text(encoding="utf-8")
+    opened = [part for part in html.split("<section")[1:] if '<details class="part" open>' in part]
+    assert [part.split('"')[1] for part in opened] == ["layers"]
+    assert f"<h1>{written.headline}</h1>" in html
+    said = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert said.output.startswith(f"{written.headline}.\n{MODEL}: ")
+    assert written.conclusions[0][1] in said.output

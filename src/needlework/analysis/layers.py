@@ -47,11 +47,30 @@ class LayerAblations:
         shares = {layers: self.trials.retained(text).raw for layers, text in left.items()}
         return {layers: share for layers, share in shares.items() if share.n}
 
+    def fewest(self) -> tuple[int, ...] | None:
+        """Return the smallest set of attention layers that suffices: at least 95 % of retrieval is left at the lower bound.
+
+        Returns:
+            The set, of equally small ones the one that keeps most; None if no set that was tried suffices.
+        """
+        kept = self.kept()
+        enough = [layers for layers, left in kept.items() if left.low >= KEPT]
+        return min(enough, key=lambda layers: (len(layers), -kept[layers].low)) if enough else None
+
+    def headline(self) -> str:
+        """Say how many attention layers suffice for retrieval; "" if it was not tried, or cannot be tested."""
+        if not self.kept() or self.trials.accuracy(self.trials.retrieval("none")).low < BASELINE:
+            return ""
+        every, fewest = len(self.layers["attention"]), self.fewest()
+        if fewest is None:
+            return "no smaller set of attention layers that was tried suffices for retrieval"
+        return f"{len(fewest)} of {every} attention layers {_suffice(fewest)} for retrieval"
+
     def sentence(self) -> str:
         """Say how many attention layers retrieval needs, and which, with n and intervals; "" if too little was run.
 
-        A set of layers suffices if the lower bound of the retained share is at least 95 %; a layer is not replaced by the
-        others if its upper bound without it is lower. Nothing is corrected for the number of sets.
+        Layers are named whose loss the others do not make up for: the upper bound of what is left without them is below 95 %.
+        Nothing is corrected for the number of sets.
         """
         kept, every = self.kept(), self.layers["attention"]
         if not kept:
@@ -59,28 +78,25 @@ class LayerAblations:
         baseline = self.trials.accuracy(self.trials.retrieval("none"))
         if baseline.low < BASELINE:
             return f"how many attention layers retrieval needs is not testable: untouched, it finds {share(baseline)}"
-        enough = [layers for layers, left in kept.items() if left.low >= KEPT]
-        if enough:
-            fewest = min(enough, key=lambda layers: (len(layers), -kept[layers].low))
-            tried = sum(len(layers) == len(fewest) for layers in kept)
-            suffice = "suffices" if len(fewest) == 1 else "suffice"
-            found = f"{len(fewest)} of {len(every)} attention layers ({_named(fewest)}) {suffice} for retrieval: of what the"
-            found += f" untouched model finds, {share(kept[fewest])} is left ({tried} of {_sets(every, fewest)} such sets tried)"
+        if (fewest := self.fewest()) is not None:
+            tried, sets = sum(len(layers) == len(fewest) for layers in kept), math.comb(len(every), len(fewest))
+            found = f"{len(fewest)} of {len(every)} attention layers ({_named(fewest)}) {_suffice(fewest)} for retrieval: of what"
+            found += f" the untouched model finds, {share(kept[fewest])} is left ({tried} of {sets} such sets tried)"
         else:
             best = max(kept, key=lambda layers: kept[layers].low)
             found = f"none of {len(kept)} smaller sets of its {len(every)} attention layers suffices for retrieval: at best,"
             found += f" with {_named(best)}, {share(kept[best])} is left"
         lost = [
-            f"layer {layer} ({share(left)} is left without it)"
+            f"without layer {layer}, {share(left)} is left"
             for layer in every
             if (left := kept.get(tuple(x for x in every if x != layer))) is not None and left.high < KEPT
         ]
-        return found + (f"; not replaced by the others: {', '.join(lost)}" if lost else "")
+        return "; ".join([found, *lost])
 
 
 def _named(layers: tuple[int, ...]) -> str:
     return f"layer{'s' * (len(layers) != 1)} {', '.join(map(str, layers))}" if layers else "none"
 
 
-def _sets(every: tuple[int, ...], some: tuple[int, ...]) -> int:
-    return math.comb(len(every), len(some))
+def _suffice(layers: tuple[int, ...]) -> str:
+    return "suffices" if len(layers) == 1 else "suffice"

@@ -153,8 +153,11 @@ def report(
     ] = None,
     plugin: options.Plugins = [],  # noqa: B006
 ) -> None:
-    """Build one self-contained report.html, and PNG and SVG of every figure."""
-    say(f"report: {nw.report(directories, out, against)}", stderr=False)
+    """Build one self-contained report.html, and PNG and SVG of every figure, and print what it concludes."""
+    from needlework.reports.page import write_report
+
+    written = write_report(directories, out, against)
+    say(f"{written.text()}\nreport: {written.path}", stderr=False)
 
 
 @command("needlework demo")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,25 @@ NOT_SO = {  # claim -> what is the case where it is not supported
 }
 
 
+@dataclass(frozen=True)
+class WrittenReport:
+    """A report that was written.
+
+    Attributes:
+        path: The file report.html.
+        headline: Its first line.
+        conclusions: (model, what was found) in sentences.
+    """
+
+    path: Path
+    headline: str
+    conclusions: Sequence[tuple[str, str]]
+
+    def text(self) -> str:
+        """Return headline and conclusions in lines."""
+        return "\n".join([f"{self.headline}.", *(f"{model}: {words}" for model, words in self.conclusions)])
+
+
 def report(
     directories: str | Path | Sequence[str | Path],
     out: str | Path | None = None,
@@ -66,6 +86,17 @@ def report(
         against: Directory of one of the runs, or a model's name: the other models are compared with it, sample by sample.
         pictures: Whether to write figures as files, too.
     """
+    return write_report(directories, out, against, pictures=pictures).path
+
+
+def write_report(
+    directories: str | Path | Sequence[str | Path],
+    out: str | Path | None = None,
+    against: str | Path | None = None,
+    *,
+    pictures: bool = True,
+) -> WrittenReport:
+    """Write a report as `report` does, and return what it concludes, too."""
     runs = [Path(run) for run in ([directories] if isinstance(directories, (str, Path)) else directories)]
     frame = load(runs)
     if against is not None:
@@ -78,7 +109,8 @@ def report(
     folder = runs[0] if out is None else Path(out)
     path = folder / FILE_NAME
     playground = PLAYGROUND if (folder / PLAYGROUND).is_file() else ""
-    text = page(frame, figures, judged, browser, playground, compared=against is not None)
+    found = comparison.findings(frame) if against is not None else conclusions(frame, judged)
+    text = page(frame, figures, judged, browser, playground, found, compared=against is not None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
@@ -91,7 +123,7 @@ def report(
             f"cannot write the report into {folder}: {error.strerror or error}; files of before are as they were. Make room,"
             " or choose another directory with --out"
         ) from None
-    return path
+    return WrittenReport(path, headline(frame, judged), found)
 
 
 def page(
@@ -99,13 +131,15 @@ def page(
     figures: Sequence[Figure],
     judged: Sequence[Verdict],
     browser: Browser,
-    playground: str = "",
+    playground: str,
+    found: Sequence[tuple[str, str]],
     compared: bool = False,
 ) -> str:
     """Return the HTML: conclusion, overview and sentences of the verdicts, figures, tables of all scores, the rules.
 
     Args:
-        playground: Relative address of an exported playground to link to.
+        playground: Relative address of an exported playground to link to; empty without one.
+        found: (model, what was found) in sentences.
         compared: Whether models are compared with a base model.
     """
     shown = [figure for figure in figures if figure.panels]
@@ -123,8 +157,8 @@ def page(
         "report.html",
         frame=frame,
         plan_names=[name for name, _ in frame.plans if name],
-        headline=headline(frame, judged),
-        conclusions=comparison.findings(frame) if compared else conclusions(frame, judged),
+        headline=(first_line := headline(frame, judged)),
+        conclusions=found,
         comparisons=[*comparison.claim_tables(frame, judged), *comparison.head_tables(frame)] if compared else [],
         about=[*abouts, f"{frame.trials:,} trials of {models}."],
         paper=PAPER,
@@ -138,6 +172,7 @@ def page(
         },
         overview=overview(frame, judged),
         figures=shown,
+        opened="layers" if first_line == layers_headline(frame) else "" if not shown else shown[0].id,
         contrasts=tables.contrasts(frame),
         models=tables.models(frame),
         scores=[
@@ -153,7 +188,10 @@ def page(
 
 
 def headline(frame: Frame, judged: Sequence[Verdict]) -> str:
-    """Return the outcome of the first claim that was judged, over all models to which it applies."""
+    """Return the outcome of the first claim that was judged, over all models to which it applies.
+
+    If that is open, and layers were ablated, it is how many of them suffice for retrieval.
+    """
     for rule in RULES:
         of_claim = [v for v in judged if v.claim == rule.claim and v.word not in UNJUDGED]
         if not of_claim:
@@ -171,8 +209,15 @@ def headline(frame: Frame, judged: Sequence[Verdict]) -> str:
             return f"{where if against == count else f'In {against} of {count} models'}, {NOT_SO[rule.claim]}"
         if weak == count:
             return f"{where}, retrieval is too weak to test the claims"
-        return f"{where}, it is open whether {claim}"
-    return f"What interventions do to {', '.join(list(frame.models)[:MOST_MODELS])}"
+        return layers_headline(frame) or f"{where}, it is open whether {claim}"
+    return layers_headline(frame) or f"What interventions do to {', '.join(list(frame.models)[:MOST_MODELS])}"
+
+
+def layers_headline(frame: Frame) -> str:
+    """Return how many attention layers suffice for retrieval in each model; "" if it was not tried."""
+    found = [(model, LayerAblations(by_boundary(frame, model)[0]).headline()) for model in frame.models]
+    said = [f"In {model}, {words}" for model, words in found if words][:MOST_MODELS]
+    return "; ".join([*said[:1], *(words.replace("In", "in", 1).removesuffix(" for retrieval") for words in said[1:])])
 
 
 def conclusions(frame: Frame, judged: Sequence[Verdict]) -> list[tuple[str, str]]:

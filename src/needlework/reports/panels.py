@@ -189,14 +189,16 @@ class Figure:
     def rows(self) -> list[tuple[Sequence[Panel], str]]:
         """Return (panels, kind) per row of panels: one row per model, or one in all if every model has one panel.
 
-        The kind sets the width of panels: "small" for heat maps, "two" for two side by side, "" for the default.
+        The kind sets the width of panels: "small" for heat maps, "two" for two side by side, "" for the default and where a
+        model has heat maps and others.
         """
         groups: dict[str, list[Panel]] = {}
         for panel in self.panels:
             groups.setdefault(panel.group, []).append(panel)
         if all(len(panels) == 1 for panels in groups.values()):
             return [(self.panels, "")]
-        return [(panels, "small" if isinstance(panels[0], HeatMap) else "two") for panels in groups.values()]
+        kinds = {frozenset({True}): "small", frozenset({False}): "two"}
+        return [(some, kinds.get(frozenset(isinstance(panel, HeatMap) for panel in some), "")) for some in groups.values()]
 
     def scale_top(self) -> float:
         """Return the value of the darkest colour over all heat maps, 0 if there are none."""

@@ -215,8 +215,7 @@ def _cell(panel: HeatMap, cell: Cell | None, r: int, c: int, x: float, y: float,
     if cell is None:
         return f'<rect {box} class="empty"/>'
     share = max(0.0, min(1.0, (abs(cell.y.value) if panel.signed else cell.y.value) / panel.top))
-    y_text = f"{percent(cell.y.value)}, n = {cell.y.n:,}" if math.isnan(cell.y.low) else panel.format(cell.y)
-    label = f"{panel.row_title} {panel.rows[r]}, {panel.col_title} {panel.cols[c]}: {y_text}"
+    label = f"{panel.row_title} {panel.rows[r]}, {panel.col_title} {panel.cols[c]}: {panel.format(cell.y)}"
     label += ", out of window" if cell.outside else ""
     half = "hi" if share > 0.5 else "lo"
     mixed = (share - 0.5) * 2 if half == "hi" else share * 2
