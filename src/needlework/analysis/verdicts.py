@@ -9,9 +9,12 @@ retrieve well enough to lose anything).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
+
+import yaml
 
 from needlework.analysis import power
 from needlework.analysis.evidence import KEPT, Evidence, Silenced, collect, helped_by_reading_twice
@@ -306,87 +309,42 @@ class Rule:
     title: str
     says: str  # the claim
     rule: str  # when it counts as supported
+    plan: str  # the shipped plan that runs its trials
+    otherwise: str  # what is the case if it is not supported
     needs: power.Needs  # number of samples needed to decide
     of: Callable[[Evidence], Finding]
-    parts: tuple[str, ...] = ("attention",)  # kinds of layers without which the claim does not apply
+    parts: tuple[str, ...]  # kinds of layers without which the claim does not apply
 
 
-RULES: tuple[Rule, ...] = (
-    Rule(
-        1,
-        "segregation",
-        "Attention does the retrieving",
-        "Without attention heads retrieval is lost.",
-        f"with no heads, upper bound of retrieval at most {percent(LOST)}; and forced choice is not above chance: not supported"
-        f" if the lower bound of (choice - chance) is above {percent(MORE_THAN_CHANCE, '')} points, else supported if its upper"
-        f" bound is at most {percent(NEAR_CHANCE, '')} points, else inconclusive."
-        " An interval wholly below chance is said beside it",
-        power.at_chance(NEAR_CHANCE),
-        judge_segregation,
-    ),
-    Rule(
-        2,
-        "few_heads",
-        "Few heads suffice",
-        "About 15 % of the heads keep retrieval near perfect.",
-        "at the number of heads tried whose share is nearest to 15 % (said as k of H): lower bound of the paired retained share"
-        f" of retrieval at least {percent(KEPT)}. Beside it: the fewest heads that reach this by entropy, by a static ranking"
-        " and at random, the attention that they give the first token, and what is left of knowledge",
-        power.whole(KEPT),
-        judge_few,
-    ),
-    Rule(
-        3,
-        "no_rescue",
-        "Prompting does not rescue it",
-        "Reading twice, or the question first, does not bring retrieval back.",
-        "rule 1 under both layouts; inconclusive unless reading twice helps some model on the same task: lower bound of (twice -"
-        " once), paired, above 10 points",
-        power.at_chance(NEAR_CHANCE, times=2),
-        judge_no_rescue,
-    ),
-    Rule(
-        4,
-        "exposure",
-        "The needle must be in sight",
-        "Attention must see the needle while answering.",
-        f"needle omitted in decode: upper bound of retrieval at most {percent(LOST)}. Beside it: the retained share with"
-        " the needle omitted in prefill only",
-        power.Needs("truth is 0 %", lambda _: power.none_of(LOST)),
-        judge_exposure,
-    ),
-    Rule(
-        5,
-        "context",
-        "Enough context",
-        "Attention needs the context while reading or while answering; without it in both, the needle alone is not enough.",
-        "`ablate_attention(phase='prefill') + expose_tokens('only', phase='decode')`: upper bound of the paired retained share"
-        f" below {percent(HALF)}; each of the two alone: lower bound at least {percent(KEPT)}. Beside it the graded version:"
-        f" the fewest tokens of `limit_context` with retrieval of {percent(KEPT)}",
-        power.whole(KEPT, times=2),
-        judge_context,
-    ),
-    Rule(
-        6,
+_TEXTS: Mapping[str, Mapping[str, str]] = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8"))
+_THRESHOLDS = {
+    "lost": percent(LOST),
+    "kept": percent(KEPT),
+    "half": percent(HALF),
+    "more_than_chance": percent(MORE_THAN_CHANCE, ""),
+    "near_chance": percent(NEAR_CHANCE, ""),
+}
+_BOTH = ("attention", "recurrent")
+
+
+def _rule(claim: str, needs: power.Needs, of: Callable[[Evidence], Finding], parts: tuple[str, ...] = ("attention",)) -> Rule:
+    texts = {name: text.format(**_THRESHOLDS) for name, text in _TEXTS[claim].items()}
+    return Rule(list(_TEXTS).index(claim) + 1, claim, **texts, needs=needs, of=of, parts=parts)
+
+
+RULES = (
+    _rule("segregation", power.at_chance(NEAR_CHANCE), judge_segregation),
+    _rule("few_heads", power.whole(KEPT), judge_few),
+    _rule("no_rescue", power.at_chance(NEAR_CHANCE, times=2), judge_no_rescue),
+    _rule("exposure", power.Needs("truth is 0 %", lambda _: power.none_of(LOST)), judge_exposure),
+    _rule("context", power.whole(KEPT, times=2), judge_context),
+    _rule(
         "double_dissociation",
-        "Two systems",
-        "Attention serves retrieval, the recurrent side serves knowledge.",
-        "interaction of (attention off, recurrent off) x (retrieval, knowledge), on chance-corrected retained shares: the"
-        " interval lies above 0",
         power.Needs("not computed: it depends on four shares", lambda _: 0),
         judge_dissociation,
-        ("attention", "recurrent"),
+        _BOTH,
     ),
-    Rule(
-        7,
-        "memory",
-        "The KV cache holds the needle",
-        "Answers follow the KV half of the memory.",
-        f"lower bound of the share that follows the KV half at least {percent(HALF)}, needles inside the window",
-        power.most(HALF),
-        judge_memory,
-        ("attention", "recurrent"),
-    ),
+    _rule("memory", power.most(HALF), judge_memory, _BOTH),
 )
 RULES_NOTE = (
     f"Version {RULES_VERSION} of the rules. It was written after results of version 1 had been seen, so it is judged on fresh"

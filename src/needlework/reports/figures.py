@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import yaml
 
 from needlework.analysis.conditions import EXPOSURES, ways
 from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
@@ -275,91 +277,18 @@ def make_figure(name: str, frame: Frame, browser: Browser) -> Figure:
     return Figure(name, kind.title, kind.caption, kind.make_panels(frame, browser))
 
 
-FIGURES = {
-    "heads": FigureKind(
-        "Heads kept",
-        "Abilities against the share of heads kept",
-        "In every attention layer and at every token the k best heads are kept, by the negative entropy of their"
-        " attention unless said otherwise; the others are silenced. Retrieval counts needles inside the window. Grey:"
-        " as many heads drawn at random. Knowledge is asked as cloze (nothing to look up) and as letter choice (the"
-        " letter must be looked up in the prompt). Bands are 95 % intervals;"
-        " points are joined only where the numbers between them were measured, too: at most a quarter of the heads apart.",
-        curves.heads,
-    ),
-    "needles": FigureKind(
-        "Needles",
-        "Needles found, by length and depth",
-        "Each cell is the share of needles that are repeated exactly, with heads silenced at every position where"
-        " that was run, else in decode only. The drawn line is the edge of the attention window: beyond it the needle"
-        " is out of sight. Choose a cell to read its trials.",
-        needles,
-    ),
-    "exposure": FigureKind(
-        "Exposure",
-        "What attention may see of the needle",
-        "Retrieval under pairs of exposure modes, applied to attention after the softmax. keep: unchanged. omit: the"
-        " needle's columns are zero. only: all others are zero. null: all are zero. balanced: every head gets the mean"
-        " needle mass, and nothing else.",
-        exposure,
-    ),
-    "dissociation": FigureKind(
-        "Two sides",
-        "Each side silenced in turn, and other interventions",
-        "What is left of retrieval and of knowledge without attention, without the recurrent memory (each token is"
-        " read alone), without the recurrent layers, without both, and under interventions of"
-        " your own. Chance-corrected shares, paired 95 % intervals.",
-        dissociation,
-    ),
-    "memory": FigureKind(
-        "Memory",
-        "Whose memory answers?",
-        "After reading, one half of the memory is taken from a twin prompt of the same length with another value; no"
-        " weight is touched. If answers follow the KV cache, swapping it gives the twin's value, and swapping the"
-        " recurrent state changes nothing.",
-        swap,
-    ),
-    "layers": FigureKind(
-        "Layers",
-        "Which layers retrieval needs",
-        "Attention, or the output of the recurrent mixer, is off in single layers, or in all layers of its side but one. The"
-        " likelihood of a token is exp(mean log-likelihood) of held-out text, relative to the untouched model on the same text:"
-        " 100 % where nothing is lost. Below: thirds of the layers, and as many layers elsewhere.",
-        layers,
-    ),
-    "head-map": FigureKind(
-        "Head map",
-        "Which heads look at the needle",
-        "Mean attention on the needle's tokens while the answer is produced, per layer and query head, nothing silenced.",
-        head_map,
-    ),
-    "context": FigureKind(
-        "Context",
-        "How much context retrieval needs",
-        "Attention sees only the last n tokens: while reading, while answering, or in both. Limited only while"
-        " reading, the needle stays in sight while answering. The map crosses both limits.",
-        curves.context,
-    ),
-    "hops": FigureKind(
-        "Hops",
-        "Needles that take more than one look-up",
-        "One hop: the value stands behind the asked name. Two hops: there stands whose value it is, and that needle"
-        " is further up. With no heads while reading, what was to be looked up on the way is not there when the answer"
-        " is given; what stands in one needle still is. By association: the question shares no word with the needle, by"
-        " the letter it repeats the needle's words. Two parts: neither tells the answer alone.",
-        hops,
-    ),
-    "layouts": FigureKind(
-        "Prompts",
-        "Other prompts: read twice, question first",
-        "Retrieval when the prompt is read twice (JRT) and when the question comes before the context, with and"
-        " without heads. A model without attention shows whether the prompt can help at all.",
-        layouts,
-    ),
-    "tasks": FigureKind(
-        "Tasks",
-        "Every task under the main conditions",
-        "Share of right answers, trials in and out of the window together. Tasks that choose among options have a"
-        " chance above zero.",
-        tasks,
-    ),
+_PANELS: dict[str, Callable[[Frame, Browser], Sequence[Panel]]] = {
+    "heads": curves.heads,
+    "needles": needles,
+    "exposure": exposure,
+    "dissociation": dissociation,
+    "memory": swap,
+    "layers": layers,
+    "head-map": head_map,
+    "context": curves.context,
+    "hops": hops,
+    "layouts": layouts,
+    "tasks": tasks,
 }
+_TEXTS = yaml.safe_load((Path(__file__).parent / "templates" / "figures.yaml").read_text(encoding="utf-8"))
+FIGURES = {name: FigureKind(**texts, make_panels=_PANELS[name]) for name, texts in _TEXTS.items()}

@@ -25,7 +25,7 @@ from needlework.reports import comparison, picture_files, svg, tables
 from needlework.reports.browser import Browser
 from needlework.reports.figures import FIGURES, make_figure
 from needlework.reports.panels import Figure, merge_checkpoints
-from needlework.reports.svg import PLAN_OF_CLAIM, UNJUDGED, Overview, overview, run_command
+from needlework.reports.svg import UNJUDGED, Overview, overview, run_command
 from needlework.tables import Table
 
 FILE_NAME = "report.html"
@@ -41,15 +41,6 @@ LABELS_WIDTH, COLUMN_WIDTHS = 276, (164, 240)  # overview, in pixels: labels; mi
 PAPER_WIDTH = 660  # pixels between the margins of a printed page
 MOST_MODELS = 4  # that have sentences of their own
 MOST_OWN = 2  # interventions outside all figures of the claims that a sentence names
-NOT_SO = {  # claim -> what is the case where it is not supported
-    "segregation": "retrieval does not rest on attention alone",
-    "few_heads": "few heads do not suffice",
-    "no_rescue": "another prompt brings some retrieval back",
-    "exposure": "the needle need not be in sight",
-    "context": "one phase without context costs too much, or both cost too little",
-    "double_dissociation": "the two sides do not divide the work",
-    "memory": "answers do not follow the KV cache",
-}
 
 
 @dataclass(frozen=True)
@@ -152,7 +143,7 @@ def page(
         "lower bound of the untouched model's retrieval, in the claim's own tasks, at least 80 %",
         "",
     ]
-    rules = [[str(r.number), r.title, r.rule, f"needlework run {PLAN_OF_CLAIM[r.claim]}"] for r in RULES]
+    rules = [[str(r.number), r.title, r.rule, f"needlework run {r.plan}"] for r in RULES]
     return render_template(
         "report.html",
         frame=frame,
@@ -206,7 +197,7 @@ def headline(frame: Frame, judged: Sequence[Verdict]) -> str:
         if supported:
             return f"{rule.title} in {supported} of {count} models"
         if against:
-            return f"{where if against == count else f'In {against} of {count} models'}, {NOT_SO[rule.claim]}"
+            return f"{where if against == count else f'In {against} of {count} models'}, {rule.otherwise}"
         if weak == count:
             return f"{where}, retrieval is too weak to test the claims"
         return layers_headline(frame) or f"{where}, it is open whether {claim}"

@@ -312,15 +312,6 @@ def _draw_titled(panel: Panel, kind: str, x: float, top: float) -> tuple[list[st
 
 
 UNJUDGED: tuple[Word, ...] = ("not run", "does not apply")  # nothing was measured, so nothing is drawn
-PLAN_OF_CLAIM = {  # the shipped plan that runs the trials of each claim
-    "segregation": "01",
-    "few_heads": "02",
-    "no_rescue": "03",
-    "exposure": "04",
-    "context": "09",
-    "double_dissociation": "07",
-    "memory": "11",
-}
 _COUNT = re.compile(r"\b\d+ of \d+ heads\b")
 
 
@@ -398,7 +389,7 @@ def label_position(point: VerdictPoint) -> float:
 
 def run_command(rule: Rule) -> str:
     """Return the command that runs the trials of a claim."""
-    return f"needlework run {PLAN_OF_CLAIM[rule.claim]} --model MODEL --out DIR"
+    return f"needlework run {rule.plan} --model MODEL --out DIR"
 
 
 def _strip_x(share: float) -> float:
