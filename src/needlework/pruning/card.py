@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from jinja2 import Environment, StrictUndefined
 
 from needlework.interventions.acts import Phase
 from needlework.measure import make_samples, measure, require_tokenizer
@@ -142,80 +144,29 @@ def summarize(record: dict[str, Any]) -> str:
 
 
 def render_card(record: dict[str, Any], name: str) -> str:
-    """Return the model card as Markdown."""
-    heads, removed = record["heads"], record["others"] == "none"
-    if removed:
-        cut = heads["before"] - heads["kept"]
-        did = f"from which {cut} of its {heads['before']} attention heads were taken out of the weights"
-    else:
-        did = f"in which kv heads that none of {heads['kept']} chosen heads reads hold few tokens ({record['others']})"
-    if record["loads_with"] == "AutoModelForCausalLM":
-        how = (
-            "Every attention layer has the same numbers of heads: it loads with `AutoModelForCausalLM.from_pretrained`, without\n"
-            "needlework, and with `needlework.load`."
-        )
-    elif removed:
-        how = (
-            "It loads with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` refuses it:"
-            f" {record['not_stock']}."
-            + "\nWith equal numbers (`needlework prune --uniform`) most families load there."
-            * ("different" in record["not_stock"])
-        )
-    else:
-        how = (
-            "Heads stream with `needlework.load` (and in every needlework command). `AutoModelForCausalLM` loads the same\n"
-            "weights as the whole model: all heads see all keys there."
-        )
-    reason = record["not_llama_cpp"]
-    how += f"\n`needlework gguf` {f'does not write it for llama.cpp: {reason}' if reason else 'writes it for llama.cpp'}."
-    table = Table(["layer", "query / kv heads before", "after", "kept heads", "streaming kv heads"])
+    """Return the model card as Markdown, from the template card.md."""
+    layers = Table(["layer", "query / kv heads before", "after", "kept heads", "streaming kv heads"])
     for layer, x in record["layers"].items():
         before, after = (f"{pair[0]} / {pair[1]}" if pair[0] else "none, no cache" for pair in (x["before"], x["after"]))
-        table.add_row(layer, before, after, *(", ".join(map(str, x[key])) or "–" for key in ("kept", "streaming_kv_heads")))
-    zero = f"\n\n{heads['zero']} heads of zeros fill groups: all kv heads of a layer have equally many query heads."
-    figures = "Nothing was measured (`--samples 0`): it is not known what this model can do."
-    if record["figures"]:
-        measured = Table(["", "before", "after", "left of the baseline"])
-        for x in record["figures"]:
-            left = _estimate(x["retained"], x) if "retained" in x else "–"
-            measured.add_row(f"{_WORDS[x['ability']]} (`{x['task']}`)", _estimate(x["before"], x), _estimate(x["after"], x), left)
-        asked = "The same samples asked of both models; 95 % intervals (Wilson; of what is left, a paired bootstrap by cluster)."
-        figures = f"{asked}\n\n{measured.to_markdown()}"
+        layers.add_row(layer, before, after, *(", ".join(map(str, x[key])) or "–" for key in ("kept", "streaming_kv_heads")))
+    figures = Table(["", "before", "after", "left of the baseline"])
+    for x in record["figures"]:
+        left = _estimate(x["retained"], x) if "retained" in x else "–"
+        figures.add_row(f"{_WORDS[x['ability']]} (`{x['task']}`)", _estimate(x["before"], x), _estimate(x["after"], x), left)
     pairs = [("weights on disk, bytes", record["weight_bytes"], 0), ("parameters", record["parameters"], 0)]
-    timing = ""
     if found := record["costs"]:
-        clock = "processor time with one thread" if found["threads"] == 1 else f"time on the wall, {found['threads']} threads"
-        timing = f"The fastest of several, both models measured in turns on the machine that pruned ({clock}).\n\n"
         for label, key, decimals in (
             (f"KV bytes per token, at {found['tokens']:,} tokens", "kv_bytes_per_token", 0),
             (f"prefill of {found['tokens']:,} tokens, s", "prefill_seconds", 3),
             ("decode after that, ms per token", "decode_ms_per_token", 2),
         ):
             pairs.append((label, {word: found[word][key] for word in ("before", "after")}, decimals))
-    timed = Table(["", "before", "after", "ratio"])
+    costs = Table(["", "before", "after", "ratio"])
     for label, pair, d in pairs:
         ratio = pair["after"] / pair["before"] if pair["before"] else 1
-        timed.add_row(label, f"{pair['before']:,.{d}f}", f"{pair['after']:,.{d}f}", f"{ratio:.2f}")
-    return f"""# {name}
-
-`{record["model"]}` ({record["architecture"]}), {did}; made by needlework {record["needlework"]}.
-It computes what the whole model computes under `{record["equals"]}`; that was tried before it was written.
-
-## Loading
-
-{how}
-
-## What was cut, and why
-
-The heads that stay are the best of: {record["said_by"]}.
-
-{table.to_markdown()}{zero if heads["zero"] else ""}
-
-## Held-out figures
-
-{figures}
-
-## Memory and time
-
-{timing}{timed.to_markdown()}
-"""
+        costs.add_row(label, f"{pair['before']:,.{d}f}", f"{pair['after']:,.{d}f}", f"{ratio:.2f}")
+    template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
+    tables = {"layer_table": layers, "figure_table": figures, "cost_table": costs}
+    shown = {key: table.to_markdown() for key, table in tables.items()}
+    environment = Environment(trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    return environment.from_string(template).render(record, name=name, **shown)
