@@ -8,12 +8,11 @@ from __future__ import annotations
 import hashlib
 import re
 import time
-from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
-from threading import Event, Thread
-from typing import Self
+from threading import Event, RLock, Thread
+from typing import ClassVar, Self
 
 from rich.console import Console
 from rich.live import Live
@@ -48,33 +47,104 @@ def say(text: str, *, stderr: bool = True, style: str | None = None) -> None:
     Console(stderr=stderr).print(plain(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+class Throughput:
+    """The remaining time of a job, from the measured throughput of each kind of its work.
+
+    A kind has a throughput of its own because what is known before a job starts is how long each kind would take on another
+    machine, and errors of these estimates differ: compilation tells nothing about answers. A kind that has not begun is
+    expected to be as fast as all others together; its own throughput counts more and more while it runs.
+    """
+
+    EARLY = 0.05  # share of a kind's work after which its own throughput counts as much as that of all kinds
+    HALF_LIFE = 60.0  # seconds after which a measured throughput counts half, and at least half of the time of its kind
+
+    def __init__(self, work: Mapping[str, float], assumed: float | None = None) -> None:
+        """Start with the work of each kind, in any unit; `assumed` is the seconds that a unit is expected to take, if known."""
+        self.work, self.assumed = dict(work), assumed
+        self.done = dict.fromkeys(work, 0.0)
+        self._spent = dict.fromkeys(work, (0.0, 0.0))  # seconds and work of recent time
+        self._seconds = dict.fromkeys(work, 0.0)
+        self._last: float | None = None
+
+    def update(self, now: float, kind: str, done: float) -> None:
+        """Note that `done` work of a kind is done now, and that the time since the last update went into this kind."""
+        seconds = 0.0 if self._last is None else now - self._last
+        self._last = now
+        gained, self.done[kind] = done - self.done[kind], done
+        self._seconds[kind] += seconds
+        kept = 0.5 ** (seconds / max(self.HALF_LIFE, self._seconds[kind] / 2))
+        before = self._spent[kind]
+        self._spent[kind] = (kept * before[0] + seconds, max(0.0, kept * before[1] + gained))
+
+    def left(self) -> float | None:
+        """Return the remaining seconds; None while no throughput is known."""
+        measured = [spent for kind, spent in self._spent.items() if self.done[kind] > 0]
+        seconds, work = sum(spent[0] for spent in measured), sum(spent[1] for spent in measured)
+        if work <= 0:
+            return None
+        if self.assumed is not None:  # counts as much as having measured a tenth of all work
+            prior = sum(self.work.values()) / 10
+            seconds, work = seconds + prior * self.assumed, work + prior
+        left = 0.0
+        for kind, whole in self.work.items():
+            prior = self.EARLY * whole
+            spent = self._spent[kind]
+            if (rest := whole - self.done[kind]) > 0:
+                left += rest * (spent[0] + prior * seconds / work) / (spent[1] + prior)
+        return left
+
+
 PLAIN_SECONDS = 30.0  # between two lines of progress if the output is not a terminal
-_REMEMBERED_SECONDS = 60.0  # minimum period that the speed is measured over
+_MEASURED_SECONDS = 1.0  # between two measurements of throughput then
+WORK = ""  # the kind of work of a bar that has one kind
+COMPILING = "compiling"
+_said_compiling = Event()
+
+
+@contextmanager
+def compiling(kernel: str, seconds: float) -> Iterator[None]:
+    """Show in the open progress bars that a kernel is compiled, which takes about this long; say it once if there is none."""
+    with ExitStack() as stack:
+        bars = [bar for bar in Bar.active if bar.shown]
+        if not bars and not _said_compiling.is_set():
+            _said_compiling.set()
+            say(f"compiling kernels for this processor ({kernel}, about {seconds:.0f} s), once: later commands find them")
+        for bar in bars:
+            stack.enter_context(bar.interrupted(f"compiling {kernel}", COMPILING, seconds))
+        yield
 
 
 class Bar:
     """A progress bar with an estimate of the remaining time.
 
     A terminal shows one line that is redrawn; other outputs get a plain line every half minute, without control characters. The
-    displayed count (`total`) and the work that takes time (`work`, in any unit) are separate, since items may differ in cost.
+    displayed count (`total`) and the work that takes time (`work`) are separate, since items may differ in cost. Work is in
+    any unit, or, if there are several kinds of it, in the seconds that it is expected to take.
     """
 
-    def __init__(self, total: int, unit: str, *, work: float | None = None, shown: bool = True) -> None:
+    active: ClassVar[list[Bar]] = []  # the bars that are open in this process
+
+    def __init__(self, total: int, unit: str, *, work: float | Mapping[str, float] | None = None, shown: bool = True) -> None:
         self.total, self.unit, self.shown = total, unit, shown
-        self.work = float(total) if work is None else work
+        several = isinstance(work, Mapping)
+        kinds = work if isinstance(work, Mapping) else {WORK: float(total) if work is None else work}
+        self.throughput = Throughput(kinds, 1.0 if several else None)
+        self.work = sum(kinds.values())
         self.count, self.name = 0, ""
         self.counted_now, self.began = 0, time.monotonic()  # excludes work of earlier processes, which would distort the speed
-        self.advanced = 0.0  # work that was done by this process and counted
+        self._done = dict.fromkeys(kinds, 0.0)  # work of each kind that was done by this process and counted
+        self._kind = next(iter(kinds), WORK)
         self._underway: Callable[[], float] = float
-        self._samples = deque([(self.began, 0.0)])  # (time, work done since the bar began)
         self._already = 0.0
+        self._lock = RLock()
         self._over = Event()
         self._view: AbstractContextManager[object] = nullcontext()
         self._ticker: Thread | None = None
 
     def __enter__(self) -> Self:
         self.began = time.monotonic()
-        self._samples = deque([(self.began, 0.0)])
+        self.throughput.update(self.began, self._kind, 0.0)
+        self.active.append(self)
         console = Console(stderr=True)
         if self.shown and (console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)):
             self._view = Live(console=console, get_renderable=self._line, refresh_per_second=4)
@@ -89,20 +159,54 @@ class Bar:
         if self._ticker is not None:
             self._ticker.join()
         self._view.__exit__(None, None, None)
+        self.active.remove(self)
 
-    def found(self, count: int, work: float | None = None) -> None:
-        """Count work that an earlier process did."""
+    def found(self, count: int, work: float | None = None, kind: str | None = None) -> None:
+        """Count work that an earlier process did: it is no part of what remains, and of no throughput."""
+        found = count if work is None else work
         self.count += count
-        self._already += count if work is None else work
+        self._already += found
+        self.throughput.work[self._kind if kind is None else kind] -= found
 
-    def show(self, name: str, underway: Callable[[], float] = float) -> None:
-        """Set the name of the current work, and a function that returns how much work is done but not yet counted."""
-        self.name, self._underway = plain(name), underway
+    def show(self, name: str, underway: Callable[[], float] = float, kind: str | None = None) -> None:
+        """Name the current work, and its kind; `underway` returns how much of it is done but not yet counted."""
+        with self._lock:
+            self._measure()
+            self.name, self._underway = plain(name), underway
+            self._kind = self._kind if kind is None else kind
 
     def advance(self, count: int = 1, work: float | None = None) -> None:
-        self.count += count
-        self.counted_now += count
-        self.advanced += count if work is None else work
+        with self._lock:
+            self.count += count
+            self.counted_now += count
+            self._done[self._kind] += count if work is None else work
+
+    def expect(self, kind: str, work: float) -> None:
+        """Set how much work of a kind remains, after some that was expected turned out not to be needed."""
+        with self._lock:
+            rest = self.throughput.work[kind] - self._done[kind]
+            self.throughput.work[kind] += work - rest
+            self.work += work - rest
+
+    @contextmanager
+    def interrupted(self, name: str, kind: str, work: float) -> Iterator[None]:
+        """Show work that interrupts the current one for a while; time is measured by kind if the bar has this kind of work."""
+        with self._lock:
+            before = self.name, self._underway, self._kind
+            kind = kind if kind in self._done else self._kind
+            self.show(f"{self.name}: {name}" if self.name else name, kind=kind)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if kind != before[2]:
+                    self.advance(0, min(work, self.throughput.work[kind] - self._done[kind]))
+                self.show(*before)
+
+    @property
+    def advanced(self) -> float:
+        """The work that was done by this process and counted."""
+        return sum(self._done.values())
 
     @property
     def seconds(self) -> float:
@@ -111,25 +215,20 @@ class Bar:
     @property
     def share(self) -> float:
         """The share of all work that is done."""
-        return min(1.0, (self._already + self._now()) / self.work) if self.work else 1.0
+        return min(1.0, (self._already + self.advanced + self._underway()) / self.work) if self.work else 1.0
 
     def left(self) -> float | None:
-        """Return the remaining seconds at the speed of the last minute; None while the speed is unknown."""
-        now, done = time.monotonic(), self._now()
-        self._samples.append((now, done))
-        while len(self._samples) > 2 and now - self._samples[1][0] > _REMEMBERED_SECONDS and self._samples[1][1] < done:
-            self._samples.popleft()
-        began, before = self._samples[0]
-        if done <= before:
-            return None
-        return (now - began) / (done - before) * max(0.0, self.work - self._already - done)
+        """Return the remaining seconds at the measured throughput; None while it is unknown."""
+        with self._lock:
+            self._measure()
+            return self.throughput.left()
 
     def text(self) -> str:
         """Return the line without a bar."""
         return f"{self.name}: {', '.join(self._counts_and_times())}"
 
-    def _now(self) -> float:
-        return self.advanced + self._underway()
+    def _measure(self) -> None:
+        self.throughput.update(time.monotonic(), self._kind, self._done[self._kind] + self._underway())
 
     def _counts_and_times(self) -> tuple[str, str]:
         left = self.left()
@@ -147,8 +246,12 @@ class Bar:
         return line
 
     def _tick(self) -> None:
-        while not self._over.wait(PLAIN_SECONDS):
-            say(self.text())
+        said = time.monotonic()
+        while not self._over.wait(min(_MEASURED_SECONDS, PLAIN_SECONDS)):
+            self.left()
+            if time.monotonic() - said >= PLAIN_SECONDS:
+                said = time.monotonic()
+                say(self.text())
 
 
 def clock(seconds: float) -> str:

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +21,14 @@ from test_run import HERE, Stopping, go, table
 
 from needlework import terminal
 from needlework.experiments import progress, run, trials
+from needlework.experiments.estimate import describe
 from needlework.experiments.plan import load
 from needlework.experiments.progress import Tracker
 from needlework.experiments.trials import Work, expand
+from needlework.kernels import jit
+from needlework.kernels.jit import COMPILE_SECONDS
 from needlework.results import Store
-from needlework.terminal import Bar, clock
+from needlework.terminal import Bar, Throughput, clock
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -50,27 +55,38 @@ def test_the_time_left_is_that_of_the_work_left_at_the_speed_measured(now: list[
         assert (bar.count, bar.counted_now) == (3, 1)
 
 
-def test_speed_is_that_of_the_last_minute(now: list[float]) -> None:
-    with Bar(1000, "steps", shown=False) as bar:
-        for speed, seconds in ((1, 200), (4, 90)):
-            for _ in range(seconds):
-                now[0] += 1
-                bar.advance(speed)
-                bar.left()
-        assert bar.left() == pytest.approx((1000 - 200 - 360) / 4)
+def test_a_change_of_speed_counts_gradually() -> None:
+    estimate, left, done = Throughput({"work": 10_000.0}), list[float](), 0.0
+    estimate.update(0.0, "work", 0.0)
+    for second in range(1, 700):
+        done += 1 if second <= 200 else 4
+        estimate.update(float(second), "work", done)
+        left.append(estimate.left() or 0.0)
+    assert left[199] == pytest.approx(10_000 - 200)
+    assert left[-1] == pytest.approx((10_000 - done) / 4, rel=0.05)
+    assert max(before / after for before, after in pairwise(left)) < 1.05
+
+
+def test_each_kind_of_work_has_its_own_speed() -> None:
+    estimate = Throughput({"loading": 1.0, "asking": 100.0, "recording": 10.0}, assumed=1.0)
+    estimate.update(0.0, "loading", 0.0)
+    estimate.update(20.0, "loading", 1.0)  # twenty times as long as expected
+    assert 110 < (estimate.left() or 0.0) < 300, "which tells little about answers"
+    estimate.update(70.0, "asking", 50.0)
+    assert (estimate.left() or 0.0) == pytest.approx(60, rel=0.25)
 
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_line_has_the_name_and_fits(width: int, now: list[float]) -> None:
     with Bar(17_400, "trials", shown=False) as bar:
-        bar.show("tiny-griffin-small (attention)")
+        bar.show("tiny-griffin-small: recording")
         now[0] += 100
         bar.advance(5_000)
         shown = Console(width=width, file=io.StringIO())
         shown.print(bar._line())
     (line,) = shown.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert len(line) <= width
-    for words in ("tiny-griffin-small (attention)", "5,000/17,400 trials", "1:40, 4:08 left"):
+    for words in ("tiny-griffin-small: recording", "5,000/17,400 trials", "1:40, 4:08 left"):
         assert words in line
     assert clock(3_729) == "1:02:09"
 
@@ -126,7 +142,7 @@ def test_a_long_chunk_moves_the_bar_before_its_first_answer(
     actor = Halfway()
     actor.seen = lambda: shares.append((trackers[0].bar.count, trackers[0].bar.share, trackers[0].bar.name)) or True
     fakes.run_fakes(plan_file, tmp_path / "out", fakes.FakeModels(actor))
-    assert [name for _, _, name in shares] == ["alpha", "alpha"]
+    assert [name for _, _, name in shares] == ["alpha: asking", "alpha: asking"]
     (count, share, _), (then, more, _) = shares
     assert (count, then) == (0, 8), "choices come first, and none of the others is there yet"
     assert 0 < share < more < 1
@@ -217,10 +233,73 @@ def test_a_real_terminal_shows_one_bar_and_ctrl_c_keeps_what_is_there(plan_file:
     assert process.wait() == 130
     os.close(ours)
     words = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert re.search(r"alpha +\S+ +[\d,]+/146 trials +0:\d\d, \d+:\d\d left", words)
+    assert re.search(r"alpha: \w+ +\S+ +[\d,]+/146 trials +0:\d\d, \d+:\d\d left", words)
     assert "the same command goes on" in words
     store = Store(tmp_path / "out")
     (kept,) = store.db.execute("SELECT count(*) FROM trials").fetchone()
     store.close()
     counted = [int(count) for count in re.findall(r"(\d+)/146 trials", words)]
     assert kept >= max(counted) > 0, "what the bar counted is in the store"
+
+
+def test_the_estimate_of_a_plan_has_all_that_a_run_does(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("needlework.kernels.jit.uncompiled", list)  # as on a new machine
+    (total,) = describe(load(plan_file, make_task=fakes.make_task), fakes.FakeModels()).totals
+    assert list(total.phases) == ["loading", "compiling", "examining", "recording", "asking"]
+    assert total.phases["compiling"] == COMPILE_SECONDS["block_attention"]
+    assert total.seconds == pytest.approx(sum(total.phases.values()))
+    text = describe(load(plan_file, make_task=fakes.make_task), fakes.FakeModels()).text()
+    assert re.search(r"about \d+ s \(loading 1 s, compiling 10 s, examining 1 s, recording 1 s, asking \d+ s\)", text)
+
+
+def test_a_kernel_is_compiled_for_the_first_model_that_uses_it(plan_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("needlework.kernels.jit.uncompiled", list)
+    first, second = progress.phase_seconds([work_of(plan_file)] * 2)
+    assert first["compiling"] == COMPILE_SECONDS["block_attention"]
+    assert second["compiling"] == 0
+    monkeypatch.setattr("needlework.kernels.jit.uncompiled", lambda names: [])
+    assert progress.phase_seconds([work_of(plan_file)])[0]["compiling"] == 0
+
+
+def test_compilation_is_shown_where_it_happens(now: list[float]) -> None:
+    kinds = {"compiling": 4.0, "m: asking": 100.0}
+    with Bar(10, "trials", work=kinds, shown=True) as bar:
+        bar.show("m: asking", lambda: 1.0, "m: asking")
+        now[0] += 10
+        with terminal.compiling("conv", 1.0):
+            assert bar.name == "m: asking: compiling conv"
+            now[0] += 30
+        assert bar.name == "m: asking"
+        assert bar.advanced == 1.0
+        bar.left()
+    assert bar.throughput.done == {"compiling": 1.0, "m: asking": 1.0}
+    assert bar.throughput._seconds == {"compiling": 30.0, "m: asking": 10.0}
+
+
+def test_compilation_is_said_once_without_a_bar(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(terminal, "_said_compiling", terminal.Event())
+    for kernel in ("conv", "rglru"):
+        with terminal.compiling(kernel, 3.0):
+            pass
+    assert capsys.readouterr().err.count("compiling kernels for this processor (conv, about 3 s)") == 1
+
+
+def test_numba_says_when_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[tuple[str, float]] = []
+
+    @contextmanager
+    def compiling(name: str, seconds: float) -> Iterator[None]:
+        shown.append((name, seconds))
+        yield
+        shown.append(("done", 0.0))
+
+    monkeypatch.setattr(jit, "compiling", compiling)
+
+    @jit.compile_helper(nogil=True)
+    def double(x: float) -> float:
+        return 2 * x
+
+    assert double(2.0) == 4.0
+    assert [name for name, _ in shown] == ["test_progress", "done"]
+    assert double(3.0) == 6.0
+    assert len(shown) == 2, "it is compiled once"

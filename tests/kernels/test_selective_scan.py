@@ -116,8 +116,8 @@ def test_the_backward_pass_keeps_a_small_part_of_the_states() -> None:
 def test_without_gradients_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[int] = []
     module = importlib.import_module("needlework.kernels.selective_scan")
-    forward = module._forward
-    monkeypatch.setattr(module, "_forward", lambda *args: kept.append(args[-1].size) or forward(*args))
+    forward = module.forward_kernel
+    monkeypatch.setattr(module, "forward_kernel", lambda *args: kept.append(args[-1].size) or forward(*args))
     tensors = {name: tensor.requires_grad_() for name, tensor in selective_inputs(1, 64, 64).items()}
     with torch.no_grad():
         selective_scan(**tensors)

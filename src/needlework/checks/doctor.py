@@ -19,6 +19,7 @@ from torch import Tensor
 from needlework.checks import Check, Checkup, Outcome
 from needlework.checks.case import Case, DoesNotApply, LawResult, near, worst
 from needlework.interventions.base import NONE, Intervention, parse
+from needlework.measure import Progress, no_progress
 from needlework.requests import Request
 from needlework.subject import Subject
 from needlework.tasks import make_task, toy
@@ -370,7 +371,14 @@ def _decoded(tokenizer: Any, ids: Sequence[int], strip: bool = True) -> str:
     return text.strip() if strip else text
 
 
-def doctor(subject: Subject, *, quick: bool = False, most_tokens: int | None = None, progress: bool = False) -> Checkup:
+def doctor(
+    subject: Subject,
+    *,
+    quick: bool = False,
+    most_tokens: int | None = None,
+    progress: bool = False,
+    report: Progress = no_progress,
+) -> Checkup:
     """Check the laws that all measurements rely on; return which hold, which fail and which do not apply.
 
     The model is left unchanged, also if a law fails.
@@ -379,6 +387,7 @@ def doctor(subject: Subject, *, quick: bool = False, most_tokens: int | None = N
         quick: Use short prompts only, as `nw.run` does by default.
         most_tokens: Longest prompt (default 4,096, quick 256); sliding windows that end beyond it are not checked.
         progress: Show a progress bar.
+        report: Called with the share of the laws that are checked.
     """
     from needlework import __version__
 
@@ -405,6 +414,7 @@ def doctor(subject: Subject, *, quick: bool = False, most_tokens: int | None = N
             numbers = (found.measured, found.allowed, time.perf_counter() - start)
             checks.append(Check(name, says, outcome, found.why, *numbers, found.shown))
             bar.advance()
+            report(bar.share)
     versions = {
         "needlework": __version__,
         "torch": torch.__version__,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import fill
 
@@ -110,6 +110,7 @@ class Total:
     prefills: int
     seconds: float
     memory_bytes: int
+    phases: dict[str, float]  # the seconds by what happens: loading, compiling, examining, asking, ranking heads, recording
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Description:
         lines = [table.to_text()]
         lines += [
             f"{t.model}: {t.questions:,} questions for {t.trials:,} trials, {t.prefills:,} prefills,"
-            f" about {_time(t.seconds)}, about {t.memory_bytes / 2**20:,.0f} MiB"
+            f" about {_time(t.seconds)} ({_phases_text(t.phases)}), about {t.memory_bytes / 2**20:,.0f} MiB"
             for t in self.totals
         ]
         trials, prefills = (sum(getattr(total, name) for total in self.totals) for name in ("trials", "prefills"))
@@ -166,7 +167,7 @@ def describe(plan: Plan, source: ModelSource | None = None) -> Description:
                 prefills, _ = _count_prefills(work, trials)
                 parts.append(ExperimentSize(name, work.model.name, len(trials), conditions, prefills, longest))
     totals = []
-    for work in works:
+    for work, phases in zip(works, progress.phase_seconds(works), strict=True):
         model, asked = work.model, [same[0] for same in work.by_id().values()]
         longest, rows = max(trial.tokens for trial in asked), min(_ROWS, len(asked))
         memory = rows * (2 * longest * model.anatomy.kv_bytes_per_token + 2 * model.anatomy.state_bytes)
@@ -176,8 +177,9 @@ def describe(plan: Plan, source: ModelSource | None = None) -> Description:
             memory = min(memory, default_limit(torch.device("cpu")))  # the engine admits no more rows than fit
         memory += model.anatomy.parameters * torch_dtype(model.model.loading.dtype).itemsize
         prefills, _ = _count_prefills(work, asked)
-        seconds = estimate_seconds(work, speed_here(work))
-        totals.append(Total(model.name, len(work.trials), len(asked), prefills, seconds, memory))
+        phases["asking"] = estimate_seconds(work, speed_here(work))
+        needed = {phase: seconds for phase, seconds in phases.items() if seconds}
+        totals.append(Total(model.name, len(work.trials), len(asked), prefills, sum(needed.values()), memory, needed))
     return Description(plan.name, tuple(parts), tuple(totals), tuple(notes), tuple(count_samples(plan, works)))
 
 
@@ -212,6 +214,10 @@ def estimate_seconds(work: Work, speed: progress.Speed) -> float:
     )
     answering = sum(progress.chunk_seconds(info, speed, chunk, _ROWS) for chunk in chunked(work))
     return speed.reading(reading) + answering + progress.TRIAL_SECONDS * len(work.trials)
+
+
+def _phases_text(phases: Mapping[str, float]) -> str:
+    return ", ".join(f"{phase} {_time(max(1.0, seconds))}" for phase, seconds in phases.items())
 
 
 def _time(seconds: float) -> str:

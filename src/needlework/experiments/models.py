@@ -267,7 +267,10 @@ class LoadedSubject:
     def checkup(self, quick: bool) -> Checkup:
         from needlework.checks.doctor import doctor
 
-        return doctor(self.subject, quick=quick)
+        try:
+            return doctor(self.subject, quick=quick, report=partial(setattr, self, "_share"))
+        finally:
+            self._share = None
 
     def versions(self) -> dict[str, str]:
         import torch

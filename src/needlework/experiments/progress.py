@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.trials import RecordedTask, Trial, Work
+from needlework.interventions import KeepHeads, LimitContext
 from needlework.results import Store
-from needlework.terminal import Bar, clock
+from needlework.terminal import COMPILING, Bar, clock
 
 TRIAL_SECONDS = 0.002  # to prepare, score and write one trial
 ROWS = 32  # assumed to decode together where the number is unknown
@@ -138,6 +139,56 @@ def weights(work: Work) -> dict[str, float]:
     return made
 
 
+LOADING = Speed(float("inf"), 1e9, 0.5)  # reading weights; building and probing the model
+EXAMINING_PASSES, EXAMINING_TOKENS = 100, 20  # of the doctor's quick examination, about
+EXAMINING_SECONDS = 0.5  # of a tiny model
+RECORDING_FACTOR = 2.0  # of an answer's time, because attention probabilities are computed for all layers and tokens
+_MIXER_KERNELS = {"RecurrentGemmaRecurrentBlock": ("conv", "rglru")} | dict.fromkeys(
+    ("FalconMambaMixer", "JambaMambaMixer", "MambaMixer", "ZambaMambaMixer"), ("conv", "selective_scan")
+)
+
+
+def kernels_of(work: Work, examined: bool) -> list[str]:
+    """Return the compiled kernels that a model's trials and its examination use."""
+    loading, anatomy = work.model.model.loading, work.model.anatomy
+    if loading.device != "cpu" or loading.kernels != "fast":
+        return []
+    mixers = {part.mixer for _, part in anatomy.recurrent_parts()}
+    names = [name for mixer in sorted(mixers) for name in _MIXER_KERNELS.get(mixer, ())]
+    masked = any(isinstance(part, KeepHeads | LimitContext) for trial in work.trials for part in trial.intervention.parts)
+    return names + ["block_attention"] * ((masked or examined) and bool(anatomy.attention_layers))
+
+
+def phase_seconds(works: Sequence[Work], examined: bool = True) -> list[dict[str, float]]:
+    """Return the estimated seconds of what each model needs besides answers, by phase.
+
+    Args:
+        examined: Whether the doctor examines the models.
+    """
+    from needlework.kernels.jit import COMPILE_SECONDS, uncompiled
+
+    known: set[str] = set()  # a kernel is compiled for the first model that uses it
+    phases = []
+    for work in works:
+        info, speed, each = work.model, usual_speed(work.model), weights(work)
+        kernels = [name for name in kernels_of(work, examined) if name not in known]
+        known.update(kernels)
+        passes = EXAMINING_PASSES * speed.step(step_bytes(info, 1), reading_flops(info, EXAMINING_TOKENS))
+        ranked = sum(len(source.trials) for source in work.rankings.values() if source.ranking is None)
+        recorded = sum(each[trial.id] for recording in work.recordings for trial in recording.trials)
+        per_trial = sum(each.values()) / len(each)
+        phases.append(
+            {
+                "loading": LOADING.step(step_bytes(info, ROWS), 0),
+                COMPILING: sum(COMPILE_SECONDS[name] for name in uncompiled(kernels)),
+                "examining": EXAMINING_SECONDS + passes if examined else 0.0,
+                "ranking heads": RECORDING_FACTOR * ranked * per_trial,
+                "recording": RECORDING_FACTOR * recorded,
+            }
+        )
+    return phases
+
+
 @dataclass
 class _RunningBatch:
     weight: float
@@ -146,30 +197,55 @@ class _RunningBatch:
 
 
 class Tracker:
-    """The progress bar of a run; each trial is weighted by the estimated time of its answer."""
+    """The progress bar of a run. Each phase of each model has its estimated seconds, and so has each answer in `asking`."""
 
-    def __init__(self, works: Sequence[Work], store: Store, shown: bool) -> None:
+    def __init__(self, works: Sequence[Work], store: Store, shown: bool, examined: bool = True) -> None:
         self.weights = {work.model.name: weights(work) for work in works}
+        self._trials = Counter((work.model.name, trial.id) for work in works for trial in work.trials)
         self._underway: dict[Hashable, _RunningBatch] = {}
         done, observed = store.done(), store.observed()
-        whole = sum(sum(each.values()) for each in self.weights.values())
+        self._phases = {work.model.name: phases for work, phases in zip(works, phase_seconds(works, examined), strict=True)}
+        self._compiling = {name: phases.pop(COMPILING) for name, phases in self._phases.items()}
+        kinds = {COMPILING: sum(self._compiling.values())}
         for work in works:
-            left = (r for r in work.recordings if (r.experiment, work.model.name, r.task) not in observed)
-            whole += sum(self._weight(work.model.name, recording) for recording in left)
-        self.bar = Bar(sum(len(work.trials) for work in works), "trials", work=whole, shown=shown)
+            name, phases = work.model.name, self._phases[work.model.name]
+            left = [r for r in work.recordings if (r.experiment, name, r.task) not in observed]
+            phases["asking"] = sum(self.weights[name].values())
+            phases["recording"] = sum(self._recording_seconds(name, recording) for recording in left)
+            kinds |= {f"{name}: {phase}": seconds for phase, seconds in phases.items()}
+        self.bar = Bar(sum(len(work.trials) for work in works), "trials", work=kinds, shown=shown)
         for work in works:
             model = work.model.name
             for name, same in work.by_id().items():
                 stored = sum((one.experiment, model, one.task.name, name) in done for one in same)
-                self.bar.found(stored, self.weights[model][name] if stored == len(same) else 0.0)
+                seconds = self.weights[model][name] if stored == len(same) else 0.0
+                self.bar.found(stored, seconds, f"{model}: asking")
+
+    @contextmanager
+    def phase(self, model: str, phase: str, share: Callable[[], float] = float, of: int = 1) -> Iterator[None]:
+        """Show what happens with a model, such as loading: one of so many parts of this phase. `share` returns its progress."""
+        kind = f"{model}: {phase}"
+        work = self._phases[model][phase] / of
+        self.bar.show(kind, lambda: work * share(), kind)
+        yield
+        self.bar.advance(0, work)
+
+    def finish(self, model: str) -> None:
+        """Expect nothing more of a model: all of it is done, or is not needed."""
+        for phase in self._phases[model]:
+            self.bar.expect(f"{model}: {phase}", 0.0)
+        self._compiling[model] = 0.0
+        self.bar.expect(COMPILING, sum(self._compiling.values()))
 
     def start(self, model: str, batch: Hashable, names: Sequence[str], share: Callable[[], float]) -> None:
         """Track a batch that starts. `names` are its trial ids, `share` returns its progress; batches may run in parallel."""
-        self._follow(model, batch, sum(self.weights[model][name] for name in names), share)
+        self._underway[batch] = _RunningBatch(sum(self.weights[model][name] for name in names), share)
+        kind = f"{model}: asking"
+        self.bar.show(kind, lambda: sum(max(0.0, b.weight * b.share() - b.counted) for b in list(self._underway.values())), kind)
 
-    def count_answer(self, model: str, name: str, trials: int, batch: Hashable) -> None:
-        """Count an answer that serves this many trials."""
-        weight = self.weights[model][name]
+    def count_answer(self, model: str, name: str, batch: Hashable) -> None:
+        """Count an answer, which serves all trials of this id."""
+        weight, trials = self.weights[model][name], self._trials[model, name]
         if batch in self._underway:
             self._underway[batch].counted += weight
         self.bar.advance(trials, weight)
@@ -181,20 +257,15 @@ class Tracker:
     @contextmanager
     def recording(self, model: str, recording: RecordedTask, share: Callable[[], float]) -> Iterator[None]:
         """Track a recording while it runs: it has a weight, but counts as no trial."""
-        weight = self._weight(model, recording)
-        self._follow(f"{model} (attention)", id(recording), weight, share)
+        work, kind = self._recording_seconds(model, recording), f"{model}: recording"
+        self.bar.show(kind, lambda: work * share(), kind)
         yield
-        self.stop(id(recording))
-        self.bar.advance(0, weight)
+        self.bar.advance(0, work)
 
     def rate(self) -> str:
         """Return the number of trials and the throughput as text; empty if there were none."""
         count, seconds = self.bar.counted_now, self.bar.seconds
         return f"{count} asked in {clock(seconds)}, {count / seconds:.3g} trials per second" if count else ""
 
-    def _follow(self, name: str, batch: Hashable, weight: float, share: Callable[[], float]) -> None:
-        self._underway[batch] = _RunningBatch(weight, share)
-        self.bar.show(name, lambda: sum(max(0.0, b.weight * b.share() - b.counted) for b in list(self._underway.values())))
-
-    def _weight(self, model: str, recording: RecordedTask) -> float:
-        return sum(self.weights[model][trial.id] for trial in recording.trials)
+    def _recording_seconds(self, model: str, recording: RecordedTask) -> float:
+        return RECORDING_FACTOR * sum(self.weights[model][trial.id] for trial in recording.trials)

@@ -6,11 +6,13 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from needlework.errors import NeedleworkError
 from needlework.experiments.models import Batch, Executor, ModelInfo, NotSupported, run_call
 from needlework.experiments.plan import Plan
+from needlework.experiments.progress import Tracker
 from needlework.experiments.trials import Work
 from needlework.receipts import NOTHING_TO_HIDE
 from needlework.results import LM_EVAL, SEMANTICS_VERSION, Store
@@ -115,7 +117,7 @@ Doctor = Literal["quick", "full", "off"]
 _EXAMINED: dict[str, dict[str, Any]] = {}  # results in this process, reused by its next run of the same model
 
 
-def examine(store: Store, info: ModelInfo, executor: Executor, how: Doctor) -> None:
+def examine(store: Store, info: ModelInfo, executor: Executor, how: Doctor, tracker: Tracker) -> None:
     """Check a model with the doctor, once per model and software versions, and store the results; warn if a law fails.
 
     The run continues after a failure: the report shows the failed laws next to the numbers.
@@ -128,8 +130,10 @@ def examine(store: Store, info: ModelInfo, executor: Executor, how: Doctor) -> N
     if found is None or found["identity"] != state or (how == "full" and found["quick"]):
         key = json.dumps([state, how], sort_keys=True)
         if key not in _EXAMINED:
+            batch = Batch(method="checkup", args=(how == "quick",))
             try:
-                checkup = run_call(executor, Batch(method="checkup", args=(how == "quick",)))
+                with tracker.phase(info.name, "examining", partial(executor.share, batch)):
+                    checkup = run_call(executor, batch)
             except NotSupported:
                 return
             _EXAMINED[key] = {**checkup.to_dict(), "identity": state}

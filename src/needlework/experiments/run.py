@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, reduce
 from operator import add
@@ -105,10 +105,11 @@ def run(
                 say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
             if any(trial.task.scoring for work in works for trial in work.trials):  # all but those that lm-eval scores
                 store.set_meta("scores_version", SCORES_VERSION)
-            tracker = Tracker(works, store, progress)
+            tracker = Tracker(works, store, progress, doctor != "off")
             with tracker.bar:
                 for one in runs:
                     one.run(source, open_executor, tracker)
+                    tracker.finish(one.model)
             return Result(folder, summarize(store, scope, works, tracker.rate(), tell))
         except KeyboardInterrupt:
             if store.done():
@@ -170,11 +171,12 @@ class _ModelRun:
         recordings = [r for r in self.work.recordings if (r.experiment, self.model, r.task) not in recorded]
         if not pending and not recordings:
             return
-        tracker.bar.show(f"{self.model} (loading)")
-        with open_executor(source, self.work.model, max(1, len(pending))) as executor:
-            self.versions = self.store.note_versions(executor.versions())
-            examine(self.store, self.work.model, executor, self.doctor)
-            self._rank(executor)
+        with ExitStack() as stack:
+            with tracker.phase(self.model, "loading"):
+                executor = stack.enter_context(open_executor(source, self.work.model, max(1, len(pending))))
+                self.versions = self.store.note_versions(executor.versions())
+            examine(self.store, self.work.model, executor, self.doctor, tracker)
+            self._rank(executor, tracker)
             self.finished = self.trials.keys() - unfinished
             while pending:  # trials of a batch that raised are executed again one by one, so that only the faulty ones fail
                 broken = self._ask(executor, pending, tracker)
@@ -256,15 +258,16 @@ class _ModelRun:
             failed = failed_answer(error)
             self.store.add([to_row(one, failed, self.model, seconds, self.versions) for one in same])
         self.finished.add(trial.id)
-        tracker.count_answer(self.model, trial.id, len(same), batch)
+        tracker.count_answer(self.model, trial.id, batch)
 
-    def _rank(self, executor: Executor) -> None:
+    def _rank(self, executor: Executor, tracker: Tracker) -> None:
         """Compute the head rankings that interventions refer to, or read them from the store if it has them."""
         kept = self.store.meta("rankings") or {}
         known = kept.setdefault(self.model, {})
         for ranked in self.work.rankings.values():
             if ranked.source.content not in known:
-                known[ranked.source.content] = {"name": ranked.source.name, **_compute_ranking(executor, ranked)}
+                with tracker.phase(self.model, "ranking heads", of=len(self.work.rankings)):
+                    known[ranked.source.content] = {"name": ranked.source.name, **_compute_ranking(executor, ranked)}
                 self.store.set_meta("rankings", kept)
             self.rankings[ranked.source] = Ranking.parse(known[ranked.source.content]["order"])
 

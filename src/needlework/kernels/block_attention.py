@@ -87,7 +87,7 @@ def attend(
     )
     results = jit.arrays(out, off, negative_entropy)
     blocks = rows * -(-queries // width)
-    jit.run_blocks(_kernel, blocks, *jit.arrays(query.contiguous()), tuple(merged), tuple(edits), tuple(results))
+    jit.run_blocks(forward_kernel, blocks, *jit.arrays(query.contiguous()), tuple(merged), tuple(edits), tuple(results))
     return out, off, negative_entropy
 
 
@@ -278,7 +278,7 @@ def _weigh_heads(
 
 
 @kernel
-def _kernel(first: int, stop: int, query: Any, lines: Any, edits: Any, results: Any) -> None:
+def forward_kernel(first: int, stop: int, query: Any, lines: Any, edits: Any, results: Any) -> None:
     """Compute blocks first..stop-1 of `attend`; rows and kv heads are one dimension of `lines`."""
     far_keys, far_values, prompt, near_keys, near_values = lines
     visible, left_out, keep, zeroed_heads = edits

@@ -58,7 +58,7 @@ def _run_forward(silu: bool, x: Tensor, context: Tensor, weight: Tensor, bias: T
     """Run the kernel; context: [batch, taps - 1, channels], weight: [taps, channels], bias: [1, channels]."""
     out = jit.empty_like(x)
     inputs = (jit.flatten_tokens(x), *jit.arrays(context, weight, bias))
-    jit.run_blocks(_forward, jit.count_blocks(x.shape[0], x.shape[2]), inputs, silu, out.numpy())
+    jit.run_blocks(forward_kernel, jit.count_blocks(x.shape[0], x.shape[2]), inputs, silu, out.numpy())
     return out
 
 
@@ -122,7 +122,7 @@ def _convolve(inputs: Any, row: int, t: int, low: int, high: int, out: Any) -> N
 
 
 @kernel
-def _forward(first: int, stop: int, inputs: Any, silu: bool, out: Any) -> None:
+def forward_kernel(first: int, stop: int, inputs: Any, silu: bool, out: Any) -> None:
     at = first
     while at < stop:
         row, low, high, at = _join_blocks(at, stop, out.shape[2])

@@ -6,21 +6,26 @@ module: numba's parallel loops would load a second OpenMP runtime beside torch's
 OpenMP, refuse calls from two threads at once.
 """
 
+import importlib
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, TypeVar
 
 import numba
+import numba.core.event
 import numpy as np
 import torch
 from llvmlite import ir
 from numba.core import types
 from numba.extending import intrinsic
 from torch import Tensor
+
+from needlework.terminal import compiling
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Kernel = Callable[..., None]
@@ -40,6 +45,47 @@ helper = compile_helper(fastmath={"contract"})
 inlined = compile_helper(fastmath={"contract"}, inline="always")
 reassociated = compile_helper(fastmath={"contract", "reassoc", "nsz"})  # allows vectorised sums
 kernel = compile_helper(fastmath={"contract"}, cache=True, nogil=True)  # compiled on its first call, and cached on disk
+
+
+# Seconds that the compilation of each module's forward kernel takes.
+COMPILE_SECONDS = {"conv": 1.0, "rglru": 2.5, "selective_scan": 4.0, "block_attention": 10.0}
+
+
+def name_of(dispatcher: Any) -> str:
+    """Return the name of a kernel's module, such as "conv"."""
+    return str(dispatcher.py_func.__module__).rpartition(".")[2]
+
+
+def uncompiled(names: Iterable[str]) -> list[str]:
+    """Return those of COMPILE_SECONDS' kernels that are compiled neither in this process nor in numba's cache on disk."""
+    missing = []
+    for name in names:
+        forward = importlib.import_module(f"needlework.kernels.{name}").forward_kernel
+        file = getattr(forward._cache, "_cache_file", None)  # None: numba finds no directory for a cache
+        if not forward.signatures and not (file and file._load_index()):
+            missing.append(name)
+    return missing
+
+
+class _CompilationListener(numba.core.event.Listener):  # type: ignore[misc]
+    """Shows which kernel is compiled. Helpers are compiled inside of a kernel and are not shown."""
+
+    def __init__(self) -> None:
+        self._shown: dict[int, AbstractContextManager[None]] = {}
+
+    def on_start(self, event: Any) -> None:
+        kernel = event.data["dispatcher"]
+        if kernel.targetoptions.get("nogil") and not self._shown:
+            name = name_of(kernel)
+            self._shown[id(kernel)] = compiling(name, COMPILE_SECONDS.get(name, 5.0))
+            self._shown[id(kernel)].__enter__()
+
+    def on_end(self, event: Any) -> None:
+        if shown := self._shown.pop(id(event.data["dispatcher"]), None):
+            shown.__exit__(None, None, None)
+
+
+numba.core.event.register("numba:compile", _CompilationListener())
 
 
 @cache

@@ -90,7 +90,8 @@ def _arguments(x: Tensor, gate_in: Tensor, gate_keep: Tensor, *dense: Tensor) ->
 
 def _run_forward(*inputs: Tensor) -> tuple[Tensor, Tensor]:
     x, state, out = inputs[0], inputs[-1], jit.empty_like(inputs[0])
-    jit.run_blocks(_forward, jit.count_blocks(x.shape[0], x.shape[2]), _arguments(*inputs), out.view(-1).numpy(), x.shape[1])
+    blocks = jit.count_blocks(x.shape[0], x.shape[2])
+    jit.run_blocks(forward_kernel, blocks, _arguments(*inputs), out.view(-1).numpy(), x.shape[1])
     return out, (out[:, -1] if x.shape[1] else state).clone()
 
 
@@ -135,7 +136,7 @@ def _compute_decays(gates: Any, rate: Any, reset: Any, tokens: int, decay: Any, 
 
 
 @kernel
-def _forward(first: int, stop: int, arguments: Any, out: Any, length: int) -> None:
+def forward_kernel(first: int, stop: int, arguments: Any, out: Any, length: int) -> None:
     x, gate_in, gate_keep, rate, reset, state = arguments
     width = rate.size
     blocks = (width + LANES - 1) // LANES

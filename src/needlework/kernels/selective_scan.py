@@ -79,7 +79,7 @@ def _run_forward(keep: bool, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Te
     saved = x.new_empty(batch if keep else 0, -(-length // TILE), jit.count_blocks(1, inner), n_state, LANES)
     out, final = jit.empty_like(x), torch.empty_like(state)
     results = jit.arrays(state, out.view(-1), final, saved)
-    jit.run_blocks(_forward, jit.count_blocks(batch, inner), _arguments(*inputs), *results)
+    jit.run_blocks(forward_kernel, jit.count_blocks(batch, inner), _arguments(*inputs), *results)
     return out, final, saved
 
 
@@ -147,7 +147,7 @@ def _scan_token(steps: Any, drive: Any, rate: Any, B: Any, C: Any, row: int, sta
 
 
 @kernel
-def _forward(first: int, stop: int, arguments: Any, state: Any, out: Any, final: Any, saved: Any) -> None:
+def forward_kernel(first: int, stop: int, arguments: Any, state: Any, out: Any, final: Any, saved: Any) -> None:
     x, dt, A, B, C, bias, skip, z = arguments
     inner, n_state, length = A.shape[0], A.shape[1], B.shape[1]
     blocks = (inner + LANES - 1) // LANES

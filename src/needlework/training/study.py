@@ -168,7 +168,7 @@ def _train(cell: StudyModel, folder: Path, steps: Any) -> None:
     from needlework.training.train import train
 
     class QueueBar(Bar):
-        def found(self, count: int, work: float | None = None) -> None:
+        def found(self, count: int, work: float | None = None, kind: str | None = None) -> None:
             steps.put((cell.name, count, False))
 
         def advance(self, count: int = 1, work: float | None = None) -> None:
