@@ -255,10 +255,28 @@ def test_a_state_can_be_typed_sent_as_an_address_and_taken_away(visit: Any, tmp_
         page.locator("#text").fill(wrong)
         page.locator("#text").press("Enter")
         assert said in page.locator("#text-trouble").inner_text()
-    page.locator("#text").fill("keep_heads(phase='prefill', k=2) + ablate_heads(phase='decode', heads=[[2, 0]])")
-    page.locator("#text").press("Enter")
-    assert "one phase" in page.locator("#text-trouble").inner_text()
-    view.check()  # it acts, although no control stands for it
+
+
+def test_what_no_control_shows_is_named_and_stays(visit: Any) -> None:
+    text = "keep_heads(phase='prefill', k=2) + limit_context(layers=[2], tokens=9)"
+    for address in ("#do=ablate_heads(heads=[[2, 1]], phase='decode') %2B " + text.replace("+", "%2B"), ""):
+        view = visit(address)
+        if not address:
+            view.page.locator("#text").fill(text + " + ablate_heads(phase='decode', heads=[[2, 1]])")
+            view.page.locator("#text").press("Enter")
+        told = view.page.locator("#text-trouble").inner_text()
+        assert "keep_heads(phase='prefill', k=2) (the controls of heads have one phase)" in told
+        assert "limit_context(layers=[2], tokens=9) (the controls have one limit for all layers)" in told
+        assert "ablate_heads" not in told, "a switch shows it"
+        view.check()
+        switch(view, "layer 5, head 0").click()
+        assert view.text == f"ablate_heads(phase='decode', heads=[[2, 1], [5, 0]]) + {text}"
+        view.check()
+        view.page.locator("#undo").click()
+        assert view.page.locator("#text-trouble").inner_text() == told
+        view.page.locator("#reset").click()
+        assert view.page.locator("#text-trouble").is_hidden()
+        assert view.text == "none"
 
 
 def test_broken_addresses_are_told_and_open_the_usual_state(visit: Any) -> None:

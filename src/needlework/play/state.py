@@ -150,7 +150,7 @@ def stories(anatomy: Anatomy) -> list[Story]:
         Story(
             "no-heads",
             "No heads",
-            "Every attention head is off: if attention does the retrieving, the value is lost, and only an answer's form stays.",
+            "Every attention head is off: if attention retrieves the value, the answer keeps its form and loses the value.",
             [{"name": "ablate_attention"}],
         ),
         Story(
@@ -162,32 +162,32 @@ def stories(anatomy: Anatomy) -> list[Story]:
         Story(
             "random-heads",
             f"{heads.capitalize()} at random",
-            "As many heads stay on, but drawn at random: if the answer is as good, it did not matter which heads were kept.",
+            "The same number of heads stays on, but chosen at random: if the answer is as good, the choice did not matter.",
             [{"name": "keep_heads", "k": few, "by": "random"}],
         ),
         Story(
             "hidden-answering",
             "Hidden while answering",
-            "Attention cannot see the needle while the model answers: what it read before does not help if it must look again.",
+            "Attention cannot see the needle while the model answers: a model that looks back at it now gives a wrong value.",
             [{"name": "expose_tokens", "phase": "decode", "mode": "omit"}],
         ),
         Story(
             "hidden-reading",
             "Hidden while reading",
-            "Attention cannot see the needle while the model reads, but sees it when it answers: looking back is often enough.",
+            "Attention cannot see the needle while the model reads, but can when it answers: looking back is often enough.",
             [{"name": "expose_tokens", "phase": "prefill", "mode": "omit"}],
         ),
         Story(
             "no-recurrence",
             "No recurrence",
-            "The recurrent layers see each token alone: attention is untouched, but without their memory the text falls apart.",
+            "The recurrent layers lose their memory of earlier tokens: attention is unchanged, but the text often falls apart.",
             [{"name": "ablate_recurrent"}],
         ),
         Story(
             "swapped",
             "Memory swapped",
-            "Before it answers, the model gets the keys and values of a twin text with another value: the answer follows them, if"
-            " they hold the needle.",
+            "Before it answers, the model gets the keys and values of a twin prompt with another value: if it retrieves with"
+            " attention, it answers with that value.",
             [{"name": "swap_memory", "half": "kv"}],
         ),
     ]

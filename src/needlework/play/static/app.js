@@ -5,7 +5,7 @@ import { headMap } from "play/attention.js";
 import { codeOf } from "play/code.js";
 import { controlPanel } from "play/controls.js";
 import { byId, el, fill, setAttribute } from "play/dom.js";
-import { controlsOf, partsOf, partsOfControls, textOf, untouched } from "play/intervention.js";
+import { controlsOf, partsOf, partsOfControls, textOf, unshown, untouched } from "play/intervention.js";
 import { layerColumn } from "play/layers.js";
 import { promptView } from "play/prompt.js";
 import { ProviderError } from "play/provider.js";
@@ -111,14 +111,14 @@ class Page {
       this.message(what);
       return;
     }
-    const controls = structuredClone(this.state.controls ?? untouched());
+    const controls = structuredClone(this.state.controls);
     mutate(controls);
     this.set({ controls, parts: partsOfControls(controls, this.layers) });
   }
 
   /** Return why a change of the controls is not available, or "". */
   unavailable(mutate) {
-    const controls = structuredClone(this.state.controls ?? untouched());
+    const controls = structuredClone(this.state.controls);
     mutate(controls);
     return this.provider.unavailable(this.request(partsOfControls(controls, this.layers)));
   }
@@ -146,15 +146,7 @@ class Page {
     if (text.trim() === textOf(this.state.parts)) return;
     try {
       const parts = partsOf(text);
-      let controls = null;
-      try {
-        controls = controlsOf(parts, this.layers);
-      } catch (error) {
-        this.set({ controls, parts });
-        this.message(`${error.message}; it acts all the same.`);
-        return;
-      }
-      this.set({ controls, parts });
+      this.set({ controls: controlsOf(parts, this.layers), parts });
     } catch (error) {
       this.message(error.message);
     }
@@ -257,16 +249,15 @@ class Page {
 
   showState() {
     const { prompt, draw, controls, parts } = this.state;
-    const shown = controls ?? untouched();
     const text = textOf(parts);
     byId("text").value = text;
-    byId("text-trouble").hidden = true;
+    this.message(unshown(controls));
     byId("trouble").hidden = true;
     byId("undo").disabled = this.at <= 0;
     byId("redo").disabled = this.at >= this.history.length - 1;
     byId("reset").disabled = text === "none";
-    this.columns.update(shown);
-    this.panel.update(shown, prompt);
+    this.columns.update(controls);
+    this.panel.update(controls, prompt);
     this.prompts.showPrompt(prompt, draw);
     this.showStories(text);
   }
@@ -302,7 +293,7 @@ class Page {
         ),
       );
     });
-    const sentence = current < 0 ? "Your own state. The tour goes on with a click on any step." : told[current].sentence;
+    const sentence = current < 0 ? "Your own state: click a step to go on with the tour." : told[current].sentence;
     const focused = document.activeElement?.closest("#stories") ? document.activeElement.id : "";
     fill(byId("stories"), el("ol", {}, buttons), el("p", { id: "sentence", "aria-live": "polite" }, sentence));
     if (focused) byId(focused)?.focus();
@@ -372,21 +363,19 @@ class Page {
       draw = standard;
       prompt = await this.drawn(draw);
     }
-    let controls = untouched();
     try {
       parts = partsOf(fields.get("do") ?? "none");
-      controls = null;
-      controls = controlsOf(parts, this.layers);
     } catch (error) {
       troubles.push(error.message);
     }
-    const asked = this.set({ prompt, draw, parts, controls });
+    const asked = this.set({ prompt, draw, parts, controls: controlsOf(parts, this.layers) });
     if (troubles.length) this.message(`The address was not understood in full: ${troubles.join("; ")}`);
     await asked;
   }
 
+  /** Show a message above the intervention; "" takes it away. */
   message(text) {
-    byId("text-trouble").hidden = false;
+    byId("text-trouble").hidden = !text;
     byId("text-trouble").textContent = text;
   }
 

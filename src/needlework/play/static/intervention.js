@@ -2,7 +2,7 @@
  * Interventions in the browser: lists of parts (see provider.js), their text form, and the page's controls.
  *
  * `textOf` writes what Python's `str(intervention)` writes, and `partsOf` reads it. `partsOfControls` and `controlsOf` convert
- * between parts and the settings of the page's controls; a text that no setting stands for is refused with a reason.
+ * between parts and the settings of the page's controls; parts that no setting stands for are carried along.
  */
 
 // Fields in the order of the text form, with their defaults; undefined marks a field that must be given.
@@ -171,7 +171,7 @@ class Reader {
  * Return the settings of all controls with nothing changed.
  *
  * heads.off and recurrent.groups hold "layer.index"; recurrent.cut maps a layer to "memory", "conv", "state" or "block";
- * heads.keep is null or {k, by, seed}, where by is a name or {ranking}.
+ * heads.keep is null or {k, by, seed}, where by is a name or {ranking}; rest holds {part, why} of parts that no control shows.
  */
 export function untouched() {
   return {
@@ -180,6 +180,7 @@ export function untouched() {
     limit: { tokens: null, sinks: 0, phase: "both" },
     recurrent: { groups: [], cut: {}, phase: "both" },
     swap: { kv: false, recurrent: false },
+    rest: [],
   };
 }
 
@@ -199,6 +200,7 @@ export function partsOfControls(controls, layers) {
     parts.push({ name: "limit_context", ...inPhase(limit.phase), tokens: limit.tokens, ...sinks });
   }
   for (const half of ["kv", "recurrent"]) if (swap[half]) parts.push({ name: "swap_memory", half });
+  parts.push(...controls.rest.map(({ part }) => part));
   return parts.sort((a, b) => (partText(a) < partText(b) ? -1 : 1));
 }
 
@@ -242,31 +244,47 @@ export function pairOf(name) {
   return name.split(".").map(Number);
 }
 
-/** Return the settings that stand for parts; throw an Error if no settings do. */
+/** Return the settings that stand for parts. */
 export function controlsOf(parts, layers) {
-  const controls = untouched();
-  const phases = { heads: null, recurrent: null, limit: null };
-  const setPhase = (group, part) => {
-    const phase = part.phase ?? "both";
-    if (phases[group] && phases[group] !== phase) throw new Error(`the controls of ${group} have one phase, and this text has two`);
-    phases[group] = controls[group].phase = phase;
-  };
+  let settings = { controls: untouched(), phases: {} };
   for (const part of parts) {
-    if (part.name === "swap_memory") controls.swap[part.half] = true;
-    else if (part.name === "expose_tokens") addExposure(controls.hide, part);
-    else if (part.name === "limit_context") {
-      if (part.layers || controls.limit.tokens !== null) throw new Error("the controls have one limit for all layers");
-      setPhase("limit", part);
-      Object.assign(controls.limit, { tokens: part.tokens, sinks: part.sinks ?? 0 });
-    } else if (part.name.startsWith("ablate_recurrent")) {
-      setPhase("recurrent", part);
-      addRecurrent(controls.recurrent, part, layers);
-    } else {
-      setPhase("heads", part);
-      addHeads(controls.heads, part, layers);
+    const tried = structuredClone(settings);
+    try {
+      addPart(tried, part, layers);
+      settings = tried;
+    } catch (error) {
+      settings.controls.rest.push({ part, why: error.message });
     }
   }
-  return controls;
+  return settings.controls;
+}
+
+/** Return which parts no control shows, and why, in words; "" if all are shown. */
+export function unshown({ rest }) {
+  if (!rest.length) return "";
+  const parts = rest.map(({ part, why }) => `${partText(part)} (${why})`).join(", ");
+  return `No control shows ${parts}. It acts all the same; Reset takes it away.`;
+}
+
+function addPart({ controls, phases }, part, layers) {
+  const setPhase = (group) => {
+    const phase = part.phase ?? "both";
+    if (phases[group] && phases[group] !== phase) throw new Error(`the controls of ${group} have one phase`);
+    phases[group] = controls[group].phase = phase;
+  };
+  if (part.name === "swap_memory") controls.swap[part.half] = true;
+  else if (part.name === "expose_tokens") addExposure(controls.hide, part);
+  else if (part.name === "limit_context") {
+    if (part.layers || controls.limit.tokens !== null) throw new Error("the controls have one limit for all layers");
+    setPhase("limit");
+    Object.assign(controls.limit, { tokens: part.tokens, sinks: part.sinks ?? 0 });
+  } else if (part.name.startsWith("ablate_recurrent")) {
+    setPhase("recurrent");
+    addRecurrent(controls.recurrent, part, layers);
+  } else {
+    setPhase("heads");
+    addHeads(controls.heads, part, layers);
+  }
 }
 
 function addExposure(hide, part) {
@@ -291,7 +309,7 @@ function addHeads(heads, part, layers) {
 
 function addRecurrent(recurrent, part, layers) {
   if (part.name === "ablate_recurrent_groups") {
-    recurrent.groups = part.groups.map((pair) => pair.join("."));
+    recurrent.groups = [...new Set([...recurrent.groups, ...part.groups.map((pair) => pair.join("."))])];
     return;
   }
   const site = part.site ?? "memory";
