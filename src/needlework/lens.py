@@ -133,6 +133,9 @@ class LogitLens:
     def __str__(self) -> str:
         return f"logit lens of {self.model}, {len(self.prompts)} states of {len(set(self.prompts))} prompts, {self.intervention}"
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         from needlework.tables import Table
 

@@ -158,6 +158,9 @@ class Patching:
             f" ({number(self.corrupt)} corrupt, {number(self.clean)} clean)"
         )
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def _repr_html_(self) -> str:
         from needlework.tables import Table
 
