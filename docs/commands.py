@@ -41,7 +41,9 @@ def _row(parameter: Any) -> str | None:
     if parameter.param_type_name == "argument":
         names = f"`{(parameter.metavar or parameter.name).upper()}`"
     value = parameter.default
-    values = [] if value in (None, "", False) or callable(value) else value if isinstance(value, list) else [value]
+    values = (
+        [] if value is None or value is False or value == "" or callable(value) else value if isinstance(value, list) else [value]
+    )
     default = ", ".join(f"`{one}`" for one in values)
     meaning = " ".join((getattr(parameter, "help", None) or "").split()).replace("|", "\\|")
     return f"| {names} | {'required' if parameter.required else default} | {meaning} |"

@@ -38,7 +38,7 @@ NEEDLES = (
     "as many at random, of untouched",
     "no recurrent memory",
 )
-ILLUSTRATION = "A model that was chosen because it shows an effect is an illustration of it, no evidence."
+ILLUSTRATION = "Models selected for an effect are not evidence for it."
 FIGURES = {  # rows of the log's first table -> figures of a card
     "NIAH, 256 tokens, one needle; among 8 others": ("niah_256_1_needle", "niah_256_8_distractors"),
     "NIAH, 512 tokens, one needle; among 8 others": ("niah_512_1_needle", "niah_512_8_distractors"),

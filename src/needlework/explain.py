@@ -1,23 +1,28 @@
-"""Look up a word of needlework in its documentation: interventions, tasks, methods, rules, columns, plan keys.
+"""Look up a word of needlework: interventions, tasks, methods, rules, columns, figures, plan keys, commands, Python names.
 
-The pages in docs/ are the only source. A wheel contains them as `needlework/pages` (setup.py copies them).
+The sources are the pages in docs/, which a wheel contains as `needlework/pages` (setup.py copies them), and the docstrings of
+interventions and of what `nw` exports.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 
-from needlework.errors import NeedleworkError, did_you_mean, short_repr
+from needlework.analysis.verdicts import RULES
+from needlework.errors import NeedleworkError, short_repr
 
 PACKAGE = Path(__file__).parent
 REFERENCE = (
     "method",
     "plans",
     "heads",
+    "report",
     "store",
     "recurrent",
     "patching",
@@ -28,14 +33,16 @@ REFERENCE = (
     "zoo",
     "play",
     "glossary",
+    "commands",
 )
+MOST_NEAR = 3  # names that a message about an unknown one suggests
 _NAME = re.compile(r"`([A-Za-z][\w-]*)")
 _CELL = re.compile(r"(?<!\\)\|")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One documented thing: a section of a page, or a row of one of its tables."""
+    """One documented thing: a section of a page, a row of one of its tables, or a docstring."""
 
     names: tuple[str, ...]
     page: str
@@ -44,7 +51,7 @@ class Entry:
     text: str  # Markdown
 
     def to_dict(self) -> dict[str, str]:
-        return {"title": self.title, "text": self.text, "page": f"docs/{self.page}.md", "section": self.section}
+        return {"title": self.title, "text": self.text, "page": self.page, "section": self.section}
 
 
 def pages_folder() -> Path:
@@ -57,26 +64,61 @@ def pages_folder() -> Path:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """Read all entries of the reference pages, in their order."""
+    """Read all entries: those of the reference pages, in their order, then options of interventions."""
     folder = pages_folder()
     pages = [folder / f"{name}.md" for name in REFERENCE]
-    return tuple(entry for page in pages if page.exists() for entry in _page(page.stem, page.read_text(encoding="utf-8")))
+    found = [entry for page in pages if page.exists() for entry in _page(page.stem, page.read_text(encoding="utf-8"))]
+    return *found, *_intervention_options()
+
+
+def _intervention_options() -> Iterator[Entry]:
+    """Yield an entry for each option of each shipped intervention, from the docstring of its class."""
+    from needlework.interventions.base import _REGISTRY
+
+    for name, cls in _REGISTRY.items():
+        if not cls.__module__.startswith("needlework."):
+            continue
+        _, _, attributes = inspect.cleandoc(cls.__doc__ or "").partition("Attributes:\n")
+        for option, text in re.findall(r"^ {4}(\w+): (.+(?:\n {5,}.+)*)", attributes, re.MULTILINE):
+            yield Entry((option,), "interventions", name, f"{name}({option}=...)", " ".join(text.split()))
+
+
+def _python_name(name: str) -> list[Entry]:
+    """Return the signature and docstring of what `nw` exports under this name; nothing if it does not."""
+    import needlework as nw
+
+    name = name.removeprefix("nw.")
+    found = getattr(nw, name) if name in dir(nw) else None
+    if not callable(found) or not (text := inspect.getdoc(found)):
+        return []
+    signature = "" if isinstance(found, type) else re.sub(r"<function (\w+) at \w+>", r"\1", str(inspect.signature(found)))
+    return [Entry((name,), "Python", "nw", f"nw.{name}", f"```\nnw.{name}{signature}\n\n{text}\n```")]
 
 
 def _page(page: str, text: str) -> Iterator[Entry]:
     """Yield the sections whose heading is a name or a word, and the rows of tables whose first cell has a name."""
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```", lambda block: block[0].replace("#", "\0"), text, flags=re.DOTALL)  # comments are no headings
+    text = re.sub(rf"docs/({'|'.join(REFERENCE)})\.md", r"`needlework explain \1`", text)  # no wheel has docs/
+    title = text.partition("\n")[0].removeprefix("# ")
     for heading, body in re.findall(r"^#+ +(.+)\n((?:(?!#+ ).*\n?)*)", text, re.MULTILINE):
         body = body.replace("\0", "#").strip()
-        names = tuple(_NAME.findall(heading)) or (re.sub(r"^(an?|the|every) ", "", heading.lower()),)
+        words = re.sub(r"^(an?|the|every) ", "", heading.lower())
+        names = tuple(_NAME.findall(heading)) or tuple(dict.fromkeys([words, words.partition(":")[0]]))
+        if heading == title:
+            names = (page, *names)
         if body:
             yield Entry(names, page, heading, heading, body)
         for table in re.findall(r"(?:^\|.*\n?)+", body, re.MULTILINE):
             head, _, *rows = [[cell.strip() for cell in _CELL.split(line.strip())[1:-1]] for line in table.strip().splitlines()]
             for first, *rest in rows:
-                if head[0] == "rule":
-                    named: tuple[str, ...] = (f"rule {first}",) if first else ()
+                if page == "commands":
+                    named: tuple[str, ...] = tuple(re.findall(r"`--([\w-]+)`", first))
+                elif page == "report":
+                    named = tuple(re.findall(r"`([^`]+)`", first))
+                elif head[0] == "rule":
+                    claims = {str(rule.number): rule.claim for rule in RULES}
+                    named = (f"rule {first}", claims[first]) if first else ()
                 elif head[0] in ("law", "field"):
                     named = tuple(part.strip() for part in first.split(","))
                 else:
@@ -94,13 +136,15 @@ def explain(topic: str) -> list[Entry]:
     Raises:
         NeedleworkError: Nothing is documented under this name; names the nearest ones.
     """
-    name = _normal(re.split(r"[(+]", topic.strip(), maxsplit=1)[0])
+    written = re.split(r"[(+]", topic.strip().removeprefix("needlework "), maxsplit=1)[0].strip()
+    name = _normal(written)
     arguments = re.findall(r"(\w+)\s*=\s*['\"]?(\w+)", topic)
-    found = [entry for entry in entries() if name in map(_normal, entry.names)]
+    found = [entry for entry in entries() if name in map(_normal, entry.names)] or _python_name(written)
     if not found:
-        known = [shown for entry in entries() for shown in entry.names]
+        known = {_normal(shown) for entry in entries() for shown in entry.names}
+        near = " or ".join(map(repr, get_close_matches(name, known, n=MOST_NEAR, cutoff=0)))
         raise NeedleworkError(
-            f"nothing is documented as {short_repr(topic)}; {did_you_mean(name, map(_normal, known), cutoff=0)}"
+            f"nothing is documented as {short_repr(topic)}; did you mean {near}?"
             " `needlework explain` without an argument lists all names"
         )
     exact = [e for e in found if arguments and all(f"{key}={value}" in e.title.replace('"', "") for key, value in arguments)]

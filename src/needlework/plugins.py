@@ -7,14 +7,15 @@ import sys
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from needlework.errors import NeedleworkError
-from needlework.interventions import base
+from needlework.interventions import acts, base
 from needlework.tasks import TASKS
 
 
 def load(file: str | Path) -> list[str]:
-    """Run a Python file and return the names of the interventions and tasks that it registered.
+    """Run a Python file and return the names of the interventions, tasks and head scores that it registered.
 
     Raises:
         NeedleworkError: The file cannot be read, or fails; names file and line.
@@ -47,10 +48,11 @@ def define(name: str, path: str, source: bytes) -> list[str]:
     return [known for known, cls in _known().items() if before.get(known) is not cls]
 
 
-def _known() -> dict[str, type]:
-    """Return the registered classes, by kind and name: an intervention and a task may have the same name."""
+def _known() -> dict[str, Any]:
+    """Return the registered classes and functions, by kind and name: an intervention and a task may have the same name."""
     interventions = {f"intervention {name}": cls for name, cls in base._REGISTRY.items()}
-    return {**interventions, **{f"task {name}": cls for name, cls in TASKS.items()}}
+    scores = {f"head score {name}": score.function for name, score in acts.HEAD_SCORES.items()}
+    return {**interventions, **scores, **{f"task {name}": cls for name, cls in TASKS.items()}}
 
 
 def describe_error(error: BaseException) -> str | None:

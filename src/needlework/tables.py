@@ -23,12 +23,13 @@ from needlework.terminal import plain
 if TYPE_CHECKING:
     import pandas
 
+_GAP = 2  # characters between columns
 Cell = str | Text  # the style of a Text is shown in the terminal only
 
 
 @dataclass
 class Table:
-    """A table whose words are never truncated: lines that are wider than a terminal overflow.
+    """A table whose words are never truncated. A terminal that is too narrow for all columns shows some below the others.
 
     Attributes:
         left: Columns that are aligned to the left, all others to the right; None aligns all to the left.
@@ -98,31 +99,47 @@ class Table:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         least, most = self._widths()
-        return Measurement(sum(least) + self._gaps, sum(most) + self._gaps)
+        narrowest = least[:1] + ([max(least[1:]) + _GAP] if least[1:] else [])
+        return Measurement(sum(narrowest), sum(most) + self._gaps)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        widths, most = self._widths()
-        for _ in range(options.max_width - self._gaps - sum(widths)):  # give free space to the column that lacks most
-            neediest = max(range(len(widths)), key=lambda i: most[i] - widths[i])
-            widths[neediest] += most[neediest] > widths[neediest]
-        table = RichTable(
-            title=Text(plain(self.caption)) if self.caption else None,
-            title_justify="left",
-            box=box.SIMPLE_HEAD,
-            show_header=self.show_header,
-            show_edge=False,
-            pad_edge=False,
-            padding=(0, 1, 0, 0),
-        )
-        for name, width in zip(self.columns, widths, strict=True):
-            table.add_column(Text(plain(name)), justify="left" if self._is_left(name) else "right", width=width)
-        for row in self.rows:
-            table.add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in row))
-        yield table
+        least, most = self._widths()
+        parts = self._parts(least, options.max_width)
+        if self.aligned_with and len(parts) > 1 and not self.rows:
+            return  # a header alone: where columns are parted, every aligned table shows its own
+        for number, part in enumerate(parts):
+            widths = _fill([least[i] for i in part], [most[i] for i in part], options.max_width)
+            table = RichTable(
+                title=Text(plain(self.caption)) if self.caption and not number else Text(" ") if number else None,
+                title_justify="left",
+                box=box.SIMPLE_HEAD,
+                show_header=self.show_header or len(parts) > 1,
+                show_edge=False,
+                pad_edge=False,
+                padding=(0, 1, 0, 0),
+            )
+            for i, width in zip(part, widths, strict=True):
+                name = self.columns[i]
+                table.add_column(Text(plain(name)), justify="left" if self._is_left(name) else "right", width=width)
+            for row in self.rows:
+                table.add_row(*(cell if isinstance(cell, Text) else Text(plain(cell)) for cell in (row[i] for i in part)))
+            yield table
+
+    def _parts(self, least: Sequence[int], width: int) -> list[list[int]]:
+        """Return the columns to show side by side: all, or the first one with as many of the others as fit, several times."""
+        if sum(least) + self._gaps <= width:
+            return [list(range(len(least)))]
+        parts = [[0]]
+        for i in range(1, len(least)):
+            used = [*parts[-1], i]
+            if len(used) > 2 and sum(least[j] for j in used) + _GAP * (len(used) - 1) > width:
+                parts.append([0])
+            parts[-1].append(i)
+        return parts
 
     @property
     def _gaps(self) -> int:
-        return 2 * (len(self.columns) - 1)
+        return _GAP * (len(self.columns) - 1)
 
     def _widths(self) -> tuple[list[int], list[int]]:
         """Return the width of every column's longest word, and of its longest line."""
@@ -133,6 +150,15 @@ class Table:
             least.append(max(len(word) for text in texts for word in re.split("[ \\n]+", text)))  # no-break spaces do not split
             most.append(max(len(line) for text in texts for line in text.splitlines() or [""]))
         return least, most
+
+
+def _fill(least: Sequence[int], most: Sequence[int], width: int) -> list[int]:
+    """Return column widths between `least` and `most` that fill a line: free space goes to the column that lacks most."""
+    widths = list(least)
+    for _ in range(width - _GAP * (len(widths) - 1) - sum(widths)):
+        neediest = max(range(len(widths)), key=lambda i: most[i] - widths[i])
+        widths[neediest] += most[neediest] > widths[neediest]
+    return widths
 
 
 def to_text(shown: RenderableType, width: int) -> str:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import lru_cache
+from textwrap import fill
 from threading import Event, RLock, Thread
 from typing import ClassVar, Self
 
@@ -45,6 +46,12 @@ def display_name(text: str, longest: int = LONGEST_NAME) -> str:
 def say(text: str, *, stderr: bool = True, style: str | None = None) -> None:
     """Print a line without markup, highlighting or wrapping."""
     Console(stderr=stderr).print(plain(text), style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def wrap(text: str, width: int) -> str:
+    """Return printable text with its lines wrapped at words; longer words, such as paths, stay whole."""
+    lines = plain(text).split("\n")
+    return "\n".join(fill(line, width, break_long_words=False, break_on_hyphens=False) for line in lines)
 
 
 class Throughput:

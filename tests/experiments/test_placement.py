@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from needlework.cli import app
+from needlework.cli.options import show
 from needlework.experiments import progress
 from needlework.experiments.estimate import ModelPlacement, Placement
 from needlework.experiments.models import ModelInfo, PublicModels
@@ -71,10 +72,14 @@ def test_a_dry_run_places_models_of_which_there_is_only_a_configuration(tmp_path
     assert "not measured" in text
 
 
-def test_the_table_fits_a_terminal_and_small_times_are_told_in_seconds() -> None:
+def test_the_table_fits_a_terminal_and_small_times_are_told_in_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = ModelPlacement("recurrentgemma-2b", 6, 2, 5_400_000_000, 1, 2, 0.0001, 0.005, 0.3, 0.00001)
     large = ModelPlacement("jamba-mini-1.6-of-52-billion", 3_500, 3_500, 103_100_000_000, 2, 64, None, None, 1234.5, 12.0)
-    text = Placement("grid", "Ray cluster 10.0.0.1:6379, 16 threads a worker", (small, large)).text()
+    monkeypatch.setenv("COLUMNS", "80")
+    show(Placement("grid", "Ray cluster 10.0.0.1:6379, 16 threads a worker", (small, large)).output())
+    text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80, text
     _, _, *times = text.partition("time ")[2].splitlines()
     assert times[0].split()[1:] == ["below", "1", "s", "18", "s", "18.0", "min", "below", "1", "s"]

@@ -64,7 +64,7 @@ def test_a_chosen_model_is_called_an_illustration_with_how_many_show_the_effect(
     assert figures.study(file) == figures.ILLUSTRATION
     file.write_text('{"shown": 5, "total": 12}')
     said = figures.study(file)
-    assert "an illustration of it, no evidence." in said
+    assert "Models selected for an effect are not evidence for it." in said
     assert "Of the 12 models" in said
     assert "5 show it and 7 do not." in said
 

@@ -16,10 +16,12 @@ import pytest
 import synthetic
 from rich.console import Console
 
+from needlework import explain
+from needlework.analysis.reader import load
 from needlework.analysis.verdicts import RULES
 from needlework.errors import NeedleworkError
 from needlework.experiments import plan as plans
-from needlework.reports import report, summary
+from needlework.reports import report, summary, tables
 from needlework.reports.figures import FIGURES
 from needlework.reports.page import PAPER, script_json
 from needlework.results import Store
@@ -129,6 +131,13 @@ def test_no_block_only_says_that_something_was_not_run(tmp_path: Path) -> None:
 def test_every_claim_has_its_plan_and_every_figure_its_link() -> None:
     assert {rule.plan for rule in RULES} <= set(plans.plan_names())
     assert len({figure.link for figure in FIGURES.values()}) == len(FIGURES)
+
+
+def test_every_column_is_explained(run: Path) -> None:
+    frame = load([run])
+    for table in (tables.models, tables.scores, tables.knowledge, tables.contrasts):
+        for column in table(frame).columns:
+            assert explain.explain(column), column
 
 
 def test_two_runs_side_by_side(tmp_path: Path, run: Path) -> None:

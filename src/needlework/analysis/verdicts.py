@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -58,6 +58,11 @@ class Verdict:
     why: str = ""  # reason for the outcome, starting with the rule's number
     points: tuple[VerdictPoint, ...] = ()  # numbers of the small figure; empty if nothing was judged
     reason: str = ""  # unless supported, in a few words: the part that failed, was not run or has too few samples
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the outcome, its deciding number and its reason as JSON values."""
+        names = ("number", "claim", "title", "model", "word", "sentence", "reason", "why")
+        return {**{name: getattr(self, name) for name in names}, "estimate": self.estimate.to_dict()}
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import asdict
 from pathlib import Path
-from textwrap import fill
 from typing import Annotated, Any
 
 import typer
@@ -14,7 +13,7 @@ import needlework as nw
 from needlework.cli import options
 from needlework.cli.options import FAILED, MODEL_HELP, command, show
 from needlework.errors import short_repr
-from needlework.terminal import say
+from needlework.terminal import plain, say
 
 _SHORT_PROMPT = 256  # tokens; up to these, transformers' own code is as fast as loading (and at first compiling) kernels
 
@@ -128,6 +127,7 @@ def heads(
     ] = None,
     methods: Annotated[bool, typer.Option("--methods", help="List the methods and do nothing else.")] = False,
     out: Annotated[Path | None, typer.Option(help="New directory for rankings, numbers, pictures and a page.")] = None,
+    plugin: options.Plugins = [],  # noqa: B006
     as_json: options.Json = False,
     *,
     cluster: options.OptionalCluster,
@@ -135,7 +135,7 @@ def heads(
 ) -> None:
     """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
 
-    Rankings are judged on samples that they have not seen. docs/heads.md says what each method and number means. With
+    Rankings are judged on samples that they have not seen. `needlework explain METHOD` says what a method measures. With
     --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut. With
     --against, heads of two checkpoints are compared, and Q/K of the first are put into the second. On several workers:
     `needlework heads tiny-griffin --ray --workers 2`.
@@ -162,10 +162,10 @@ def heads(
         both = compare_heads(model, against, by[0] if by else METHOD, task=task, **counts, **loading)
         written = output.save_comparison(both, out) if out else []
         if as_json:
-            return show(None, both.to_dict(), as_json)
+            return options.print_json(both.to_dict())
         for table_ in both.tables():
             show(table_)
-        typer.echo(fill(output.comparison_legend(both), 80))
+        show(output.comparison_legend(both))
         return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None
     settings = SurveySettings(samples, held_out, seed, keep, share, judge, dynamic, retest)
     name, shown = Path(model).name, not as_json
@@ -178,10 +178,10 @@ def heads(
         found = heads_of(subject, by, task, settings, files=import_, name=name, progress=shown)
     written = output.save_survey(found, out, export) if out else []
     if as_json:
-        return show(None, found.to_dict(), as_json)
+        return options.print_json(found.to_dict())
     for table_ in output.survey_tables(found):
         show(table_)
-    typer.echo(fill(output.legend(found), 80))
+    show(output.legend(found))
     if found.smallest:
         say(f"smallest set: {found.smallest.text()}", stderr=False)
     return say(f"wrote {len(written)} files into {out}", stderr=False) if out else None
@@ -204,6 +204,7 @@ def prune(
         bool, typer.Option("--uniform", help="Equally many heads in every layer, whole groups: stock transformers loads it.")
     ] = False,
     samples: Annotated[int, typer.Option(min=0, help="Needles for the card, rounded up to all depths; 0: none.")] = 1000,
+    plugin: options.Plugins = [],  # noqa: B006
     as_json: options.Json = False,
     *,
     loading: options.Loading,
@@ -262,9 +263,8 @@ def budget(
         **options.read_loading(device, dtype, kernels=kernels),
     )
     written = found.save(out, export) if out else []
-    show(found.table(), found.to_dict(), as_json)
-    if not as_json:
-        show("\n".join(["", found.text(), *(f"wrote {file}" for file in written)]))
+    sentences = "\n".join(["", found.text(), *(f"wrote {file}" for file in written)])
+    show([found.table(), sentences], {**found.to_dict(), "files": written}, as_json)
 
 
 @command("needlework gguf small-jamba --out small-jamba.gguf")
@@ -276,7 +276,7 @@ def gguf(
 ) -> None:
     """Write a model for llama.cpp: a GGUF file, of Llama and Jamba classes, whole or with heads removed.
 
-    docs/pruning.md says what is refused, and how the file compares with the model.
+    Layers that llama.cpp cannot load are refused, and the message says what to keep instead.
     """
     written = nw.write_gguf(model, out, dtype)
     said = (
@@ -305,6 +305,7 @@ def train(
     steps: Annotated[int | None, typer.Option(min=1, help="Instead of the recipe's own number.")] = None,
     seed: Annotated[int | None, typer.Option(help="Instead of the recipe's own seed.")] = None,
     card: Annotated[bool, typer.Option("--card/--no-card", help="Measure figures for the model card at the end.")] = True,
+    as_json: options.Json = False,
 ) -> None:
     """Train a zoo recipe or your own. A training that was stopped is taken up again by the same command.
 
@@ -315,7 +316,7 @@ def train(
 
     record = run(recipe, out, steps=steps, seed=seed, card_samples=CARD_SAMPLES if card else 0)
     what = "card" if card else "not measured; a card without figures"
-    say(f"{record['name']}: {record['steps']} steps, {what} in {out / 'README.md'}", stderr=False)
+    show(f"{record['name']}: {record['steps']} steps, {what} in {out / 'README.md'}", record, as_json)
 
 
 @command("needlework study concentration --out runs/concentration --jobs 2")
@@ -327,6 +328,7 @@ def study(
         list[int], typer.Option(min=0, help="Training seeds instead of the study's own; give it several times.")
     ] = [],  # noqa: B006
     train: Annotated[bool, typer.Option(help="Or ask the models that are trained so far, and train no other.")] = True,
+    plugin: options.Plugins = [],  # noqa: B006
     as_json: options.Json = False,
 ) -> None:
     """Train a grid of recipes, run one plan on all of them, and say what retrieval in few heads depends on.
@@ -337,7 +339,10 @@ def study(
     from needlework.training.study import study_numbers
 
     result = run(file, out, jobs=jobs, training_seeds=seed, train=train, progress=not as_json)
-    show(result.text, study_numbers(result.models), as_json)
+    if as_json:
+        options.print_json(study_numbers(result.models))
+    else:
+        typer.echo(plain(result.text))  # Markdown, which is not to be wrapped
     if not result.run.sound:
         raise typer.Exit(FAILED)
 
@@ -356,7 +361,7 @@ def play(
 ) -> None:
     """Open a page on which parts of a model are switched off, and see how its answer changes.
 
-    The page is served on loopback, for this machine only, until it is stopped with Ctrl+C. docs/play.md describes it.
+    The page is served on loopback, for this machine only, until it is stopped with Ctrl+C.
     """
     from needlework.play.playground import Playground
 

@@ -5,24 +5,27 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import re
 import signal
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from contextvars import ContextVar
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TextIO, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from typer.core import TyperCommand
 
 from needlework.errors import NeedleworkError, short_repr
 from needlework.files import write_error
-from needlework.terminal import plain, say
+from needlework.terminal import say, wrap
 
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 QUIET_STOP = "stop_quietly"  # the handler of `__main__`, until a command begins
@@ -38,7 +41,8 @@ PlanModels = Annotated[
 ]
 Fast = Annotated[bool, typer.Option("--fast", help="Take the plan's reduced grid.")]
 Interventions = Annotated[list[str], typer.Option("--intervene", help="An intervention in text form; may be repeated.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts on stdout, and everything else on stderr.")]
+_json_output: ContextVar[TextIO | None] = ContextVar("_json_output", default=None)  # stdout of a command with --json
 _MEMORY = "Most memory for prompts and answers, e.g. 8GiB, beside weights and program. Default: half of what is free."
 RetryFailed = Annotated[bool, typer.Option("--retry-failed", help="Try trials again that failed.")]
 Memory = Annotated[str | None, typer.Option(help=_MEMORY)]
@@ -48,17 +52,18 @@ RunDirectory = Annotated[Path, typer.Argument(help="A directory that `needlework
 
 
 def _load_plugins(files: list[Path]) -> list[Path]:
-    """Run plug-in files, which register interventions and tasks; warn about those that register nothing."""
+    """Run plug-in files, which register interventions, tasks and head scores; warn about those that register nothing."""
     with exit_on_error():
         from needlework.plugins import load
 
         for file in dict.fromkeys(files):
             if not load(file):
-                say(f"{file} registers nothing; its classes need @needlework.register or @needlework.tasks.task", style="yellow")
+                cure = "its classes need @needlework.register or @needlework.tasks.task, its scores @needlework.head_score()"
+                say(f"{file} registers nothing; {cure}", style="yellow")
     return files
 
 
-_PLUGIN = "A Python file that registers interventions or tasks; may be repeated."
+_PLUGIN = "A Python file that registers interventions, tasks or head scores; may be repeated."
 Plugins = Annotated[list[Path], typer.Option("--plugin", callback=_load_plugins, help=_PLUGIN)]
 
 
@@ -78,7 +83,7 @@ Dtype = Annotated[str | None, _loading(help="float32 (default), bfloat16, float1
 Window = Annotated[str | None, _loading(help="RecurrentGemma's window rule: transformers (default) or deepmind.")]
 Kernels = Annotated[str | None, _loading(help="fast (default), or stock: transformers' own scans.")]
 Threads = Annotated[int | None, _loading(min=1, max=4096, callback=_set_threads, help="Processor threads that torch may use.")]
-_cluster = functools.partial(typer.Option, rich_help_panel="A cluster of several workers (docs/scale.md)")
+_cluster = functools.partial(typer.Option, rich_help_panel="A cluster of several workers (`needlework explain hours`: estimates)")
 _ADDRESS = "Ask workers of a Ray cluster: local (default) is made for this run, auto or HOST:PORT is there."
 Ray = Annotated[str | None, _cluster(metavar="[ADDRESS]", help=_ADDRESS)]
 Workers = Annotated[int | None, _cluster(min=1, help="At most so many. Default: as there is room, now or later.")]
@@ -120,7 +125,7 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
     EXAMPLES.append(example)
 
     def decorate(function: F) -> F:
-        function.__doc__ = f"{function.__doc__}\n\nExample: `{example}`"
+        function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nExample: `{example}`"
         groups: dict[str, Callable[..., Any]] = {}
         options: dict[str, dict[str, inspect.Parameter]] = {}  # by argument
         for argument in inspect.signature(function, eval_str=True).parameters.values():
@@ -132,7 +137,7 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
 
         @functools.wraps(function)
         def run(**given: Any) -> None:
-            with exit_on_error():
+            with exit_on_error(), only_json() if given.get("as_json") else nullcontext():
                 made = {name: read(**{option: given[option] for option in options[name]}) for name, read in groups.items()}
                 function(**{name: made[name] if name in made else given[name] for name in options})
 
@@ -148,8 +153,19 @@ def command(example: str, name: str | None = None) -> Callable[[F], F]:
     return decorate
 
 
+NARROW = 80  # columns; below, the panels of rich cut the names of options
+
+
 class _Command(TyperCommand):
-    """A command whose option --ray may stand without an address."""
+    """A command whose option --ray may stand without an address, and whose help fits narrow terminals."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = copy(self)
+        if (width := Console().width) < NARROW:
+            formatter.width = width - 2
+            shown.rich_markup_mode = None
+            shown.help = (self.help or "").replace("\n\nExample:", "\n\n\b\nExample:")  # not wrapped, so that it can be copied
+        super(_Command, shown).format_help(ctx, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if "--ray" not in args:
@@ -191,6 +207,33 @@ def interrupt_after_imports(number: int, frame: FrameType | None) -> None:
             return
         at = at.f_back
     raise KeyboardInterrupt
+
+
+@contextmanager
+def only_json() -> Iterator[None]:
+    """Send all that is printed to stderr, except what `print_json` writes."""
+    token = _json_output.set(sys.stdout)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _json_output.reset(token)
+
+
+def print_json(data: Any) -> None:
+    """Print data as JSON on the command's stdout; NaN and infinity become null, which every JSON reader accepts."""
+    typer.echo(json.dumps(_json_value(data), indent=1, allow_nan=False), file=_json_output.get())
+
+
+def _json_value(value: Any) -> Any:
+    """Return the value without what JSON cannot hold: NaN and infinity become None, paths become text."""
+    if isinstance(value, dict):
+        return {name: _json_value(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_json_value(part) for part in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value
 
 
 @contextmanager
@@ -241,10 +284,15 @@ def read_bytes(text: str | None) -> int | None:
     return int(float(match[1]) * (1000 if match[3].upper() == "B" else 1024) ** " KMGT".index(match[2].upper() or " "))
 
 
-def show(table: Any, data: Any = None, as_json: bool = False) -> None:
-    """Print data as JSON, a text, or a table as wide as its words need: in a narrow terminal lines run over, no name is cut."""
-    if as_json or isinstance(table, str):
-        return typer.echo(json.dumps(data, indent=1) if as_json else plain(table))
-    console = Console()
-    console.width = max(console.width, console.measure(table, options=console.options.update(width=10_000)).minimum)
-    return console.print(table)
+def show(shown: RenderableType | Sequence[RenderableType], data: Any = None, as_json: bool = False) -> None:
+    """Print data as JSON, or else texts and tables, as wide as the terminal; a word that is wider than it is not cut."""
+    if as_json:
+        return print_json(data)
+    for part in [shown] if isinstance(shown, str) or not isinstance(shown, Sequence) else shown:
+        console = Console()
+        if isinstance(part, str):
+            typer.echo(wrap(part, console.width))
+            continue
+        console.width = max(console.width, console.measure(part, options=console.options.update(width=10_000)).minimum)
+        console.print(part)
+    return None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markdown import Markdown
 
-from needlework.cli.options import Json, command
+from needlework.cli.options import Json, command, print_json
 from needlework.terminal import plain
 
 
@@ -17,7 +16,10 @@ from needlework.terminal import plain
 def explain(
     topic: Annotated[
         str,
-        typer.Argument(help="An intervention, task, ranking method, rule ('rule 2'), column, plan key; none: list all names."),
+        typer.Argument(
+            help="An intervention or its option, task, ranking method, rule ('rule 2'), claim, column, figure, plan key, command"
+            " or its option (without --), or Python name; none: list all names."
+        ),
     ] = "",
     as_json: Json = False,
 ) -> None:
@@ -27,13 +29,13 @@ def explain(
 
     found = look_up(topic) if topic else list(entries())
     if as_json:
-        return typer.echo(json.dumps([entry.to_dict() for entry in found], indent=1))
+        return print_json([entry.to_dict() for entry in found])
     console = Console()
     if not topic:
         for page in dict.fromkeys(entry.page for entry in found):
-            names = dict.fromkeys(name for entry in found if entry.page == page for name in entry.names)
+            names = dict.fromkeys(name for entry in found if entry.page == page for name in entry.names if len(name.split()) < 4)
             console.print(f"[bold]{page}[/]: {', '.join(names)}\n", highlight=False)
         return None
     for entry in found:
-        console.print(Markdown(plain(f"**{entry.title}** (docs/{entry.page}.md, {entry.section})\n\n{entry.text}\n\n---")))
+        console.print(Markdown(plain(f"**{entry.title}** ({entry.page}: {entry.section})\n\n{entry.text}\n\n---")))
     return None

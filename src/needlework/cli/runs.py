@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import closing
 from dataclasses import asdict
@@ -14,7 +13,7 @@ from rich.console import Console
 
 import needlework as nw
 from needlework.cli import options
-from needlework.cli.options import EXAMPLES, FAILED, app, command, exit_on_error, read_bytes, show
+from needlework.cli.options import EXAMPLES, FAILED, app, command, exit_on_error, print_json, read_bytes, show
 from needlework.terminal import say
 
 
@@ -46,7 +45,7 @@ def plan(
     from needlework.experiments.estimate import describe  # torch comes with it: after the plan is known to be good
 
     description = describe(checked)
-    show(description.text(), asdict(description), as_json)
+    show(description.output(), asdict(description), as_json)
 
 
 # [walk 1] docs/architecture.md
@@ -76,7 +75,7 @@ def run(
         from needlework.experiments.plan import get
 
         placed = place(get(file, fast=fast, models=model, **loading), cluster)
-        show(placed.text(), asdict(placed), as_json)
+        show(placed.output(), asdict(placed), as_json)
         raise typer.Exit
     if out is None:
         raise nw.NeedleworkError("give --out DIR, the directory to write into")
@@ -94,7 +93,7 @@ def run(
     )
     if as_json:
         sound = {name: found.sound for name, found in result.checkups().items()}
-        typer.echo(json.dumps({"directory": str(out), "sound": result.sound, "fingerprint": result.fingerprint, "doctor": sound}))
+        print_json({"directory": out, "sound": result.sound, "fingerprint": result.fingerprint, "doctor": sound})
     else:
         say(f"fingerprint {result.fingerprint} (of everything that a report reads); `needlework compare` looks at two runs")
     raise typer.Exit(0 if result.sound else FAILED)
@@ -128,20 +127,21 @@ def rescore(directory: options.RunDirectory, plugin: options.Plugins = [], as_js
         done = score_again(store)
     if done.kept:
         say(f"{done.kept} rows could not be scored and keep what they have, for instance {done.why}")
-    typer.echo(json.dumps(asdict(done)) if as_json else f"{done.changed} of {done.rows} rows have new scores")
+    show(f"{done.changed} of {done.rows} rows have new scores", asdict(done), as_json)
 
 
 @command("needlework export runs/sweep --to csv")
 def export(
     directory: options.RunDirectory,
     to: Annotated[str, typer.Option(help="csv, parquet, json or lm-eval.")],
-    out: Annotated[Path | None, typer.Option(help="File or directory to write; by default beside the run.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory to write into; by default DIR/export.")] = None,
+    as_json: options.Json = False,
 ) -> None:
-    """Write a run's trials in another format. docs/store.md describes every column."""
+    """Write a run's trials in another format. `needlework explain COLUMN` says what a column holds."""
     from needlework.results.export import export as write
 
-    for path in write(directory, to, out):
-        say(f"wrote {path}", stderr=False)
+    files = write(directory, to, out)
+    show("\n".join(f"wrote {path}" for path in files), {"files": files}, as_json)
 
 
 @command("needlework report runs/sweep")
@@ -152,18 +152,22 @@ def report(
         str | None, typer.Option(help="Compare the other models with this run or model, sample by sample.")
     ] = None,
     plugin: options.Plugins = [],  # noqa: B006
+    as_json: options.Json = False,
 ) -> None:
     """Build one self-contained report.html, and PNG and SVG of every figure, and print what it concludes."""
     from needlework.reports.page import write_report
 
     written = write_report(directories, out, against)
-    say(f"{written.text()}\nreport: {written.path}", stderr=False)
+    if as_json:
+        return print_json(written.to_dict())
+    return show(f"{written.text()}\nreport: {written.path}")
 
 
 @command("needlework demo")
 def demo(
     out: options.Out = Path("runs/demo"),
     full: Annotated[bool, typer.Option("--full", help="All conditions, more models and samples (plan demo-full).")] = False,
+    as_json: options.Json = False,
     *,
     loading: options.Loading,
 ) -> None:
@@ -175,7 +179,10 @@ def demo(
     if not full:
         from needlework.cli.demo import run_demo
 
-        raise typer.Exit(0 if run_demo("demo", out, **loading).sound else FAILED)
+        result = run_demo("demo", out, **loading)
+        if as_json:
+            _print_demo(result)
+        raise typer.Exit(0 if result.sound else FAILED)
     from needlework.play.export import export
     from needlework.play.playground import Playground
     from needlework.reports import summary
@@ -187,7 +194,16 @@ def demo(
     report = result.report()
     Console().print(summary([out]))
     say(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", stderr=False)
+    if as_json:
+        _print_demo(result)
     raise typer.Exit(0 if result.sound else FAILED)
+
+
+def _print_demo(result: nw.Result) -> None:
+    judged = [verdict.to_dict() for verdict in result.verdicts()]
+    print_json(
+        {"directory": result.directory, "sound": result.sound, "report": result.directory / "report.html", "verdicts": judged}
+    )
 
 
 @command("needlework eval tiny-griffin --tasks mini-mmlu --intervene none --intervene 'keep_heads(k=2)' --out runs/mmlu", "eval")
@@ -208,6 +224,7 @@ def evaluate(
     memory: options.Memory = None,
     retry_failed: options.RetryFailed = False,
     plugin: options.Plugins = [],  # noqa: B006
+    as_json: options.Json = False,
     *,
     cluster: options.OptionalCluster,
     loading: options.Loading,
@@ -233,10 +250,11 @@ def evaluate(
         chat=chat,
         memory_bytes=read_bytes(memory),
         retry_failed=retry_failed,
+        progress=not as_json,
         cluster=cluster,
         **loading,
     )
-    show(evaluation.table(summary))
+    show(evaluation.table(summary), summary.to_dict(), as_json)
     raise typer.Exit(FAILED if summary.failed or summary.idle else 0)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from textwrap import fill
 
 import torch
 
@@ -26,7 +25,6 @@ from needlework.tables import Table
 
 _EXACT = 20_000  # trials; above that, prefills are counted on every n-th prompt
 _ROWS = 256  # that decode together at most
-WIDTH = 80  # of a terminal
 LAPTOP_CORES, LAPTOP_BYTES = 8, 32e9
 _SPARE = 1.15  # times the weights: room for caches and activations
 
@@ -132,15 +130,14 @@ class Description:
         """Peak over the models, which are loaded one at a time."""
         return max(total.memory_bytes for total in self.totals)
 
-    def text(self) -> str:
-        """Return the table that `needlework plan` prints."""
+    def output(self) -> list[Table | str]:
+        """Return the table and the lines that `needlework plan` prints."""
         columns = ("experiment", "model", "conditions", "trials", "prefills", "longest prompt")
         table = Table(columns, left=columns[:2])
         for p in self.parts:
             counts = (p.conditions, p.trials, p.prefills, p.prompt_tokens)
             table.add_row(p.experiment, p.model, *(f"{count:,}" for count in counts))
-        lines = [table.to_text()]
-        lines += [
+        lines = [
             f"{t.model}: {t.questions:,} questions for {t.trials:,} trials, {t.prefills:,} prefills,"
             f" about {_time(t.seconds)} ({_phases_text(t.phases)}), about {t.memory_bytes / 2**20:,.0f} MiB"
             for t in self.totals
@@ -148,7 +145,7 @@ class Description:
         trials, prefills = (sum(getattr(total, name) for total in self.totals) for name in ("trials", "prefills"))
         whole = f"in all {trials:,} trials, {prefills:,} prefills, about {_time(self.seconds)}"
         memory = f"about {self.memory_bytes / 2**20:,.0f} MiB"
-        return "\n".join([*lines, *self.notes, *samples_text(self.samples), f"{whole}, {memory}"])
+        return [table, "\n".join([*lines, *self.notes, *samples_text(self.samples), f"{whole}, {memory}"])]
 
 
 def describe(plan: Plan, source: ModelSource | None = None) -> Description:
@@ -250,11 +247,12 @@ class Placement:
     here: str
     places: tuple[ModelPlacement, ...]
 
-    def text(self) -> str:
+    def output(self) -> list[Table | str]:
+        """Return the tables and the notes that `needlework run --dry-run` prints."""
         notes = (
             f"here: {self.here}",
             f"laptop: {LAPTOP_CORES} cores and {LAPTOP_BYTES / 1e9:.0f} GB. GPUs: A100s of 80 GB; times of one worker and of"
-            " eight GPUs come from published peaks (docs/scale.md) and are not measured",
+            " eight GPUs come from published peaks (`needlework explain hours`) and are not measured",
         )
         sizes = Table(("model", "questions", "units", "weights", "workers", "GPUs each"), left=("model",))
         times = Table(("time", "here", "laptop", "one GPU worker", "8 GPUs"), left=("time",))
@@ -262,7 +260,7 @@ class Placement:
             weights = f"{p.weights_bytes / 1e9:,.1f} GB"
             sizes.add_row(p.model, f"{p.questions:,}", f"{p.units:,}", weights, f"{p.workers:,}", str(p.gpus_per_worker))
             times.add_row(p.model, *map(_hours, (p.here_hours, p.laptop_hours, p.gpu_hours, p.gpus8_hours)))
-        return "\n\n".join([sizes.to_text(WIDTH), times.to_text(WIDTH), "\n".join(fill(note, WIDTH) for note in notes)])
+        return [sizes, "", times, "\n" + "\n".join(notes)]
 
 
 def _hours(hours: float | None) -> str:

@@ -46,7 +46,10 @@ class Result:
         return {name: Checkup.from_dict(model["checkup"]) for name, model in about.items() if "checkup" in model}
 
     def rows(self) -> pandas.DataFrame:
-        """Return one row per trial of the plan, with the columns of docs/store.md and each score as `score_NAME`."""
+        """Return one row per trial of the plan: the columns of the store, and each score as `score_NAME`.
+
+        `needlework explain trials` describes the columns.
+        """
         import pandas
 
         with closing(Store(self.directory)) as store:

@@ -101,6 +101,16 @@ class Summary:
     failed: int
     idle: list[str]  # interventions that masked nothing in any trial
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON values."""
+        lines = [
+            {"task": line.name, "intervention": line.intervention}
+            | {name: getattr(line, name).to_dict() for name in ("accuracy", "raw", "corrected")}
+            for line in self.lines
+        ]
+        lookups = {text: part.to_dict() for text, part in self.lookups.items()}
+        return {"lines": lines, "lookups": lookups, "files": list(map(str, self.files)), "failed": self.failed, "idle": self.idle}
+
 
 def evaluate(
     model: str | Path,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -114,6 +115,17 @@ def claim_tables(frame: Frame, judged: Sequence[Verdict]) -> list[Table]:
                 rows.append([label, a.text(), b.text(), points(gap), was if was == now else f"{was} → {now}"])
             tables.append(Table(["", base, other, "difference, points", "verdict"], rows, f"{other} against {base}"))
     return tables
+
+
+def records(frame: Frame) -> list[dict[str, Any]]:
+    """Return every paired difference as JSON values."""
+    found = []
+    for base, *others in frame.families:
+        for other in others:
+            for claim, label, *estimates in _differences(frame, base, other):
+                shares = dict(zip(("base_share", "share", "difference"), (e.to_dict() for e in estimates), strict=True))
+                found.append({"model": other, "base": base, "claim": claim, "what": label, **shares})
+    return found
 
 
 def points(gap: Estimate) -> str:

@@ -51,15 +51,29 @@ class WrittenReport:
         path: The file report.html.
         headline: Its first line.
         conclusions: (model, what was found) in sentences.
+        verdicts: The verdict on each claim for each model.
+        differences: Paired differences of a comparison as JSON values; None without one.
     """
 
     path: Path
     headline: str
     conclusions: Sequence[tuple[str, str]]
+    verdicts: Sequence[Verdict]
+    differences: list[dict[str, Any]] | None
 
     def text(self) -> str:
         """Return headline and conclusions in lines."""
         return "\n".join([f"{self.headline}.", *(f"{model}: {words}" for model, words in self.conclusions)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields as JSON values."""
+        return {
+            "report": str(self.path),
+            "headline": self.headline,
+            "conclusions": [{"model": model, "found": words} for model, words in self.conclusions],
+            "verdicts": [verdict.to_dict() for verdict in self.verdicts],
+            **({} if self.differences is None else {"differences": self.differences}),
+        }
 
 
 def report(
@@ -114,7 +128,8 @@ def write_report(
             f"cannot write the report into {folder}: {error.strerror or error}; files of before are as they were. Make room,"
             " or choose another directory with --out"
         ) from None
-    return WrittenReport(path, headline(frame, judged), found)
+    differences = None if against is None else comparison.records(frame)
+    return WrittenReport(path, headline(frame, judged), found, judged, differences)
 
 
 def page(

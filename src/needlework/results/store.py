@@ -155,7 +155,7 @@ class Store:
 
     Attributes:
         directory: Directory of the run.
-        db: Connection to the database; the tables are described in docs/store.md.
+        db: Connection to the database; `needlework explain trials` describes its main table.
     """
 
     def __init__(self, directory: Path | str, create: bool = False) -> None:

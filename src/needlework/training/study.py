@@ -87,7 +87,9 @@ def find_study(name_or_path: str | Path) -> Study:
     path = recipes.find_file("study", name_or_path, recipes.shipped_files("studies"))
     content = read(path).data
     if not isinstance(content, dict):
-        raise ZooError(f"{path}: a study is a mapping with the keys recipe, vary and experiments; see docs/zoo.md")
+        raise ZooError(
+            f"{path}: a study is a mapping with the keys recipe, vary and experiments; `needlework explain study` shows one"
+        )
     try:
         found = Study.model_validate(content)
     except ValidationError as error:
