@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -88,7 +90,7 @@ def test_the_rest_goes_the_old_way() -> None:
         assert fuses(forward_under(nothing_else), 0, query, keys, {"scaling": 0.5})
     for name, act in OTHERS.items():
         assert not fuses(forward_under([act]), 0, query, keys, {}), name
-    for fields in ({"fast": False}, {"observer": object()}):
+    for fields in ({"fast": False}, {"observer": SimpleNamespace(attention=True)}):
         assert not fuses(forward_under(entropy, **fields), 0, query, keys, {})
     assert not fuses(forward_under(entropy), 0, query.bfloat16(), keys, {})
     assert not fuses(forward_under(entropy), 0, query, keys, {"position_bias": torch.zeros(1, 4, 20, 20)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +38,7 @@ def test_attention_with_parts_we_do_not_have_is_refused() -> None:
         torch.zeros(1, dtype=torch.int64),
         attention.Tally(1),
         {module: 0},
-        observer=object(),  # type: ignore[arg-type]
+        observer=SimpleNamespace(attention=True),  # type: ignore[arg-type]
     )
     x = torch.zeros(1, 4, 1, 8)
     with attention.current(forward), pytest.raises(TrialError, match="s_aux"):

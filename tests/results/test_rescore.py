@@ -30,6 +30,7 @@ from needlework.tasks.base import TASKS
 
 SMALL: dict[str, dict[str, Any]] = {  # what makes a kind's samples few and short
     **{key: {"lengths": [48], "depths": [0, 50, 100], "samples": 2, "distractors": 1} for key in ("niah", "niah_choice")},
+    **{key: {"lengths": [256], "depths": [0, 100], "samples": 2} for key in ("association", "association_choice")},
     **{key: {"lengths": [96], "depths": [0, 100], "samples": 3, "distractors": 1} for key in ("linked", "linked_choice")},
     **{key: {"lengths": [64], "samples": 4} for key in ("ruler", "ruler_choice")},
     **{key: {"file": "prompts.jsonl"} for key in ("prompts", "prompts_choice")},
