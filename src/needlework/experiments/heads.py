@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError
-from needlework.experiments.models import Batch, Executor, ModelInfo
+from needlework.experiments.models import Batch, BatchResult, Executor, ModelInfo
 from needlework.experiments.plan import Model, get
 from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.schema import Loading
@@ -200,20 +199,21 @@ class RemoteSubject(Subject):
         slices = [samples[start : start + size] for start in range(0, max(1, len(samples)), size)]
         batches = [Batch(method="apply", args=(function, part)) for part in slices]
         values: dict[Batch, T] = {}
-        with closing(self._executor.run(batches)) as results:
-            for result in results:
-                if result.error is not None:
-                    raise result.error
-                if result.done:
-                    values[result.batch] = result.value
-                running = sum(self._executor.share(batch) for batch in batches if batch not in values)
-                progress((len(values) + running) / len(batches))
+        for result in _results(self._executor, batches):
+            if result.done:
+                values[result.batch] = result.value
+            running = sum(self._executor.share(batch) for batch in batches if batch not in values)
+            progress((len(values) + running) / len(batches))
         return [values[batch] for batch in batches]
 
 
-@dataclass(eq=False)
-class _RequestBatch(Batch):
-    indices: Sequence[int] = ()  # of its requests in the whole list
+def _results(executor: Executor, batches: Sequence[Batch]) -> Iterator[BatchResult]:
+    """Execute batches and yield their results; raise the first error."""
+    with closing(executor.run(batches)) as results:
+        for result in results:
+            if result.error is not None:
+                raise result.error
+            yield result
 
 
 class _RemoteEngine:
@@ -225,14 +225,10 @@ class _RemoteEngine:
     def run(self, requests: Sequence[Request]) -> Iterator[tuple[int, Answer]]:
         for request in requests:
             prepare(request, self.anatomy)  # raises for invalid requests before anything is sent
-        batches = [_RequestBatch([requests[i] for i in some], indices=some) for some in _slices(requests)]
-        with closing(self.executor.run(batches)) as results:
-            for result in results:
-                assert isinstance(result.batch, _RequestBatch)
-                if result.error is not None:
-                    raise result.error
-                for i, answer, _ in result.answers:
-                    yield result.batch.indices[i], answer
+        indices = {Batch([requests[i] for i in some]): some for some in _slices(requests)}
+        for result in _results(self.executor, list(indices)):
+            for i, answer, _ in result.answers:
+                yield indices[result.batch][i], answer
 
 
 def _slices(requests: Sequence[Request]) -> Iterable[list[int]]:

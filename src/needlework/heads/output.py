@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,51 +54,44 @@ def check_out(out: Path | None, exports: Sequence[str] = ()) -> None:
 
 def save_survey(survey: Survey, out: Path, exports: Sequence[str] = ()) -> list[Path]:
     """Write rankings, exports, JSON, plots and the HTML page into a new or empty directory, all files or none."""
-    import matplotlib
-
-    plots = {"heads": draw_score_maps}
+    plots: dict[str, Callable[[Survey], Any]] = {"heads": draw_score_maps}
     plots |= {"curves": draw_curves} if survey.curves else {}
     plots |= {"static-or-dynamic": draw_selections} if survey.dynamic else {}
-    plots |= {"roles": draw_roles} if survey.roles else {}
+    plots |= {"roles": partial(draw_score_maps, roles=True)} if survey.roles else {}
+    about = {"model": survey.model.name, "legend": legend(survey), "tables": survey_tables(survey)}
+    smallest = survey.smallest.text() if survey.smallest else ""
     with new_directory(out) as folder:
         for name, ranking in survey.rankings.items():
             ranking.save(folder / f"ranking-{file_name(name)}.json")
             for kind in exports:
                 foreign.write(ranking, folder / foreign.FILES[kind].format(name=file_name(name)), kind, survey.anatomy)
-        with atomic_write(folder / "heads.json") as file:
-            json.dump(survey.to_dict(), file, indent=1, allow_nan=False)
-        with matplotlib.rc_context(STYLE):
-            for name, draw in plots.items():
-                save_plot(draw(survey), folder / name)
-        drawn = [(folder / f"{name}.svg").read_text(encoding="utf-8") for name in plots]
-        page = render_template(
-            "heads.html",
-            model=survey.model.name,
-            smallest=survey.smallest.text() if survey.smallest else "",
-            legend=legend(survey),
-            tables=survey_tables(survey),
-            plots=[Markup(svg[svg.index("<svg") :]) for svg in drawn],
-        )
-        with atomic_write(folder / "heads.html") as file:
-            file.write(page)
+        drawn = {name: partial(draw, survey) for name, draw in plots.items()}
+        _write_page(folder / "heads", survey.to_dict(), drawn, smallest=smallest, **about)
     return sorted(out.iterdir())
 
 
 def save_comparison(found: HeadComparison, out: Path) -> list[Path]:
     """Write a comparison of two checkpoints as JSON, plot and page into a new or empty directory, all files or none."""
+    models = " and ".join(model.name for model in found.models)
+    about = {"model": models, "legend": comparison_legend(found), "tables": found.tables()}
+    with new_directory(out) as folder:
+        _write_page(folder / "comparison", found.to_dict(), {"scores": lambda: found.plot().figure}, smallest="", **about)
+    return sorted(out.iterdir())
+
+
+def _write_page(path: Path, content: Mapping[str, Any], plots: Mapping[str, Callable[[], Any]], **about: Any) -> None:
+    """Write results as `path`.json, their plots beside it, and both as a page, `path`.html."""
     import matplotlib
 
-    with new_directory(out) as folder:
-        with atomic_write(folder / "comparison.json") as file:
-            json.dump(found.to_dict(), file, indent=1, allow_nan=False)
-        with matplotlib.rc_context(STYLE):
-            save_plot(found.plot().figure, folder / "scores")
-        svg = (folder / "scores.svg").read_text(encoding="utf-8")
-        about = {"model": " and ".join(model.name for model in found.models), "smallest": "", "legend": comparison_legend(found)}
-        page = render_template("heads.html", **about, tables=found.tables(), plots=[Markup(svg[svg.index("<svg") :])])
-        with atomic_write(folder / "comparison.html") as file:
-            file.write(page)
-    return sorted(out.iterdir())
+    with atomic_write(path.with_suffix(".json")) as file:
+        json.dump(content, file, indent=1, allow_nan=False)
+    with matplotlib.rc_context(STYLE):
+        for name, draw in plots.items():
+            save_plot(draw(), path.with_name(name))
+    drawn = [path.with_name(f"{name}.svg").read_text(encoding="utf-8") for name in plots]
+    page = render_template("heads.html", plots=[Markup(svg[svg.index("<svg") :]) for svg in drawn], **about)
+    with atomic_write(path.with_suffix(".html")) as file:
+        file.write(page)
 
 
 def comparison_legend(found: HeadComparison) -> str:
@@ -195,17 +189,9 @@ def _error_bars(estimates: Sequence[Estimate]) -> np.ndarray:
     return np.maximum([[x.value - x.low for x in estimates], [x.high - x.value for x in estimates]], 0)
 
 
-def draw_score_maps(survey: Survey) -> Any:
-    """Draw a heat map of layers by heads for each ranking, with its best heads marked; every map has its own scale."""
-    return _draw_maps(survey, survey.rankings, "scores of heads")
-
-
-def draw_roles(survey: Survey) -> Any:
-    """Draw how much each head gathers and aggregates."""
-    return _draw_maps(survey, survey.roles, "roles of heads")
-
-
-def _draw_maps(survey: Survey, rankings: Mapping[str, Ranking], what: str) -> Any:
+def draw_score_maps(survey: Survey, roles: bool = False) -> Any:
+    """Draw a heat map of layers by heads for each ranking, or role, with its best heads marked and a scale of its own."""
+    rankings, what = (survey.roles, "roles of heads") if roles else (survey.rankings, "scores of heads")
     layers, names = survey.anatomy.attention_layers, list(rankings)
     across = max(len(layer.heads) for layer in layers)
     columns = min(len(names), 3 if across <= 16 else 2)

@@ -19,11 +19,10 @@ from pydantic import Field
 from needlework.errors import NeedleworkError
 from needlework.requests import Answer
 from needlework.tasks import toy
-from needlework.tasks.base import Item, TaskExtent, Tokenizer, choice_companion, holds, prefix_errors, task
+from needlework.tasks.base import Item, Tokenizer, choice_companion, holds, prefix_errors, task
 from needlework.tasks.haystack import FIRST_NAMES, cut_haystack, fill_template, insert_needles, iterate_sentences, needle_pieces
-from needlework.tasks.niah import Depths
 from needlework.tasks.prompts import Piece, token_ids
-from needlework.tasks.retrieval import Draft, Retrieval, Sizes
+from needlework.tasks.retrieval import Draft, Grid, Sizes
 from needlework.tasks.ruler import LANGUAGES, SPARE
 from needlework.toy.facts import SUBJECTS
 from needlework.toy.sample import EVAL_SPLIT, Stream
@@ -33,15 +32,16 @@ WORLDS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("association
 
 
 @task
-class Association(Retrieval):
+class Association(Grid):
     """A person is asked for by what the needle implies, and the answer is the person's name."""
 
     kind = "association"
+    usual_lengths = WORLDS["english"]["lengths"]
     files: ClassVar[tuple[str, ...]] = ("haystack",)
     ask: Literal["association", "letter"] = "association"  # letter: the question repeats the needle's words
     parts: int = Field(1, ge=1, le=2)  # sentences of a needle
     lengths: Sizes | None = None  # None: 300, 600 and 1200 tokens; for zoo models 64, 128 and 192
-    depths: Depths = (0, 25, 50, 75, 100)  # of the first part; the second is half of the context away
+    # depths are those of the first part; the second is half of the context away
     distractors: int = Field(3, ge=1, le=9)  # needles about other persons
     reserve_tokens: int | None = Field(None, ge=0)  # of each length, for question and answer; None: 128; for zoo models 0
     haystack: str | None = None  # glob pattern of text files; None: generated sentences
@@ -60,13 +60,6 @@ class Association(Retrieval):
             in_window = window is None or len(item.prompt) - first <= window
             item = replace(item, facts={**item.facts, "in_window": in_window})
             yield self.fitted(item, new_tokens, max_tokens)
-
-    def extent(self) -> TaskExtent:
-        lengths = self.lengths or WORLDS["english"]["lengths"]
-        return TaskExtent(len(lengths) * len(self.depths) * self.samples, max(lengths))
-
-    def in_context(self) -> int:
-        return self.distractors
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         """Return whether the answer names the right person and no other one of the context."""

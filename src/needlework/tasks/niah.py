@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import product
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -18,7 +18,6 @@ from needlework.requests import Answer
 from needlework.tasks import prompts, toy
 from needlework.tasks.base import (
     Item,
-    TaskExtent,
     Tokenizer,
     begins,
     choice_companion,
@@ -38,7 +37,7 @@ from needlework.tasks.haystack import (
     read_tokens,
 )
 from needlework.tasks.prompts import Encoded, Piece, token_ids
-from needlework.tasks.retrieval import FRAMES, Draft, Retrieval, Sizes, arranged
+from needlework.tasks.retrieval import FRAMES, Depths, Draft, Grid, Sizes, arranged
 from needlework.toy import needles
 from needlework.toy.sample import EVAL_SPLIT, Stream
 
@@ -51,7 +50,6 @@ CHAT_END = "Output the most relevant sentence in the context, word by word!"
 GRADED = {"eat a sandwich": 1.0, "dolores park": 0.5, "sit in dolores park": 0.5, "on a sunny day": 1.0}
 LENGTHS = (250, 677, 1105, 1532, 1959, 2387, 2814, 3241, 3669, 4096)
 DEPTHS = (0, 11, 22, 33, 44, 56, 67, 78, 89, 100)
-Depths = Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], Field(min_length=1)]
 RESERVE = 200
 TOY_LENGTHS = (64, 128, 192, 256)
 QUESTION_WORDS = 24  # upper bound of the words of a toy prompt besides its context
@@ -89,10 +87,11 @@ class NiahCell(NamedTuple):
 
 
 @task
-class Niah(Retrieval):
+class Niah(Grid):
     """Needle in a haystack: generate the answer; scored by exact match and by graded points."""
 
     kind = "niah"
+    usual_lengths = LENGTHS
     files: ClassVar[tuple[str, ...]] = ("haystack",)
     style: Literal["auto", "base", "chat", "paper"] = "auto"  # type: ignore[assignment]  # adds "paper"
     lengths: Sizes | None = None  # None: the paper's; for zoo models TOY_LENGTHS or what fits
@@ -134,10 +133,6 @@ class Niah(Retrieval):
         for length, depth, i in product(lengths, self.depths, range(self.samples)):
             yield self.fitted(make(tokenizer, NiahCell(seed, length, depth, i, window)), new_tokens, max_tokens)
 
-    def extent(self) -> TaskExtent:
-        lengths = self.lengths or LENGTHS
-        return TaskExtent(len(lengths) * len(self.depths) * self.samples, max(lengths))
-
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         if item.facts["world"] == "toy":
             return _score_in_toy(item, answer)
@@ -145,9 +140,6 @@ class Niah(Retrieval):
         parts = self.graded if self.graded is not None else GRADED if paper else {}
         exact = float(holds(answer.text, item.target))
         return {"correct": exact, "exact": exact, "graded": graded(answer.text, item.target, parts)}
-
-    def in_context(self) -> int:
-        return self.distractors
 
     def _toy(self, tokenizer: Tokenizer, cell: NiahCell) -> Item:
         stream = cell.stream(EVAL_SPLIT, "niah")
@@ -292,7 +284,7 @@ def _score_in_toy(item: Item, answer: Answer) -> dict[str, float]:
 
 
 @task
-class Linked(Retrieval):
+class Linked(Grid):
     """Multi-hop needle in the toy language: generate the value `hops` sentences from the queried name.
 
     Given "the secret code of loran is the code of mira", one look-up for loran in decode finds a name, not the value. A link can
@@ -300,9 +292,7 @@ class Linked(Retrieval):
     """
 
     kind = "linked"
-    lengths: Sizes = (128, 192)
-    depths: Depths = (0, 25, 50, 75, 100)  # of the needle with the value; its links follow it
-    distractors: int = Field(3, ge=0)
+    lengths: Sizes = (128, 192)  # depths are those of the needle with the value; its links follow it
     hops: int = Field(2, ge=2)  # sentences from the queried name to its value
     relation: Literal["code", "badge", "hideout", "gift"] = "code"
 
@@ -314,12 +304,6 @@ class Linked(Retrieval):
             stream, name = cell.stream(EVAL_SPLIT, "linked", self.hops), f"linked/hops={self.hops}/{cell.name}"
             item = _toy_item(self, tokenizer, cell, name, stream, length, relation=self.relation, hops=self.hops)
             yield self.fitted(item, new_tokens, max_tokens)
-
-    def extent(self) -> TaskExtent:
-        return TaskExtent(len(self.lengths) * len(self.depths) * self.samples, max(self.lengths))
-
-    def in_context(self) -> int:
-        return self.distractors
 
     def score(self, item: Item, answer: Answer) -> dict[str, float]:
         return _score_in_toy(item, answer)

@@ -38,6 +38,7 @@ from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample, Words
 
 Length = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 Sizes = Annotated[tuple[Length, ...], Field(min_length=1)]
+Depths = Annotated[tuple[Annotated[float, Field(ge=0, le=100)], ...], Field(min_length=1)]
 Layout = Literal["plain", "jrt", "question_first"]
 FRAMES = {"english": ("CONTEXT: ", "QUESTION: ", "\n\n"), "toy": ("context : ", "question : ", " ")}
 
@@ -146,6 +147,22 @@ class Retrieval(Task):
         pieces.append(Piece(draft.instruction if chat else draft.lead))
         whole = prompts.in_chat(tokenizer, pieces) if chat else pieces
         return prompts.encode(tokenizer, whole, special=not chat, optional=("value", "distractor", "question"))
+
+
+class Grid(Retrieval):
+    """Base class of tasks that hide a needle at each length and depth."""
+
+    usual_lengths: ClassVar[tuple[int, ...]]  # of English prompts, where none are given
+    lengths: Sizes | None = None
+    depths: Depths = (0, 25, 50, 75, 100)
+    distractors: int = Field(3, ge=0)  # similar needles
+
+    def extent(self) -> TaskExtent:
+        lengths = self.lengths or self.usual_lengths
+        return TaskExtent(len(lengths) * len(self.depths) * self.samples, max(lengths))
+
+    def in_context(self) -> int:
+        return self.distractors
 
 
 def arranged(context: Sequence[Piece], question: str, layout: Layout, frame: tuple[str, str, str]) -> list[Piece]:
