@@ -57,12 +57,8 @@ class Act:
 
     count: ClassVar[str]  # name of its count in the receipt; a trial fails if the count stays 0
     once: ClassVar[bool] = False  # whether the count may stay 0 in one of the phases that it acts in
+    of_sample: ClassVar[bool] = False  # whether its effect depends on the sample: samples with one prefix share no prefill
     layer: int
-
-    @property
-    def of_sample(self) -> bool:
-        """Whether its effect depends on the sample, so that samples with a shared prefix cannot share a prefill."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ class KeepBest(Act):
     sinks: int = 0  # number of first tokens left out of the score
 
     @property
-    def of_sample(self) -> bool:
+    def of_sample(self) -> bool:  # type: ignore[override]
         return self.by == RANDOM
 
 
@@ -111,12 +107,8 @@ class ChangeOutputs(Act):
         function: Called with `outputs` and `place` (layer, phase, positions, sample).
     """
 
-    count = "heads_changed"
+    count, of_sample = "heads_changed", True
     function: Callable[[Any, Place], Any]
-
-    @property
-    def of_sample(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)
@@ -129,13 +121,9 @@ class RecordOutputs(Act):
         into: A `model.outputs.Recording`.
     """
 
-    count = "outputs_recorded"
+    count, of_sample = "outputs_recorded", True
     site: Site
     into: Any
-
-    @property
-    def of_sample(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,14 +145,11 @@ class PatchOutputs(Act):
         heads: Only of these heads; None: all.
     """
 
+    of_sample = True
     site: ClassVar[Site]
     source: Any
     tokens: TokenMap
     heads: frozenset[int] | None = None
-
-    @property
-    def of_sample(self) -> bool:
-        return True
 
 
 class PatchHeads(PatchOutputs):

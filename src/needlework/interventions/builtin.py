@@ -27,28 +27,45 @@ Groups = Annotated[
 ]
 
 
-def _layers_of(listed: Sequence[Head | Group]) -> tuple[int, ...]:
-    return tuple(sorted({one.layer for one in listed}))
-
-
 def _in_layer(listed: Sequence[Head | Group], layer: int) -> frozenset[int]:
     return frozenset(one.index for one in listed if one.layer == layer)
 
 
-def _check_listed(part: Part, what: str, listed: Sequence[Any], known: Sequence[Any], anatomy: Anatomy, hint: str) -> None:
-    """Raise if there are no heads (or groups), or some that the model or `layers` does not have."""
-    wrong = sorted(set(listed) - set(known))
-    if wrong or not listed:
-        raise NeedleworkError(f"{part.name}: no such {what} {[tuple(one) for one in wrong]} in {anatomy.architecture}; {hint}")
-    left_out = sorted(set(part.where(anatomy)) - set(part.layers or part.where(anatomy)))
-    if left_out:
-        raise NeedleworkError(f"{part}: names {what} of layers {left_out}, which `layers` leaves out: drop layers")
+class PartOfListed(Part):
+    """A part that acts on listed `heads` (or recurrent `groups`) and on their layers; on all of its side if these are None."""
 
+    @property
+    def listed(self) -> Sequence[Head | Group] | None:
+        listed: Sequence[Head | Group] | None = getattr(self, "heads" if self.side == "attention" else "groups")
+        return listed
 
-def _check_heads(part: Part, heads: Sequence[Head], anatomy: Anatomy) -> None:
-    layers = [layer.index for layer in anatomy.attention_layers]
-    hint = f"attention layers are {layers}, `needlework inspect` shows their heads"
-    _check_listed(part, "heads", heads, anatomy.heads, anatomy, hint)
+    def listed_in(self, layer: int) -> frozenset[int] | None:
+        """Return the indices of the listed heads or groups of a layer; None: all."""
+        return None if self.listed is None else _in_layer(self.listed, layer)
+
+    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
+        return super().where(anatomy) if self.listed is None else tuple(sorted({one.layer for one in self.listed}))
+
+    def check(self, anatomy: Anatomy) -> None:
+        super().check(anatomy)
+        if self.listed is None:
+            return
+        if self.side == "attention":
+            what, known = "heads", set[Head | Group](anatomy.heads)
+            layers = [layer.index for layer in anatomy.attention_layers]
+            hint = f"attention layers are {layers}, `needlework inspect` shows their heads"
+        else:
+            what, known = "groups", set[Head | Group](anatomy.groups)
+            hint = "`needlework inspect` shows how many each layer has"
+            for index, part in anatomy.recurrent_parts():
+                if index in self.where(anatomy) and not part.groups:
+                    raise NeedleworkError(f"{self}: the groups of layer {index} are not known: {part.no_groups_reason}")
+        wrong = [tuple(one) for one in sorted({*self.listed} - known)]
+        if wrong or not self.listed:
+            raise NeedleworkError(f"{self.name}: no such {what} {wrong} in {anatomy.architecture}; {hint}")
+        left_out = sorted(set(self.where(anatomy)) - set(self.layers or self.where(anatomy)))
+        if left_out:
+            raise NeedleworkError(f"{self}: names {what} of layers {left_out}, which `layers` leaves out: drop layers")
 
 
 @register
@@ -165,7 +182,7 @@ def with_rankings(intervention: Intervention, known: Mapping[Recorded, Ranking |
 
 
 @register
-class AblateHeads(Part):
+class AblateHeads(PartOfListed):
     """Ablate single heads: replace their outputs by zero, or by the mean that `nw.calibrate` measured.
 
     Attributes:
@@ -185,20 +202,9 @@ class AblateHeads(Part):
         if (self.value == "mean") != bool(self.means):
             raise NeedleworkError(f"{self.name}: value='mean' goes with means=HASH; nw.calibrate(subject, texts).hash gives it")
 
-    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
-        return _layers_of(self.heads)
-
-    def check(self, anatomy: Anatomy) -> None:
-        super().check(anatomy)
-        _check_heads(self, self.heads, anatomy)
-
-    def _ablated(self, anatomy: Anatomy) -> Sequence[Head]:
-        return self.heads
-
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         for index in self.where(context.anatomy):
-            if heads := _in_layer(self._ablated(context.anatomy), index):
-                yield acts.SilenceHeads(index, heads, self.means)
+            yield acts.SilenceHeads(index, _in_layer(self.heads, index), self.means)
 
 
 @register
@@ -216,8 +222,11 @@ class OnlyHeads(AblateHeads):
     def where(self, anatomy: Anatomy) -> tuple[int, ...]:
         return Part.where(self, anatomy)
 
-    def _ablated(self, anatomy: Anatomy) -> Sequence[Head]:
-        return [head for head in anatomy.heads if head not in self.heads]
+    def lower(self, context: LoweringContext) -> Iterable[Act]:
+        for index in self.where(context.anatomy):
+            others = set(context.anatomy.layers[index].heads) - set(self.heads)
+            if others:
+                yield acts.SilenceHeads(index, frozenset(head.index for head in others), self.means)
 
 
 @register
@@ -277,7 +286,7 @@ class ExposeTokens(Part):
 
 
 @register
-class LimitContext(Part):
+class LimitContext(PartOfListed):
     """Mask all keys but the last `tokens` (the query's own included) and the first `sinks`, in all heads or in some.
 
     Attributes:
@@ -293,22 +302,13 @@ class LimitContext(Part):
     sinks: int = Field(0, ge=0)
     heads: Heads | None = None
 
-    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
-        return super().where(anatomy) if self.heads is None else _layers_of(self.heads)
-
-    def check(self, anatomy: Anatomy) -> None:
-        super().check(anatomy)
-        if self.heads is not None:
-            _check_heads(self, self.heads, anatomy)
-
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         for index in self.where(context.anatomy):
-            heads = None if self.heads is None else _in_layer(self.heads, index)
-            yield acts.LimitKeys(index, self.tokens, self.sinks, heads)
+            yield acts.LimitKeys(index, self.tokens, self.sinks, self.listed_in(index))
 
 
 @register
-class BlockAttention(Part):
+class BlockAttention(PartOfListed):
     """Attention knockout: mask, before softmax, the keys of one span for the queries of another, in all heads or in some.
 
     A query's own key stays visible, so that no query is left without keys.
@@ -330,14 +330,6 @@ class BlockAttention(Part):
     def clashes(self, other: Part) -> bool:
         return self == other  # what several of them block adds up
 
-    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
-        return super().where(anatomy) if self.heads is None else _layers_of(self.heads)
-
-    def check(self, anatomy: Anatomy) -> None:
-        super().check(anatomy)
-        if self.heads is not None:
-            _check_heads(self, self.heads, anatomy)
-
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         keys, queries, first = context.positions(self.to), tuple[int, ...](), None
         if self.from_ is None:
@@ -347,8 +339,7 @@ class BlockAttention(Part):
         else:
             queries = context.positions(self.from_)
         for index in self.where(context.anatomy):
-            heads = None if self.heads is None else _in_layer(self.heads, index)
-            yield acts.BlockEdges(index, queries, first, keys, heads)
+            yield acts.BlockEdges(index, queries, first, keys, self.listed_in(index))
 
 
 # --- Recurrent mixers ---
@@ -390,7 +381,7 @@ class AblateRecurrent(Part):
 
 
 @register
-class AblateRecurrentGroups(Part):
+class AblateRecurrentGroups(PartOfListed):
     """Ablate groups of a recurrent mixer (its heads, if it has heads): zero their channels before the output projection.
 
     Attributes:
@@ -402,23 +393,12 @@ class AblateRecurrentGroups(Part):
     side = "recurrent"
     groups: Groups
 
-    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
-        return _layers_of(self.groups)
-
-    def check(self, anatomy: Anatomy) -> None:
-        super().check(anatomy)
-        for index, part in anatomy.recurrent_parts():
-            if index in self.where(anatomy) and not part.groups:
-                raise NeedleworkError(f"{self}: the groups of layer {index} are not known: {part.no_groups_reason}")
-        hint = "`needlework inspect` shows how many each layer has"
-        _check_listed(self, "groups", self.groups, anatomy.groups, anatomy, hint)
-
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         return (acts.SilenceGroups(index, _in_layer(self.groups, index)) for index in self.where(context.anatomy))
 
 
 @register
-class BlockRecurrent(Part):
+class BlockRecurrent(PartOfListed):
     """Block what the tokens of a span give to later tokens through recurrent mixers, gates unchanged; each keeps its own output.
 
     Attributes:
@@ -449,9 +429,6 @@ class BlockRecurrent(Part):
         layers_meet = self.layers is None or other.layers is None or bool(set(self.layers) & set(other.layers))
         return self == other or (isinstance(other, AblateRecurrent) and layers_meet)  # what several of these block adds up
 
-    def where(self, anatomy: Anatomy) -> tuple[int, ...]:
-        return super().where(anatomy) if self.groups is None else _layers_of(self.groups)
-
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
         for index, part in anatomy.recurrent_parts():
@@ -467,9 +444,6 @@ class BlockRecurrent(Part):
                     f"{self}: the state of layer {index} ({part.mixer}) is not known to be linear in what tokens write into it,"
                     " so that single tokens cannot be taken out; cut the memory instead: ablate_recurrent(site='state')"
                 )
-        if self.groups is not None:
-            hint = "`needlework inspect` shows how many each layer has"
-            _check_listed(self, "groups", self.groups, anatomy.groups, anatomy, hint)
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         sources = context.positions(self.to)
@@ -477,8 +451,7 @@ class BlockRecurrent(Part):
         taps = {index: part.taps for index, part in context.anatomy.recurrent_parts()}
         for index in self.where(context.anatomy):
             if self.site == "state":
-                groups = None if self.groups is None else _in_layer(self.groups, index)
-                yield acts.BlockSources(index, sources, groups)
+                yield acts.BlockSources(index, sources, self.listed_in(index))
                 continue
             if queries is not None and not any(0 < query - source < taps[index] for query in queries for source in sources):
                 raise NeedleworkError(
