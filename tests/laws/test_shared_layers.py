@@ -86,7 +86,7 @@ def both_ways(subject: nw.Subject, requests: list[Request]) -> tuple[dict[int, T
     assert [place[None] for place in places] == list(range(len(requests)))
     with subject.body.session():
         depth = SharedLayers(subject.body)
-        reader = Prefiller(subject.body, lambda: depth, Padding(subject.body), 0)
+        reader = Prefiller(subject.body, depth, Padding(subject.body), 0)
         chosen = {i: readings[i] for i in depth.worthwhile(readings)}
         deep = {i: read.logits[row] for some, read in depth.run(chosen, True) for row, i in enumerate(some)} if chosen else {}
         return deep, [reader.run([one]).logits[0] for one in readings]

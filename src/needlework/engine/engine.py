@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -42,16 +41,12 @@ class Engine:
     def __init__(self, body: HookedModel, memory_bytes: int | None = None) -> None:
         self.body, self.budget = body, Budget(body, memory_bytes)
         self.padding = Padding(body)
+        self.shared_layers = SharedLayers(body)
         self.prefiller = self._new_prefiller()  # of the latest run
         self._active: _Run | None = None
 
-    @cached_property
-    def shared_layers(self) -> SharedLayers:
-        """Shares lower layers; made when a prompt is first read under several acts, and kept with what it proved."""
-        return SharedLayers(self.body)
-
     def _new_prefiller(self, kept: KeptPrefills | None = None) -> Prefiller:
-        return Prefiller(self.body, lambda: self.shared_layers, self.padding, self.budget.costs.chunk, kept)
+        return Prefiller(self.body, self.shared_layers, self.padding, self.budget.costs.chunk, kept)
 
     @property
     def share(self) -> float:

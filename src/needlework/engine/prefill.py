@@ -31,18 +31,8 @@ from needlework.engine.budget import (
     try_proof,
 )
 from needlework.engine.shared_layers import SharedLayers
-from needlework.interventions.acts import (
-    BlockEdges,
-    ChangeOutputs,
-    ClearState,
-    ExposeColumns,
-    KeepBest,
-    LimitKeys,
-    PatchOutputs,
-    Phase,
-    RecordOutputs,
-    SilenceHeads,
-)
+from needlework.interventions import acts
+from needlework.interventions.acts import Phase
 from needlework.model.edits import keeps_from_sdpa
 from needlework.model.hooked_model import HookedModel, Rows
 from needlework.model.memory import Memory
@@ -50,21 +40,16 @@ from needlework.receipts import Receipt, Tally
 from needlework.requests import Prepared
 
 PAD = 0  # any token id: no real token attends to it
+# The effect of these acts on a token depends on its position.
 _UNEVEN = (
-    LimitKeys,
-    BlockEdges,
-    ExposeColumns,
-    ChangeOutputs,
-    ClearState,
-    RecordOutputs,
-    PatchOutputs,
-)  # their effect on a token depends on its position
+    *(acts.LimitKeys, acts.BlockEdges, acts.ExposeColumns, acts.ChangeOutputs, acts.ClearState),
+    *(acts.RecordOutputs, acts.PatchOutputs),
+)
 _PROOF_LENGTHS = (12, 5, 9)
 
 
 def compile_items(body: HookedModel, items: Sequence[Prepared], phase: Phase, slots: Tensor | None = None) -> Rows:
-    """Compile the acts of these requests for one phase; by default, each has a slot of its own."""
-    slots = torch.arange(len(items), device=body.device) if slots is None else slots
+    """Compile the acts of these requests for one phase; slots as in `HookedModel.compile`."""
     return body.compile([item.acts[phase] for item in items], [item.sample for item in items], phase, slots)
 
 
@@ -104,7 +89,7 @@ class Prefiller:
     """Prefills prompts for the engine. The cache of a shared prefix is kept until its last prompt has started from it.
 
     Args:
-        shared_layers: Returns what shares lower layers among prefills of one prompt.
+        shared_layers: Shares lower layers among prefills of one prompt.
         chunk: Maximum tokens of one forward; 0: no limit.
         kept: Where results are kept for later runs; None: they are not.
     """
@@ -112,7 +97,7 @@ class Prefiller:
     def __init__(
         self,
         body: HookedModel,
-        shared_layers: Callable[[], SharedLayers],
+        shared_layers: SharedLayers,
         padding: Padding,
         chunk: int,
         kept: KeptPrefills | None = None,
@@ -149,19 +134,19 @@ class Prefiller:
             if not prefill.item.one_piece:
                 by_acts[prefill.item.group[1:]][key] = prefill
         prefixes_of: dict[tuple[object, ...], list[SharedPrefix | None]] = {}
-        for acts, alike in by_acts.items():
+        for own, alike in by_acts.items():
             prefixes = find_shared_prefixes([prefill.tokens for prefill in alike.values()], forward_overhead(self.body))
             starts = [(prefill, prefix) for prefill, prefix in zip(alike.values(), prefixes, strict=True) if prefix]
             if _saved(prefixes) and all(fits(prefill, _chain(prefix)) for prefill, prefix in starts):
-                prefixes_of[acts] = prefixes
+                prefixes_of[own] = prefixes
         while prefixes_of:  # the acts whose prefills gain most from shared prefixes over shared layers come first
             deep = self._share_layers(list(whole.values()))
             shares = {key: deep.get(i, 0.0) for i, key in enumerate(whole)}
             gains = {
-                acts: _saved(prefixes) - sum(len(prefill.tokens) * shares[key] for key, prefill in by_acts[acts].items())
-                for acts, prefixes in prefixes_of.items()
+                own: _saved(prefixes) - sum(len(prefill.tokens) * shares[key] for key, prefill in by_acts[own].items())
+                for own, prefixes in prefixes_of.items()
             }
-            best = max(gains, key=lambda acts: gains[acts])
+            best = max(gains, key=gains.__getitem__)
             if gains[best] <= 0:
                 return
             for key, prefix in zip(by_acts[best], prefixes_of.pop(best), strict=True):
@@ -172,7 +157,7 @@ class Prefiller:
     def _share_layers(self, prefills: Sequence[Prefill]) -> dict[int, float]:
         """Return the share of compute that shared layers save, for each prefill that uses them."""
         repeated = len({prefill.tokens for prefill in prefills}) < len(prefills)
-        return self.shared_layers().worthwhile(prefills, self.chunk) if repeated else {}
+        return self.shared_layers.worthwhile(prefills, self.chunk) if repeated else {}
 
     def run(self, prefills: Sequence[Prefill], remember: bool = True) -> PrefillResult:
         """Prefill prompts, each under its own acts, and return logits, receipts and cache in the order given.
@@ -194,10 +179,9 @@ class Prefiller:
         deep = self._share_layers([prefills[i] for i in whole])
         together = {whole[i]: prefills[whole[i]] for i in deep}
         for length in dict.fromkeys(len(prefill.tokens) for prefill in together.values()):
-            shared_layers = self.shared_layers()
-            before = shared_layers.whole_passes
-            done += shared_layers.run({i: x for i, x in together.items() if len(x.tokens) == length}, remember)
-            self.tokens_read += shared_layers.whole_passes - before
+            before = self.shared_layers.whole_passes
+            done += self.shared_layers.run({i: x for i, x in together.items() if len(x.tokens) == length}, remember)
+            self.tokens_read += self.shared_layers.whole_passes - before
         parts: dict[int, list[int]] = defaultdict(list)  # length of the shared prefix -> indices of prefills
         for i, prefill in enumerate(prefills):
             if i not in together:
@@ -391,10 +375,10 @@ class Padding:
         """
         if not item.request.options or item.request.steps > 1 or item.one_piece:
             return False
-        acts = item.acts["prefill"]
-        kept = {act.layer for act in acts if isinstance(act, KeepBest)}
-        both = any(isinstance(act, SilenceHeads) and act.layer in kept for act in acts)
-        uneven = both or any(isinstance(act, _UNEVEN) for act in acts)
+        own = item.acts["prefill"]
+        kept = {act.layer for act in own if isinstance(act, acts.KeepBest)}
+        both = any(isinstance(act, acts.SilenceHeads) and act.layer in kept for act in own)
+        uneven = both or any(isinstance(act, _UNEVEN) for act in own)
         return not uneven and not is_observed(self.body) and self.proven()
 
     def proven(self) -> bool:
@@ -410,7 +394,7 @@ class Padding:
         padded = tokens.masked_fill(torch.arange(longest, device=body.device) >= ends[:, None], PAD)
 
         def read(ids: Tensor, keep: Tensor) -> Tensor:
-            rows = body.compile([()] * len(ids), [0] * len(ids), "prefill", torch.arange(len(ids), device=body.device))
+            rows = body.compile([()] * len(ids), [0] * len(ids), "prefill")
             return body.feed(ids, body.new_memory(len(ids)), "prefill", rows, Tally(len(ids)), keep=keep)
 
         together = read(padded, ends - 1)

@@ -204,7 +204,7 @@ class SharedLayers:
         return groups
 
     def _compile(self, acts: Sequence[Sequence[Act]], samples: Sequence[int]) -> Rows:
-        rows = self.body.compile(acts, samples, "prefill", torch.arange(len(acts), device=self.body.device))
+        rows = self.body.compile(acts, samples, "prefill")
         if any(edits.needs_probabilities for edits in rows.attention.values()):
             self.body.check_own_maths()  # it runs the model, which must not happen while it records or starts in the middle
         return rows
@@ -267,7 +267,7 @@ class SharedLayers:
         body = self.body
         prompts = torch.arange(2 * _PROOF_TOKENS, device=body.device).view(2, -1) * 7 % body.anatomy.vocabulary
         rows = torch.tensor(_PROOF_ROWS, device=body.device)
-        count, slots = len(rows), torch.arange(len(rows), device=body.device)
+        count = len(rows)
         # Acts that change the layer, whether it has attention, a recurrent mixer or both.
         acts: list[Act] = [SilenceHeads(entry.layer, frozenset({0}))] if body.anatomy.layers[entry.layer].attention else []
         if entry.scored:
@@ -275,13 +275,13 @@ class SharedLayers:
         if not entry.after_heads and any(mixer.layer == entry.layer for mixer in body.mixers):
             acts.append(DropRecurrent(entry.layer))
         memory, tally = body.new_memory(count), Tally(count)
-        compiled = body.compile([acts] * count, [0] * count, "prefill", slots)
+        compiled = body.compile([acts] * count, [0] * count, "prefill")
         whole = [body.feed(prompts[rows], memory, "prefill", compiled, tally)]
         result = self._enter(entry, self._record(prompts, [entry]), rows, [acts] * count, [0] * count)
         assert result.memory is not None
         entered = [result.logits[:, None]]
         for answers, remembered in ((whole, memory), (entered, result.memory)):
-            nothing = body.compile([()] * count, [0] * count, "decode", slots)
+            nothing = body.compile([()] * count, [0] * count, "decode")
             answers.append(body.feed(prompts[rows, :1], remembered, "decode", nothing, Tally(count)))
         same = [tally.receipt(i) for i in range(count)] == result.receipts
         return same and body.agree(torch.cat(whole, 1), torch.cat(entered, 1))

@@ -171,15 +171,15 @@ class HookedModel:
         cache = self.family.make_cache(self.model.config)
         return Memory(self.streams.install(cache) if self.streams else cache, states_on_modules(self.mixers), rows)
 
-    def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor) -> Rows:
+    def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor | None = None) -> Rows:
         """Compile the acts of a batch into edits per layer.
 
         Args:
             rows: acts of each row.
             samples: sample index of each row; seeds random head choices.
-            slots: [rows] trial of each row, for the tally.
+            slots: [rows] trial of each row, for the tally; by default, each row has one of its own.
         """
-        compiled = Rows(slots)
+        compiled = Rows(torch.arange(len(rows), device=self.device) if slots is None else slots)
         touched = {act.layer for row in rows for act in row}
         by_layer = {layer: [[act for act in row if act.layer == layer] for row in rows] for layer in touched}
         for layer, part in self.anatomy.attention_parts():
@@ -376,7 +376,6 @@ class HookedModel:
         if self._trusted:
             return
         self._trusted = True  # `feed` below calls this method again
-        slots = torch.zeros(1, dtype=torch.int64, device=self.device)
         ids = (torch.arange(_CHECKED_TOKENS, device=self.device) * 7 % self.anatomy.vocabulary)[None]
         parts = list(self.anatomy.attention_parts())
         no_limit: list[Act] = [LimitKeys(layer, 1 << 30, 0) for layer, _ in parts]
@@ -384,7 +383,7 @@ class HookedModel:
         answers = []
         with self.observed_by(None):
             for acts in ([], no_limit, of_heads):  # stock SDPA; the compiled kernel, where supported; tensor operations
-                rows = self.compile([acts], [0], "prefill", slots)
+                rows = self.compile([acts], [0], "prefill")
                 answers.append(self.feed(ids, self.new_memory(1), "prefill", rows, Tally(1), keep="all"))
         if not all(self.agree(answers[0], other) for other in answers[1:]):
             self._trusted = False

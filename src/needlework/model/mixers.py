@@ -155,7 +155,8 @@ def hooked(
         empty: returns an empty memory for one mixer and a number of rows.
     """
     with ExitStack() as stack:
-        if any(_blocks(get_current(), mixer) for mixer in mixers):
+        found = [edits for mixer in mixers if (edits := _current_edits(mixer)[1])]
+        if any(edits.sources is not None or edits.taps is not None for edits in found):
             stack.enter_context(intercepted(mixers, _kept_values, _blocked_taps))
         for mixer in mixers:
             acting = _MixerHooks(mixer, memory, empty)
@@ -168,18 +169,17 @@ def hooked(
         yield
 
 
-def _blocks(forward: Forward | None, mixer: Mixer) -> bool:
-    edits = None if forward is None else forward.mixers.get(mixer.layer)
-    return edits is not None and (edits.sources is not None or edits.taps is not None)
+def _current_edits(mixer: Mixer) -> tuple[Forward | None, MixerEdits | None]:
+    """Return the current forward, on the mixer's device, and what it does to the mixer."""
+    forward = get_current()
+    return (None, None) if forward is None else (forward.on(mixer.device), forward.mixers.get(mixer.layer))
 
 
 def _kept_values(mixer: Mixer, call: ScanCall) -> Tensor | None:
     """Return which values of a scan are kept [rows, tokens, channels]; None: all. Count the tokens that lose some."""
-    forward = get_current()
-    edits = None if forward is None else forward.mixers.get(mixer.layer)
+    forward, edits = _current_edits(mixer)
     if forward is None or edits is None or edits.sources is None:
         return None
-    forward = forward.on(mixer.device)
     blocked = [each.at(forward.positions) for each in edits.sources]
     here = slice(call.offset, call.offset + call.values.shape[-1])
     width = getattr(mixer.output, "in_features", 0) or here.stop
@@ -194,11 +194,9 @@ def _kept_values(mixer: Mixer, call: ScanCall) -> Tensor | None:
 
 def _blocked_taps(mixer: Mixer, call: ConvolutionCall) -> Tensor | None:
     """Return which lags of a convolution are left out [rows, tokens, taps]; None: none. Count them."""
-    forward = get_current()
-    edits = None if forward is None else forward.mixers.get(mixer.layer)
+    forward, edits = _current_edits(mixer)
     if forward is None or edits is None or edits.taps is None:
         return None
-    forward = forward.on(mixer.device)
     marked: Tensor = reduce(or_, [each.taps(forward.positions, call.weight.shape[-1]) for each in edits.taps])
     if not bool(marked.any()):
         return None
@@ -215,15 +213,9 @@ class _MixerHooks:
         self.chosen: Tensor | None = None  # rows of the batch in the running call; None: all rows
         self.output_used = True  # whether the running call's output is used; if not, nothing is zeroed or counted
 
-    def _edits(self) -> tuple[Forward | None, MixerEdits | None]:
-        forward = get_current()
-        if forward is None:
-            return None, None
-        return forward.on(self.mixer.device), forward.mixers.get(self.mixer.layer)
-
     def enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Copy the states that a second call starts from (forward pre-hook of the mixer)."""
-        _, edits = self._edits()
+        _, edits = _current_edits(self.mixer)
         if edits is not None:
             for name, rows in zip(("convolution", "state"), edits.replaced()[1:], strict=True):
                 if rows is not None and self.mixer.convolution is not None:
@@ -231,7 +223,7 @@ class _MixerHooks:
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Replace or zero the output of ablated rows, and count them (forward hook of the mixer)."""
-        forward, edits = self._edits()
+        forward, edits = _current_edits(self.mixer)
         if forward is None or edits is None:
             return None
         rows, tokens = forward.positions.shape
@@ -248,7 +240,7 @@ class _MixerHooks:
 
     def zero_groups_hook(self, projection: nn.Module, args: tuple[Any, ...]) -> Any:
         """Zero groups in the output projection's input [rows of this call, tokens, channels], and count them."""
-        forward, edits = self._edits()
+        forward, edits = _current_edits(self.mixer)
         if forward is None or edits is None or edits.silenced is None or not self.output_used:
             return None
         channels, marked, slots = args[0], edits.silenced, forward.slots

@@ -109,10 +109,6 @@ class ScanCall:
         inner = like.movedim(self.scan.time, 1).shape[2:]
         return flat.reshape(*flat.shape[:2], *inner).movedim(1, self.scan.time)
 
-    def with_values(self, flat: Tensor) -> Any:
-        """Call the function with other values [rows, tokens, channels], and return what it returns."""
-        return self._with({self.scan.values: self._shaped(flat, self.get(self.scan.values))})
-
     def _with(self, changed: Mapping[Key, Any]) -> Any:
         args = [changed.get(i, value) for i, value in enumerate(self.args)]
         names = {key: value for key, value in changed.items() if isinstance(key, str)}
@@ -164,7 +160,8 @@ class ScanCall:
             own = self.replay(lost, rows, gated=True)[rows, 0]
         else:
             own = self.replay(lost[rows, tokens][:, None], rows, tokens, gated=True)[:, 0]
-        return self.with_values(values * keep), (rows, tokens), own
+        others = self._shaped(values * keep, self.get(self.scan.values))
+        return self._with({self.scan.values: others}), (rows, tokens), own
 
     def add(self, result: Any, at: tuple[Tensor, Tensor], own: Tensor) -> Any:
         """Add contributions [n, channels] at (rows, tokens) to the outputs of a result."""
