@@ -9,8 +9,6 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.anatomy import Anatomy as Anatomy
     from needlework.anatomy import Group as Group
     from needlework.anatomy import Head as Head
-    from needlework.calibration import Means as Means
-    from needlework.calibration import calibrate as calibrate
     from needlework.checks import Checkup as Checkup
     from needlework.checks.doctor import doctor as doctor
     from needlework.errors import NeedleworkError as NeedleworkError
@@ -58,7 +56,9 @@ if TYPE_CHECKING:  # the one list of public names: type checkers run these impor
     from needlework.requests import Request as Request
     from needlework.requests import sample_key as sample_key
     from needlework.results import Store as Store
+    from needlework.subject import Means as Means
     from needlework.subject import Subject as Subject
+    from needlework.subject import calibrate as calibrate
     from needlework.subject import load as load
     from needlework.subject import wrap as wrap
 

@@ -1,9 +1,10 @@
-"""Subject: a loaded model with methods to generate, score choices and return logits under any intervention."""
+"""Subject: a loaded model with methods to generate, score choices and return logits; and calibrated means of its heads."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from pathlib import Path
@@ -15,10 +16,11 @@ from torch import Tensor
 from needlework.anatomy import Anatomy
 from needlework.engine.engine import Engine, feed_tokens
 from needlework.errors import NeedleworkError, check_plain
-from needlework.interventions.acts import Phase, Span
+from needlework.interventions.acts import ChangeOutputs, Phase, Place, Span
 from needlework.interventions.base import NONE, Intervention, as_intervention
 from needlework.model.hooked_model import HookedModel, Kernels
-from needlework.requests import Answer, Request, prepare, stop_tokens
+from needlework.receipts import Tally
+from needlework.requests import Answer, Request, check_tokens, prepare, stop_tokens
 from needlework.zoo import resolve
 
 if TYPE_CHECKING:
@@ -183,7 +185,7 @@ class Subject:
             raise NeedleworkError("this model was loaded without a tokenizer; give token ids instead of text")
         return tuple(self.tokenizer(prompt, add_special_tokens=not continuation)["input_ids"])
 
-    def use(self, means: Any) -> None:
+    def use(self, means: Means) -> None:
         """Register calibrated means (`nw.calibrate`, `nw.Means.load`) for interventions that refer to their hash."""
         self.body.means[means.hash] = means.tensors
 
@@ -256,3 +258,84 @@ def wrap(model: torch.nn.Module, tokenizer: Any = None, *, kernels: Kernels = "f
     from needlework.model.load import hook_model
 
     return Subject(hook_model(model, "transformers", kernels), tokenizer)
+
+
+# --- Calibrated means of head outputs ---
+
+_DECODED = 32  # last tokens of each text, decoded one by one to measure the means of the decode phase
+
+
+@dataclass(frozen=True)
+class Means:
+    """Mean head outputs, measured by `nw.calibrate`.
+
+    Attributes:
+        tensors: [heads, dim] by (layer, phase).
+    """
+
+    tensors: dict[tuple[int, str], Tensor]
+
+    @property
+    def hash(self) -> str:
+        """The hash that refers to these means in the text of interventions."""
+        digest = hashlib.sha256()
+        for (layer, phase), tensor in sorted(self.tensors.items()):
+            digest.update(f"{layer} {phase} {tuple(tensor.shape)}".encode())
+            digest.update(tensor.float().contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    def save(self, path: Path | str) -> None:
+        from safetensors.torch import save_file
+
+        save_file({f"{layer}.{phase}": t.contiguous() for (layer, phase), t in self.tensors.items()}, str(path))
+
+    @classmethod
+    def load(cls, path: Path | str) -> Means:
+        from safetensors.torch import load_file
+
+        try:
+            stored = {tuple(key.split(".")): tensor for key, tensor in load_file(str(path)).items()}
+            return cls({(int(layer), phase): tensor for (layer, phase), tensor in stored.items()})
+        except Exception as error:
+            raise NeedleworkError(
+                f"{path}: no calibrated means can be read ({error}); nw.calibrate(...).save makes them"
+            ) from None
+
+
+def calibrate(subject: Subject, texts: Sequence[Prompt]) -> Means:
+    """Measure the mean head outputs on texts and register them with the subject.
+
+    The last tokens of each text are decoded and the others prefilled, since each phase has its own means.
+    """
+    if isinstance(texts, str):
+        raise NeedleworkError("give a list of texts, calibrate(subject, [text]): a lone one would be read letter by letter")
+    body = subject.body
+    tokens = [subject.encode(text) for text in texts]
+    for row in tokens:
+        check_tokens(row, body.anatomy, "a text")
+        body.check_length(len(row))
+    sums: dict[tuple[int, str], Tensor] = {}
+    counts: dict[tuple[int, str], int] = {}
+
+    def record(outputs: Tensor, place: Place) -> Tensor:  # [queries, heads, dim]
+        key = (place.layer, place.phase)
+        sums[key] = sums.get(key, torch.zeros(())) + outputs.double().sum(0)
+        counts[key] = counts.get(key, 0) + outputs.shape[0]
+        return outputs
+
+    acts = [ChangeOutputs(layer.index, record) for layer in body.anatomy.attention_layers]
+    with body.session():
+        for row in tokens:
+            ids = torch.tensor([row], device=body.device)
+            split = max(1, ids.shape[1] - _DECODED)
+            memory, singles = body.new_memory(1), [ids[:, t : t + 1] for t in range(split, ids.shape[1])]
+            fed: dict[Phase, list[Tensor]] = {"prefill": [ids[:, :split]], "decode": singles}
+            for phase, parts in fed.items():
+                rows = body.compile([acts], [0], phase)
+                for part in parts:
+                    body.feed(part, memory, phase, rows, Tally(1))
+    if not sums:
+        raise NeedleworkError("calibrate needs at least one text, and a model with attention layers")
+    means = Means({key: (total / counts[key]).float().cpu() for key, total in sums.items()})
+    subject.use(means)
+    return means

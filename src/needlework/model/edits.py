@@ -12,7 +12,7 @@ from torch import Tensor
 from needlework.errors import NeedleworkError
 from needlework.interventions import acts
 from needlework.interventions.acts import HEAD_SCORES, RANDOM, Act, HeadScore, Needs, Place, scores_attention
-from needlework.model.outputs import Edits, OutputEdits, compile_outputs
+from needlework.model.outputs import Edits, OutputEdits
 
 if TYPE_CHECKING:
     from needlework.model.attention import Forward, QueryBlock
@@ -110,12 +110,6 @@ class LayerEdits:
     def needs_probabilities(self) -> bool:
         scored = self.keep is not None and bool(self.keep.scores("probabilities"))
         return scored or self.limit is not None or bool(self.blocked) or self.expose is not None
-
-    @property
-    def masks_by_head(self) -> bool:
-        """Whether heads of one layer see different keys."""
-        of_limit = self.limit is not None and self.limit[0].dim() == 2
-        return of_limit or any(blocked.heads is not None for blocked in self.blocked)
 
     @property
     def silences_only(self) -> bool:
@@ -407,7 +401,6 @@ def compile_layer(
     edits.functions = tuple(
         (i, samples[i], act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
     )
-    edits.outputs = next((found for (site, _), found in compile_outputs(rows).items() if site == "heads"), None)
     return edits
 
 

@@ -179,13 +179,15 @@ class HookedModel:
             samples: sample index of each row; seeds random head choices.
             slots: [rows] trial of each row, for the tally; by default, each row has one of its own.
         """
-        compiled = Rows(torch.arange(len(rows), device=self.device) if slots is None else slots)
+        slots = torch.arange(len(rows), device=self.device) if slots is None else slots
+        compiled = Rows(slots, outputs=compile_outputs(rows))
         touched = {act.layer for row in rows for act in row}
         by_layer = {layer: [[act for act in row if act.layer == layer] for row in rows] for layer in touched}
         for layer, part in self.anatomy.attention_parts():
             if layer in touched:
                 means = {name: table[layer, phase] for name, table in self.means.items() if (layer, phase) in table}
                 edits = compile_layer(by_layer[layer], samples, part.query_heads, means, self._devices[layer])
+                edits.outputs = compiled.outputs.pop(("heads", layer), None)
                 if not edits.idle:
                     compiled.attention[layer] = edits
         for mixer in self.mixers:
@@ -193,7 +195,6 @@ class HookedModel:
                 mixer_edits = compile_mixer(by_layer[mixer.layer], mixer.groups, mixer.device)
                 if not mixer_edits.idle:
                     compiled.mixers[mixer.layer] = mixer_edits
-        compiled.outputs = {where: edits for where, edits in compile_outputs(rows).items() if where[0] != "heads"}
         for i, row in enumerate(rows):
             for act in row:
                 if isinstance(act, ClearState):
