@@ -190,13 +190,9 @@ def refusal(name: str, which: str) -> str:
         return "no recurrent memory" if name in NO_MIXER else ""
     if which in ATTENTION_SIDE and name in NO_HEADS:
         return "no separate attention layers"
-    if which == "span blocked in the convolution" and name in NO_CONVOLUTION:
-        return "has no short convolution"
-    if which == "span blocked in the state" and name in NO_STATE:
-        return "has no recurrent state"
-    if which == "convolution off" and name in NO_CONVOLUTION:
+    if which in ("span blocked in the convolution", "convolution off") and name in NO_CONVOLUTION:
         return "no short convolution of their own"
-    if which in ("state off", "groups and state off") and name in NO_STATE:
+    if which in ("span blocked in the state", "state off", "groups and state off") and name in NO_STATE:
         return "no recurrent state of their own"
     return NO_MIXER.get(name, "") if which in RECURRENT_SIDE else ""
 

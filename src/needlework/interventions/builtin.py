@@ -345,6 +345,18 @@ class BlockAttention(PartOfListed):
 # --- Recurrent mixers ---
 
 
+def _check_site(part: Part, site: str, anatomy: Anatomy) -> None:
+    """Raise if a mixer that a part acts on has no short convolution (`site="conv"`) or no recurrent state ("state")."""
+    mixers = {index: mixer for index, mixer in anatomy.recurrent_parts() if index in part.where(anatomy)}
+    lacks = {"conv": [i for i, x in mixers.items() if not x.taps], "state": [i for i, x in mixers.items() if not x.carries_state]}
+    if without := lacks.get(site):
+        what = "short convolution" if site == "conv" else "recurrent state"
+        raise NeedleworkError(
+            f"{part}: the mixers of layers {without} ({', '.join(sorted({mixers[i].mixer for i in without}))}) have no {what} of"
+            " their own; choose another site, or other layers"
+        )
+
+
 @register
 class AblateRecurrent(Part):
     """Ablate recurrent mixers: their memory across tokens ("memory", or only "conv" or "state"), or their output ("block").
@@ -365,15 +377,7 @@ class AblateRecurrent(Part):
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
-        parts = [(index, part) for index, part in anatomy.recurrent_parts() if index in self.where(anatomy)]
-        lacking = {"conv": [i for i, part in parts if not part.taps], "state": [i for i, part in parts if not part.carries_state]}
-        if without := lacking.get(self.site, []):
-            mixers = sorted({part.mixer for index, part in parts if index in without})
-            what = "short convolution" if self.site == "conv" else "recurrent state"
-            raise NeedleworkError(
-                f"{self}: the mixers of layers {without} ({', '.join(mixers)}) have no {what} of their own to cut; cut their"
-                " memory, or choose other layers"
-            )
+        _check_site(self, self.site, anatomy)
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         table = {"memory": acts.CutMemory, "block": acts.DropRecurrent, "conv": acts.CutConvolution, "state": acts.CutState}
@@ -431,15 +435,9 @@ class BlockRecurrent(PartOfListed):
 
     def check(self, anatomy: Anatomy) -> None:
         super().check(anatomy)
+        _check_site(self, self.site, anatomy)
         for index, part in anatomy.recurrent_parts():
-            if index not in self.where(anatomy):
-                continue
-            lacks = "short convolution" if self.site == "conv" and not part.taps else ""
-            lacks = "recurrent state" if self.site == "state" and not part.carries_state else lacks
-            if lacks:
-                other = "state" if self.site == "conv" else "conv"
-                raise NeedleworkError(f"{self}: the mixer of layer {index} ({part.mixer}) has no {lacks}; use site={other!r}")
-            if self.site == "state" and not part.recurrence:
+            if index in self.where(anatomy) and self.site == "state" and not part.recurrence:
                 raise NeedleworkError(
                     f"{self}: the state of layer {index} ({part.mixer}) is not known to be linear in what tokens write into it,"
                     " so that single tokens cannot be taken out; cut the memory instead: ablate_recurrent(site='state')"
