@@ -19,7 +19,9 @@ from needlework.anatomy import Head
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.acts import Phase, Site
 from needlework.model.attention import Forward, QueryBlock
+from needlework.plots import draw_head_map, head_axes
 from needlework.requests import Request
+from needlework.tables import Table
 
 if TYPE_CHECKING:
     import pandas
@@ -378,8 +380,6 @@ class HeadObserver(StreamObserver):
 
     def plot(self, ax: Any = None, *, of: str = "needle_mass", phase: Phase = "decode") -> Any:
         """Draw a column of `frame` as a heat map of layers by heads, and return the matplotlib axes."""
-        from needlework.plots import draw_head_map, head_axes
-
         if of not in HeadRow.__dataclass_fields__:
             raise NeedleworkError(f"observations have no {of!r}; {did_you_mean(of, HeadRow.__dataclass_fields__)}")
         values = {Head(row.layer, row.head): float(getattr(row, of)) for row in self.table(phase)}
@@ -391,8 +391,6 @@ class HeadObserver(StreamObserver):
         return ax
 
     def _repr_html_(self) -> str:
-        from needlework.tables import Table
-
         return Table.from_frame(self.frame(), f"observed attention (span {self.span!r})").to_html()
 
     def _keep_patterns(self, block: PatternBlock, queries: Tensor) -> None:

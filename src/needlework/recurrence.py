@@ -15,15 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from needlework.anatomy import Anatomy, Group
+from needlework.anatomy import Anatomy, Group, Head
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.interventions.acts import LoweringContext, Span
 from needlework.model.hooked_model import Rows
 from needlework.model.memory import Mixer
 from needlework.model.scans import ConvolutionCall, ScanCall, impulse_responses, intercepted
+from needlework.plots import draw_head_map, head_axes, new_axes
 from needlework.receipts import Tally
 from needlework.requests import check_tokens
 from needlework.stats import Floats, bootstrap_mean
+from needlework.tables import Table
 
 if TYPE_CHECKING:
     import pandas
@@ -123,8 +125,6 @@ class RecurrentContributions:
 
     def plot(self, layer: int, group: int = 0, ax: Any = None, *, of: Measure = "mass") -> Any:
         """Draw how much one group's output at each token owes to each source as a heat map, and return the matplotlib axes."""
-        from needlework.plots import new_axes
-
         part = self[layer]
         if not 0 <= group < part.groups:
             raise NeedleworkError(f"layer {layer} has groups 0 to {part.groups - 1}, not {group}")
@@ -141,8 +141,6 @@ class RecurrentContributions:
         return ax
 
     def _repr_html_(self) -> str:
-        from needlework.tables import Table
-
         columns = ["layer", "site", "kind", "groups", "channels"]
         rows = [[str(getattr(x, name)) for name in columns[:-1]] + [str(x.values.shape[1])] for x in self.layers]
         return Table(columns, rows, f"contributions of {len(self.tokens)} tokens; .plot(layer, group) shows one group").to_html()
@@ -182,9 +180,6 @@ class RecurrentMass:
 
     def plot(self, ax: Any = None, *, of: Measure = "mass") -> Any:
         """Draw the mean mass (or share) of the span as a heat map of layers by groups, and return the matplotlib axes."""
-        from needlework.anatomy import Head
-        from needlework.plots import draw_head_map, head_axes
-
         means = (self.masses if _checked(of) == "mass" else self.shares).mean(0)
         values = {Head(*group): float(mean) for group, mean in zip(self.groups, means, strict=True)}
         ax = head_axes(ax, values)
@@ -193,8 +188,6 @@ class RecurrentMass:
         return ax
 
     def _repr_html_(self) -> str:
-        from needlework.tables import Table
-
         return Table.from_frame(self.frame(), f"what {self.at!r} owes to {self.span!r} in recurrent groups", most=10).to_html()
 
 

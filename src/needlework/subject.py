@@ -21,6 +21,7 @@ from needlework.interventions.base import NONE, Intervention, as_intervention
 from needlework.model.hooked_model import HookedModel, Kernels
 from needlework.receipts import Tally
 from needlework.requests import Answer, Request, check_tokens, prepare, stop_tokens
+from needlework.tables import Table
 from needlework.zoo import resolve
 
 if TYPE_CHECKING:
@@ -53,8 +54,6 @@ class Subject:
         return f"<Subject {anatomy.architecture}: {parts}, {dtype} on {self.body.device}, {tokenizer}>"
 
     def _repr_html_(self) -> str:
-        from needlework.tables import Table
-
         return Table.from_frame(self.anatomy.frame(), repr(self)[1:-1]).to_html()
 
     def generate(

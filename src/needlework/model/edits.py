@@ -68,7 +68,7 @@ class Keep:
 class Expose:
     """ExposeColumns acts of all rows: factors on attention probabilities by key position."""
 
-    columns: Tensor  # [rows, positions] True at exposed key positions
+    columns: Tensor  # exposed key positions, of `mark_positions`
     inside: Tensor  # [rows] factor on exposed columns
     outside: Tensor  # [rows] factor on all other columns
     balanced: Tensor  # [rows] mode "balanced", see `LayerEdits._balanced`
@@ -81,9 +81,8 @@ class Expose:
 class Blocked:
     """One BlockEdges act of each row: which keys are masked for which queries."""
 
-    queries: Tensor  # [rows, positions] True at the positions of the queries
-    first: Tensor  # [rows] queries from this position on are meant, too
-    keys: Tensor  # [rows, positions] True at the positions of the keys
+    queries: Tensor  # of `mark_positions`
+    keys: Tensor  # of `mark_positions`
     heads: Tensor | None = None  # [rows, heads]; None: all heads in all rows
 
 
@@ -145,8 +144,8 @@ class LayerEdits:
         before = (k[:, None] <= q[..., None])[:, None] if block.visible is None else block.visible
         hidden = torch.zeros((), dtype=torch.bool, device=q.device)
         for blocked in self.blocked:
-            queries = _marked(blocked.queries, q) | (q >= blocked.first[:, None])
-            pairs = (queries[..., None] & _marked(blocked.keys, k)[:, None])[:, None]  # [rows, 1, queries, keys]
+            pairs = are_marked(blocked.queries, q)[..., None] & are_marked(blocked.keys, k)[:, None]
+            pairs = pairs[:, None]  # [rows, 1, queries, keys]
             hidden = hidden | (pairs if blocked.heads is None else pairs & blocked.heads[..., None, None])
         hidden = before & hidden & (k[:, None] != q[..., None])[:, None]
         forward.tally.add(layer, forward.phase, "edges_blocked", forward.slots, _pairs(hidden))
@@ -184,7 +183,7 @@ class LayerEdits:
         assert self.expose is not None
         e, rows = self.expose, p.shape[0]
         k = block.k_positions
-        columns = _marked(e.columns, k)  # [rows, keys]
+        columns = are_marked(e.columns, k)  # [rows, keys]
         causal = k[:, None, None] <= block.q_positions[:, None, :, None]
         visible = (causal if block.visible is None else block.visible & causal).expand(rows, -1, p.shape[2], -1)
         exposed = visible & columns[:, None, None]  # [rows, 1, queries, keys]
@@ -421,18 +420,24 @@ def _pairs(of_heads: Tensor) -> Tensor:
     return of_heads.any(1).sum((1, 2))
 
 
-def _marks(positions: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """Return a mask [rows, positions] that is True at the given positions of each row."""
-    mask = torch.zeros(len(positions), 1 + max(max(row, default=0) for row in positions), dtype=torch.bool, device=device)
-    for row, marked in enumerate(positions):
-        mask[row, list(marked)] = True
-    return mask
+def mark_positions(rows: Sequence[tuple[Sequence[int], int | None]], device: torch.device) -> Tensor:
+    """Return which positions each row names [rows, positions + 1]; the last entry stands for all further positions.
+
+    Args:
+        rows: Positions of each row, and the first one from which on all are meant, too (None: no such).
+    """
+    ends = [max(*positions, first or 0) if positions else first or 0 for positions, first in rows]
+    marked = torch.zeros(len(rows), 2 + max(ends, default=0), dtype=torch.bool)
+    for row, (positions, first) in zip(marked, rows, strict=True):
+        row[list(positions)] = True
+        if first is not None:
+            row[first:] = True
+    return marked.to(device)
 
 
-def _marked(mask: Tensor, positions: Tensor) -> Tensor:
-    """Return whether each position [rows, n] is marked in a mask of `_marks`: [rows, n]."""
-    width = mask.shape[1]
-    return mask.gather(1, positions.clamp(0, width - 1)) & (positions >= 0) & (positions < width)
+def are_marked(marked: Tensor, positions: Tensor) -> Tensor:
+    """Return whether each position [rows, n] is named in a result of `mark_positions`; none are before position 0."""
+    return marked.gather(1, positions.clamp(0, marked.shape[1] - 1)) & (positions >= 0)
 
 
 def _blocked(rows: Sequence[Sequence[acts.BlockEdges]], heads: int, device: torch.device) -> tuple[Blocked, ...]:
@@ -441,14 +446,12 @@ def _blocked(rows: Sequence[Sequence[acts.BlockEdges]], heads: int, device: torc
     compiled = []
     for nth in range(max(map(len, rows), default=0)):
         some = [row[nth] if nth < len(row) else none for row in rows]
-        first = [EVERYTHING if act.first is None else act.first for act in some]
         by_head = any(act.heads is not None for act in some)
         named = [[act.heads is None or head in act.heads for head in range(heads)] for act in some]
         compiled.append(
             Blocked(
-                queries=_marks([act.queries for act in some], device),
-                first=torch.tensor(first, device=device),
-                keys=_marks([act.keys for act in some], device),
+                queries=mark_positions([(act.queries, act.first) for act in some], device),
+                keys=mark_positions([(act.keys, None) for act in some], device),
                 heads=torch.tensor(named, device=device) if by_head else None,
             )
         )
@@ -461,7 +464,7 @@ def _expose(exposures: Sequence[acts.ExposeColumns | None], device: torch.device
         return torch.tensor([act is not None and test(act) for act in exposures], device=device)
 
     return Expose(
-        columns=_marks([act.positions if act else () for act in exposures], device),
+        columns=mark_positions([(act.positions if act else (), None) for act in exposures], device),
         inside=1.0 - flag(lambda act: act.mode in ("omit", "null")).float(),
         outside=1.0 - flag(lambda act: act.mode in ("only", "null")).float(),
         balanced=flag(lambda act: act.mode == "balanced"),

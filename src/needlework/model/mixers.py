@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from needlework.interventions import acts
 from needlework.interventions.acts import Act
 from needlework.model.attention import Forward, get_current
-from needlework.model.edits import select_rows
+from needlework.model.edits import are_marked, mark_positions, select_rows
 from needlework.model.memory import Memory, Mixer, holder
 from needlework.model.probe import first, replace_first
 from needlework.model.scans import ConvolutionCall, ScanCall, intercepted
@@ -34,19 +34,15 @@ from needlework.model.scans import ConvolutionCall, ScanCall, intercepted
 class Sources:
     """Source tokens that each row blocks, by absolute position."""
 
-    to: Tensor  # [rows, positions + 1] whether a source is blocked; the last entry stands for all further positions
-    only: Tensor  # [rows, groups], or [rows, positions + 1] of later tokens: what the sources are blocked for
-
-    def at(self, positions: Tensor) -> Tensor:
-        """Return whether the tokens at these positions [rows, n] are blocked sources; none are before position 0."""
-        return self.to.gather(1, positions.clamp(0, self.to.shape[1] - 1)) & (positions >= 0)
+    to: Tensor  # the blocked sources, of `mark_positions`
+    only: Tensor  # what they are blocked for: [rows, groups], or later tokens, of `mark_positions`
 
     def taps(self, positions: Tensor, taps: int) -> Tensor:
         """Return which lags are blocked for the tokens at these positions [rows, n]: [rows, n, taps]."""
         lags = torch.arange(taps, device=positions.device)
         sources = (positions[..., None] - lags).flatten(1)
-        later = self.only.gather(1, positions.clamp(0, self.only.shape[1] - 1))
-        marked: Tensor = self.at(sources).view(*positions.shape, taps) & later[..., None] & (lags > 0)
+        later = are_marked(self.only, positions)
+        marked: Tensor = are_marked(self.to, sources).view(*positions.shape, taps) & later[..., None] & (lags > 0)
         return marked
 
 
@@ -115,21 +111,13 @@ def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.devi
 
 def _sources(rows: Sequence[Any], groups: int, device: torch.device) -> Sources:
     """Compile one BlockSources or BlockTaps of each row, or none."""
-    to = _columns([() if act is None else act.sources for act in rows], device)
+    to = mark_positions([(() if act is None else act.sources, None) for act in rows], device)
     if any(isinstance(act, acts.BlockTaps) for act in rows):
-        return Sources(to, _columns([None if act is None else act.queries for act in rows], device))
+        queries = [None if act is None else act.queries for act in rows]  # None: all
+        return Sources(to, mark_positions([((), 0) if named is None else (named, None) for named in queries], device))
     of_groups = [set(range(max(groups, 1))) if act is None or act.groups is None else act.groups for act in rows]
     only = [[group in named for group in range(max(groups, 1))] for named in of_groups]
     return Sources(to, torch.tensor(only, device=device))
-
-
-def _columns(positions: Sequence[Sequence[int] | None], device: torch.device) -> Tensor:
-    """Return which positions each row names [rows, positions + 1]; None: all, also those beyond the last column."""
-    width = 2 + max((max(named) for named in positions if named), default=-1)
-    marked = torch.zeros(len(positions), width, dtype=torch.bool)
-    for row, named in zip(marked, positions, strict=True):
-        row[slice(None) if named is None else list(named)] = True
-    return marked.to(device)
 
 
 @contextmanager
@@ -180,7 +168,7 @@ def _kept_values(mixer: Mixer, call: ScanCall) -> Tensor | None:
     forward, edits = _current_edits(mixer)
     if forward is None or edits is None or edits.sources is None:
         return None
-    blocked = [each.at(forward.positions) for each in edits.sources]
+    blocked = [are_marked(each.to, forward.positions) for each in edits.sources]
     here = slice(call.offset, call.offset + call.values.shape[-1])
     width = getattr(mixer.output, "in_features", 0) or here.stop
     lost = call.values.new_zeros(call.values.shape, dtype=torch.bool)
