@@ -46,9 +46,6 @@ WORDS = ("all", "prefill", "decode", "each")  # of `at`; every other word is the
 PROMPT = "prompt"  # `at` of the memory: all of it, after the prompt
 _LEAST_GAP = 0.1  # nats between clean and corrupt prompts; with less there is nothing to restore
 _ROWS_AT_ONCE = 512  # sites times pairs that are asked in one run
-_PATCHES: dict[str, type[PatchOutputs]] = {
-    kind.site: kind for kind in (acts.PatchHeads, acts.PatchAttention, acts.PatchMixers, acts.PatchLayers)
-}
 
 
 @dataclass(frozen=True)
@@ -514,7 +511,7 @@ class _Recorder:
             return [self._request(self.pair.corrupt, swap, answer) for answer in self.pair.answers]
         read, *fed = self._by_phase(target.at)
         heads = None if target.head is None else frozenset({target.head})
-        patch_of = partial(_PATCHES[target.site], target.layer, heads=heads)
+        patch_of = partial(PatchOutputs, target.layer, target.site, heads=heads)  # type: ignore[arg-type]
         before = [CarryActs(members=(patch_of(source=self.prompt, tokens=read),), phase="prefill")] if read else []
         requests = []
         for recording, tokens, answer in zip(self.of_answer, fed, self.pair.answers, strict=True):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import cases
 import needlework as nw
-from needlework.interventions.acts import PatchLayers, TokenMap
+from needlework.interventions.acts import PatchOutputs, TokenMap
 from needlework.model.outputs import Recording
 from needlework.patching import CarryActs, Pair, _exact, _Recorder, _targets
 from needlework.requests import Request
@@ -187,9 +187,9 @@ def test_receipts_count_what_was_patched(name: str) -> None:
 
 def test_a_patch_that_does_nothing_fails_its_trial() -> None:
     subject, into = cases.subject("jamba"), Recording()
-    nowhere = PatchLayers(2, into, TokenMap((COUNT + 40,), (0,)))
+    nowhere = PatchOutputs(2, "layers", into, TokenMap((COUNT + 40,), (0,)))
     answer = subject.answer([Request(CORRUPT, CarryActs(members=(nowhere,), phase="decode"), 2)])[0]
-    assert answer.error == "PatchLayers in layer 2 should have acted in decode, but layers_patched is 0"
+    assert answer.error == "PatchOutputs in layer 2 should have acted in decode, but layers_patched is 0"
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba", "recurrent_gemma"])

@@ -140,40 +140,21 @@ class PatchOutputs(Act):
 
     Attributes:
         layer: The model's own layer index.
+        site: Heads (before the output projection), the attention module, the recurrent mixer, or the whole layer.
         source: A `model.outputs.Recording`.
         tokens: Which positions are replaced, by those of which.
         heads: Only of these heads; None: all.
     """
 
     of_sample = True
-    site: ClassVar[Site]
+    site: Site
     source: Any
     tokens: TokenMap
     heads: frozenset[int] | None = None
 
-
-class PatchHeads(PatchOutputs):
-    """Replace the outputs of heads, before the output projection."""
-
-    site, count = "heads", "heads_patched"
-
-
-class PatchAttention(PatchOutputs):
-    """Replace the output of the attention module."""
-
-    site, count = "attention", "attention_patched"
-
-
-class PatchMixers(PatchOutputs):
-    """Replace the output of the recurrent mixer."""
-
-    site, count = "mixers", "mixers_patched"
-
-
-class PatchLayers(PatchOutputs):
-    """Replace the output of the whole layer, which is the residual stream after it."""
-
-    site, count = "layers", "layers_patched"
+    @property
+    def count(self) -> str:  # type: ignore[override]
+        return f"{self.site}_patched"
 
 
 class DropAttention(Act):
