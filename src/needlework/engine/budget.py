@@ -87,11 +87,7 @@ def is_observed(body: HookedModel) -> bool:
 
 
 def split_rows(members: Sequence[T], tokens: int, body: HookedModel) -> Iterator[list[T]]:
-    """Yield slices of members, each as large as one forward takes best; all members at once if an observer is set.
-
-    Args:
-        tokens: Tokens of each member.
-    """
+    """Yield slices of members (of `tokens` tokens each) as large as one forward takes best; all if an observer is set."""
     most = FORWARD_TOKENS.get(body.device.type)
     step = len(members) if most is None or body.observer is not None else max(1, most // max(1, tokens))
     for first in range(0, len(members), max(1, step)):
@@ -183,11 +179,7 @@ class Costs:
         return max((batch.add(item) for item in items), default=0)
 
     def within(self, limit: int | None, items: Iterable[Prepared]) -> Costs:
-        """Return costs whose chunks are small enough for each single request to stay within a limit.
-
-        Raises:
-            NeedleworkError: One request alone exceeds the limit even in the smallest chunks; names the least limit.
-        """
+        """Return costs whose chunks are small enough for each single request to stay within a limit, or raise if none are."""
         if limit is None:
             return self
         items, costs = list(items), self
@@ -272,9 +264,9 @@ class Budget:
         Args:
             requests: (index, request) pairs.
             most: Maximum number of requests in a batch.
-            prefixes_of: The shared prefixes that a request starts from.
-            padded: Whether a request may be padded. Others only share a batch with requests of the same prefill length. Padded
-                ones are ordered by their shared prefix, so that few prefixes are kept at a time.
+            prefixes_of: The shared prefixes that a request starts from; those that may be padded are ordered by them, so that
+                few are kept at a time.
+            padded: Whether a request may be padded; others share a batch with requests of the same prefill length only.
         """
         begins: dict[object, int] = {}  # prefixes, and prefixes with acts, numbered in order of appearance
         ordered = []

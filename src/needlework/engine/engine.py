@@ -50,10 +50,7 @@ class Engine:
 
     @property
     def share(self) -> float:
-        """The share of the current run that is done, from 0 to 1; 0 if no run is active. Safe to read from any thread.
-
-        Counts prefilled and decoded tokens; an answer that stopped early counts with all its steps.
-        """
+        """The share of the current run's tokens that is done, from 0 to 1; 0 if no run is active. Readable from any thread."""
         run = self._active
         return run.share() if run else 0.0
 
@@ -179,9 +176,7 @@ class _Run:
     def _halve(self, batch: Batch, pending: deque[Batch], error: Exception, prefilling: bool = False) -> None:
         """Put a batch that ran out of memory back into `pending`, in halves, or in shorter chunks if it is one prefill.
 
-        Raises:
-            Exception: The error, if it is another one than that memory ran out.
-            MemoryError: The batch cannot be made smaller.
+        Raise the error if it is another one, and MemoryError if the batch cannot be made smaller.
         """
         if not out_of_memory(error):
             raise error
@@ -354,10 +349,7 @@ class Decoder:
 
 
 def choose(logits: Tensor, generations: Sequence[Generation]) -> tuple[Tensor, Tensor]:
-    """Choose the next token of every row (forced, or argmax) and record it in its generation.
-
-    Args:
-        logits: [rows, vocabulary]
+    """Choose the next token of every row (forced, or argmax of logits [rows, vocabulary]) and record it in its generation.
 
     Returns:
         Token ids [rows], and a boolean mask [rows] of the rows that continue.
@@ -425,11 +417,9 @@ def score(body: HookedModel, prefiller: Prefiller, batch: Sequence[tuple[int, Pr
 
 
 def feed_tokens(body: HookedModel, items: Sequence[Prepared], ids: Tensor, keep: Literal["last", "all"]) -> Tensor:
-    """Feed prompts and given answers [rows, tokens] in their phases; return logits of all tokens, or without most prefill's.
+    """Feed prompts and given answers [rows, tokens] in their phases; return logits of decode, and those of prefill to keep.
 
-    Args:
-        items: The request of each row, all with prefills of one length.
-        keep: Which logits of the prefill are kept.
+    The requests of all rows have prefills of one length.
     """
     memory, tally, split, parts = body.new_memory(len(items)), Tally(len(items)), items[0].prefill_tokens, []
     if split:

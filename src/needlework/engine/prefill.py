@@ -121,10 +121,7 @@ class Prefiller:
     def expect(self, prefills: Sequence[Prefill], fits: Callable[[Prefill, Sequence[SharedPrefix]], bool]) -> None:
         """Find the shared prefixes of all prefills of a run, before any of them is prefilled.
 
-        Args:
-            prefills: All prefills of the run.
-            fits: Whether a prefill fits into memory beside the prefixes that it starts from. If one does not fit, all
-                prefills with its acts are prefilled without shared prefixes.
+        If a prefill does not fit into memory beside the prefixes that it starts from, all with its acts do without.
         """
         if not self.body.continues:
             return
@@ -308,12 +305,8 @@ class SharedPrefix:
 def find_shared_prefixes(prompts: Sequence[tuple[int, ...]], overhead_tokens: float) -> list[SharedPrefix | None]:
     """Return, for each prompt, the longest shared prefix worth prefilling on its own, or None.
 
-    A prefix leaves each of its prompts at least one token to prefill, which gives the logits.
-
-    Args:
-        prompts: Token ids of each prompt.
-        overhead_tokens: Cost of one more forward, in tokens. A prefix costs forwards of its own, and prompts that start from
-            prefixes of different lengths cannot be prefilled in one batch.
+    A prefix leaves each of its prompts at least one token to prefill, which gives the logits. It costs forwards of its own
+    (each as much as `overhead_tokens`), and prompts that start from prefixes of different lengths cannot share a batch.
     """
     root = SharedPrefix(())
     _grow(root, sorted(range(len(prompts)), key=prompts.__getitem__), prompts, overhead_tokens)
@@ -330,11 +323,7 @@ def find_shared_prefixes(prompts: Sequence[tuple[int, ...]], overhead_tokens: fl
 
 
 def _grow(prefix: SharedPrefix, members: Iterable[int], prompts: Sequence[tuple[int, ...]], overhead_tokens: float) -> None:
-    """Add prompts to the tree below a prefix, without the branches that save less than they cost.
-
-    Args:
-        members: Indices of prompts that begin with the prefix, sorted by their tokens.
-    """
+    """Add prompts (indices `members`, sorted by tokens) to the tree below a prefix, without branches that save too little."""
     known = len(prefix.tokens)
     for _, group in groupby(members, key=lambda i: prompts[i][known] if len(prompts[i]) > known + 1 else None):
         alike = list(group)
@@ -402,13 +391,9 @@ class Padding:
         return body.agree(torch.cat(alone), together)
 
     def split(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Partition prefills into forwards so that the cost of padding plus forwards is least (dynamic programming).
+        """Partition prefills with these numbers of tokens left into forwards, and return the indices of each forward.
 
-        Args:
-            lengths: Tokens that each prefill has left.
-
-        Returns:
-            Indices of the prefills of each forward.
+        The cost of padding plus forwards is least (dynamic programming).
         """
         order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
         most, each = FORWARD_TOKENS.get(self.body.device.type, 1 << 62), forward_overhead(self.body)

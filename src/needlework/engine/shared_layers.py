@@ -111,14 +111,10 @@ class SharedLayers:
         return self._proven.get(entry, False)
 
     def worthwhile(self, prefills: Sequence[Prefill], chunk: int = 0) -> dict[int, float]:
-        """Choose the prefills for which sharing layers saves compute.
+        """Return the prefills for which sharing layers saves compute: index -> share of the model's compute that it saves.
 
-        Args:
-            chunk: maximum number of tokens of a prefill; 0: no limit.
-
-        Returns:
-            Index of each chosen prefill -> share of the model's compute that it saves. Prefills without acts save all of it,
-            since the recording that the others need is their own prefill.
+        Prefills without acts save all of it, since the recording that the others need is their own prefill. Prefills of more
+        than `chunk` tokens are not shared (0: no limit).
         """
         prompts: dict[tuple[int, ...], list[int]] = defaultdict(list)
         for i, prefill in enumerate(prefills):
@@ -238,13 +234,7 @@ class SharedLayers:
         samples: Sequence[int],
         remember: bool = True,
     ) -> PrefillResult:
-        """Prefill from an entry point on.
-
-        Args:
-            rows: [n] the recorded row that each new row continues.
-            acts: Prefill acts of each new row.
-            samples: Sample key of each new row.
-        """
+        """Prefill from an entry point on, new rows with these acts and sample keys; `rows` are the recorded ones they continue."""
         assert self._stack is not None
         body, count = self.body, len(rows)
         part = body.anatomy.layers[point.layer].attention
@@ -328,12 +318,7 @@ class Stack:
 
     @contextmanager
     def entered(self, entry: EntryPoint, recording: PrefillRecording, rows: Tensor, heads: int) -> Iterator[None]:
-        """Make the model run from the entry's layer on while the context is open.
-
-        Args:
-            rows: [rows] the recorded row that each row of the batch continues.
-            heads: number of query heads of this layer.
-        """
+        """Make the model run from the entry's layer (of `heads` heads) on while open; it continues the recorded `rows`."""
         tokens = self.fed(entry)
         with ExitStack() as stack:
             if entry.last_only:

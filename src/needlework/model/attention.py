@@ -319,10 +319,7 @@ def _visible(
     """Return the visible pairs [rows or 1, 1 or heads, queries, keys] of a block of queries; None if all are visible.
 
     Rows that share a prefix may have different lengths, so that the model's own mask does not apply to them: causality and the
-    layer's sliding window are computed from positions.
-
-    Args:
-        positions: [rows, keys] positions of the keys; negative for padding.
+    layer's sliding window are computed from the keys' positions [rows, keys], which are negative for padding.
     """
     if isinstance(keys, OwnKeys):
         if mask is None:
@@ -401,14 +398,7 @@ def fuses(forward: Forward, layer: int, query: Tensor, keys: Keys, kwargs: dict[
 
 
 def fused_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor) -> Tensor:
-    """Compute a block with the compiled kernel, with this layer's edits.
-
-    Args:
-        query: [rows, heads, queries, dim], already scaled.
-
-    Returns:
-        Head outputs [rows, queries, heads, dim].
-    """
+    """Compute head outputs [rows, queries, heads, dim] of a block with the compiled kernel; `query` is scaled already."""
     from needlework.kernels.block_attention import attend
 
     edits, keys = forward.edits.get(layer), block.source

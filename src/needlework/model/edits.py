@@ -152,13 +152,9 @@ class LayerEdits:
         return before & ~hidden
 
     def scores_of_probabilities(self, block: QueryBlock, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
-        """Compute the head scores that are based on probabilities.
+        """Compute the head scores [rows, queries, heads] that are based on probabilities [rows, heads, queries, keys], by name.
 
-        Args:
-            p, log_p: [rows, heads, queries, keys], before columns are edited. `log_p` may be overwritten.
-
-        Returns:
-            Scores [rows, queries, heads] by name.
+        The probabilities are those before columns are edited; `log_p` may be overwritten.
         """
         if self.keep is None:
             return {}
@@ -253,11 +249,9 @@ class LayerEdits:
         return torch.where(off[..., None], self.means[:, None].to(out.dtype), out)
 
     def switched_off(self, layer: int, positions: Tensor, heads: int, scores: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the mask [rows, queries, heads] of heads to ablate; None if no act ablates heads.
+        """Return the mask [rows, queries, heads] of heads to ablate at positions [rows, queries]; None if no act ablates heads.
 
-        Args:
-            positions: [rows, queries].
-            scores: [rows, queries, heads] by name, for all of `keep.names` except the random score.
+        Scores [rows, queries, heads] by name are needed for all of `keep.names` except the random score.
         """
         off: Tensor | None = None
         if self.keep is not None:
@@ -349,14 +343,7 @@ def mix(state: Tensor) -> Tensor:
 def compile_layer(
     rows: Sequence[Sequence[Act]], samples: Sequence[int], heads: int, means: Mapping[str, Tensor], device: torch.device
 ) -> LayerEdits:
-    """Compile the acts of all rows on one layer.
-
-    Args:
-        rows: acts of each row.
-        samples: sample index of each row.
-        heads: number of query heads.
-        means: calibrated head means [heads, dim] by their hash.
-    """
+    """Compile the acts of all rows on one layer of `heads` query heads; `means` are calibrated ones [heads, dim] by hash."""
     edits = LayerEdits()
 
     def one_a_row(kind: type[A]) -> list[A | None]:

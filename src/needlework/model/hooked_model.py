@@ -141,10 +141,8 @@ class HookedModel:
     def session(self, gradients: bool = False) -> Iterator[None]:
         """Install needlework's attention function and kernels; restore the model on exit, also after an exception.
 
-        Only one session is open at a time: other threads wait, and a nested session is an error.
-
-        Args:
-            gradients: record gradients (used by `differentiable`) instead of running in inference mode.
+        Only one session is open at a time: other threads wait, and a nested session is an error. Without `gradients`, it runs
+        in inference mode.
         """
         with exclusive_use(), ExitStack() as stack:
             self._open = True
@@ -172,11 +170,10 @@ class HookedModel:
         return Memory(self.streams.install(cache) if self.streams else cache, states_on_modules(self.mixers), rows)
 
     def compile(self, rows: Sequence[Sequence[Act]], samples: Sequence[int], phase: Phase, slots: Tensor | None = None) -> Rows:
-        """Compile the acts of a batch into edits per layer.
+        """Compile the acts of each row into edits per layer.
 
         Args:
-            rows: acts of each row.
-            samples: sample index of each row; seeds random head choices.
+            samples: [rows] sample keys, which seed random head choices.
             slots: [rows] trial of each row, for the tally; by default, each row has one of its own.
         """
         slots = torch.arange(len(rows), device=self.device) if slots is None else slots
@@ -316,11 +313,7 @@ class HookedModel:
         return None
 
     def module_at(self, where: Where) -> nn.Module:
-        """Return the module whose output a site is: an attention module, a mixer or a layer.
-
-        Raises:
-            NeedleworkError: If the model has no such site.
-        """
+        """Return the module whose output a site is (an attention module, a mixer or a layer); raise if there is none."""
         site, layer = where
         if site == "layers":
             if self.layers is None:
@@ -367,12 +360,9 @@ class HookedModel:
         return logits[:, -1].float()
 
     def check_own_maths(self) -> None:
-        """Check that needlework's attention reproduces the model's own logits on a short prompt.
+        """Raise unless needlework's attention reproduces the model's own logits on a short prompt (see `agree`).
 
         Runs once per model, before needlework's attention first replaces stock SDPA.
-
-        Raises:
-            NeedleworkError: If the logits differ by more than rounding (see `agree`).
         """
         if self._trusted:
             return
@@ -483,11 +473,7 @@ _holder: int | None = None  # the thread that holds the lock
 
 @contextmanager
 def exclusive_use() -> Iterator[None]:
-    """Wait until no other thread uses a model, then hold the lock while the context is open.
-
-    Raises:
-        NeedleworkError: If the calling thread holds the lock already; it would wait for itself.
-    """
+    """Wait until no other thread uses a model, then hold the lock while the context is open; raise if this one holds it."""
     global _holder
     thread = threading.get_ident()
     if _holder == thread:

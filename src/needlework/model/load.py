@@ -314,10 +314,8 @@ _MOST_PER_VALUE = 64  # maximum parameters per stored value: packed and quantise
 def _check_files(folder: Path, config: Any, trust_remote_code: bool) -> Collection[str]:
     """Refuse tensors of a wrong dtype or in two files, and a configuration of a model much larger than its files.
 
-    Missing tensors are initialized in memory before loading fails, so a wrong configuration could use up all memory.
-
-    Returns:
-        The names of all stored tensors.
+    Missing tensors are initialized in memory before loading fails, so a wrong configuration could use up all memory. Return the
+    names of all stored tensors.
     """
     with files.whole_model(folder, "its weights cannot be loaded"):
         if trust_remote_code:

@@ -161,9 +161,7 @@ class Memory:
     def select(self, rows: Tensor, sources: RowSources | None = None) -> Memory:
         """Return a copy of the given rows, in this order; rows may repeat. Shared keys stay shared.
 
-        Args:
-            rows: [new rows] indices.
-            sources: rows [new rows] to take parts of the memory from, if others: this swaps memory between rows.
+        Parts of the memory with rows in `sources` are taken from these instead, which swaps memory between rows.
         """
         source = _row_source(rows, sources)
         new = self._rebuilt(len(rows), lambda slot: slot.select(source(slot.half, slot.layer)))
@@ -183,13 +181,7 @@ class Memory:
         return new
 
     def above(self, below: Memory, rows: Tensor, remembered: Callable[[Half, int], bool]) -> Memory:
-        """Combine this memory with a recorded one, row by row.
-
-        Args:
-            below: the recorded memory.
-            rows: [rows] row of `below` for each row of this memory.
-            remembered: whether (half, cache layer) is taken from `below`; the rest is taken from this memory.
-        """
+        """Combine this memory with the rows of a recorded one, `below`: the parts (half, cache layer) that are `remembered`."""
         own = {(slot.layer, slot.name): slot for slot in self.slots()}
 
         def part(slot: Slot) -> Tensor:

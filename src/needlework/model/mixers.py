@@ -137,10 +137,7 @@ def hooked(
 ) -> Iterator[None]:
     """Register hooks that apply the current forward's edits to mixers and attention modules; remove them on exit.
 
-    Args:
-        attention: attention modules whose output may be zeroed, with their layers.
-        memory: the memory of this forward.
-        empty: returns an empty memory for one mixer and a number of rows.
+    `memory` is that of this forward; `empty` returns an empty one for one mixer and a number of rows.
     """
     with ExitStack() as stack:
         found = [edits for mixer in mixers if (edits := _current_edits(mixer)[1])]
@@ -349,16 +346,11 @@ class Call:
         return (slice(start, min(start + at_once, self.tokens)) for start in range(0, self.tokens, at_once))
 
     def again(self, chosen: Tensor, part: slice, cache: Any, use_cache: bool, alone: bool) -> Tensor:
-        """Call the mixer again with some rows and tokens.
+        """Call the mixer again with some rows and tokens, and return its output [chosen rows, tokens of this part, ...].
 
         Args:
-            chosen: [chosen rows] indices of rows.
-            part: the tokens.
             cache: given in place of the original cache.
             alone: feed every token as a sequence of its own.
-
-        Returns:
-            The mixer's output [chosen rows, tokens of this part, ...].
         """
 
         def of_part(value: Any) -> Any:

@@ -298,11 +298,7 @@ def _layers(
 
 
 def _streaming(layers: tuple[Layer, ...], streams: Streams | None) -> tuple[Layer, ...]:
-    """Return layers with the KV bytes per token of full heads only: the buffers of streaming heads do not grow.
-
-    Raises:
-        NeedleworkError: If config.json names streaming heads that the model does not have.
-    """
+    """Return layers with the KV bytes per token of full heads only: the buffers of streaming heads do not grow."""
     new = list(layers)
     for index, heads in streams.kv_heads.items() if streams else ():
         part = layers[index].attention if index < len(layers) else None

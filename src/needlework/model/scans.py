@@ -145,13 +145,10 @@ class ScanCall:
         return self._flat(result[0] if isinstance(result, tuple) else result)
 
     def blocked(self, keep: Tensor) -> tuple[Any, tuple[Tensor, Tensor], Tensor]:
-        """Return the function's result without some values, and what these tokens contribute to their own outputs.
-
-        Args:
-            keep: [rows, tokens, channels] False where a value is left out of the state.
+        """Leave the values where `keep` [rows, tokens, channels] is False out of the state.
 
         Returns:
-            The result; (rows, tokens) of the tokens that lost a value; their own contributions [n, channels].
+            The function's result; (rows, tokens) of the tokens that lost a value; their own contributions [n, channels].
         """
         values = self.values
         rows, tokens = (~keep).any(-1).nonzero(as_tuple=True)
