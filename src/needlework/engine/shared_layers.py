@@ -234,7 +234,7 @@ class SharedLayers:
         samples: Sequence[int],
         remember: bool = True,
     ) -> PrefillResult:
-        """Prefill from an entry point on, new rows with these acts and sample keys; `rows` are the recorded ones they continue."""
+        """Prefill new rows with these acts and sample keys from an entry point on; they continue the recorded `rows`."""
         assert self._stack is not None
         body, count = self.body, len(rows)
         part = body.anatomy.layers[point.layer].attention

@@ -351,13 +351,18 @@ class HookedModel:
         The model runs on n tokens, and the output of its last layer is replaced. So everything that it does after its layers is
         its own: norm, unembedding, scaling and capping of logits.
         """
-        slots, last = torch.arange(len(streams), device=self.device), len(self.anatomy.layers) - 1
-        put: dict[Where, Edits] = {("layers", last): Replacement(streams[:, None])}
-        ids = torch.zeros_like(slots)[:, None]
-        forward = Forward("prefill", ids, slots, Tally(len(slots)), self.attention, fast=self.kernels == "fast", outputs=put)
-        with self.new_memory(len(slots)).mounted(), current(forward), self.outputs_hooked(forward):
-            logits: Tensor = run_model(self.model, ids, ids, None).logits
-        return logits[:, -1].float()
+        ids = torch.zeros(len(streams), 1, dtype=torch.int64, device=self.device)
+        last: Where = ("layers", len(self.anatomy.layers) - 1)
+        return self.read_at_once(ids, {}, {last: Replacement(streams[:, None])})[:, -1]
+
+    def read_at_once(self, ids: Tensor, edits: dict[int, LayerEdits], outputs: dict[Where, Edits]) -> Tensor:
+        """Return logits [rows, tokens, vocabulary] of one forward without a cache, under these edits. Needs an open session."""
+        positions = torch.arange(ids.shape[1], device=self.device).expand(len(ids), -1)
+        slots, fast = torch.arange(len(ids), device=self.device), self.kernels == "fast"
+        forward = Forward("prefill", positions, slots, Tally(len(ids)), self.attention, edits, fast=fast, outputs=outputs)
+        with self.new_memory(len(ids)).mounted(), current(forward), self.outputs_hooked(forward):
+            logits: Tensor = run_model(self.model, ids, positions, None).logits
+        return logits.float()
 
     def check_own_maths(self) -> None:
         """Raise unless needlework's attention reproduces the model's own logits on a short prompt (see `agree`).
@@ -437,18 +442,13 @@ def answer_log_p(
     longest = max(map(len, rows))
     body.check_length(longest)
     ids = torch.tensor([row + row[-1:] * (longest - len(row)) for row in rows], device=body.device)
-    positions = torch.arange(longest, device=body.device).expand(len(rows), -1)
-    slots, tally = torch.arange(len(rows), device=body.device), Tally(len(rows))
     edits = {layer: LayerEdits(outputs=edit) for (site, layer), edit in (outputs or {}).items() if site == "heads"}
     if gates is not None:
         parts = list(body.anatomy.attention_parts())
         by_layer = torch.split(gates, [part.query_heads for _, part in parts], dim=1)
         edits = {layer: LayerEdits(gates=of_layer) for (layer, _), of_layer in zip(parts, by_layer, strict=True)}
     others = {where: edit for where, edit in (outputs or {}).items() if where[0] != "heads"}
-    fast = body.kernels == "fast"
-    forward = Forward("prefill", positions, slots, tally, body.attention, edits, fast=fast, outputs=others)
-    with body.new_memory(len(rows)).mounted(), current(forward), body.outputs_hooked(forward):
-        log_p = run_model(body.model, ids, positions, None).logits.float().log_softmax(-1)
+    log_p = body.read_at_once(ids, edits, others).log_softmax(-1)
     sums = []
     for i, (prompt, answer) in enumerate(texts):
         says = log_p[i, len(prompt) - 1 : len(prompt) - 1 + len(answer)]
