@@ -12,18 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, short_repr
-from needlework.interventions.acts import (
-    Act,
-    BlockEdges,
-    ClearState,
-    ExposeColumns,
-    Half,
-    LimitKeys,
-    LoweringContext,
-    Phase,
-    Span,
-    SwapHalf,
-)
+from needlework.interventions import acts as kinds
+from needlework.interventions.acts import Act, Half, LoweringContext, Phase, Span, SwapHalf
 from needlework.interventions.base import NONE, Intervention, as_intervention
 from needlework.receipts import NOTHING_TO_HIDE, Receipt
 
@@ -207,7 +197,7 @@ class Prepared:
     @property
     def one_piece(self) -> bool:
         """Whether the whole prefill must be one forward: the paper's `balanced` sums over all of its queries."""
-        return any(isinstance(act, ExposeColumns) and act.paper and act.mode == "balanced" for act in self.acts["prefill"])
+        return any(isinstance(act, kinds.ExposeColumns) and act.paper and act.mode == "balanced" for act in self.acts["prefill"])
 
     def failure(self, receipt: Receipt) -> str:
         """Return why the intervention failed to act as it should have, according to the receipt; empty if it did not."""
@@ -225,11 +215,11 @@ class Prepared:
         hidden: Counter[tuple[int, int]] = Counter()  # summed by limit: with a long answer, it may act in decode only
         blocked: list[int] = []
         for phase, act in ((phase, act) for phase, acts in self.acts.items() for act in acts):
-            if isinstance(act, ExposeColumns) and not receipt.total("columns_exposed", phase, act.layer):
+            if isinstance(act, kinds.ExposeColumns) and not receipt.total("columns_exposed", phase, act.layer):
                 notes.append(f"layer {act.layer}, {phase}: the exposed span was outside what any query could see")
-            if isinstance(act, LimitKeys):
+            if isinstance(act, kinds.LimitKeys):
                 hidden[act.tokens, act.sinks] += receipt.total("keys_hidden", phase, act.layer)
-            if isinstance(act, BlockEdges):
+            if isinstance(act, kinds.BlockEdges):
                 blocked.append(receipt.total("edges_blocked", phase, act.layer))
         if blocked and not any(blocked):
             notes.append(f"{NOTHING_TO_HIDE}: no query that block_attention names could see the keys that it blocks")
@@ -359,7 +349,7 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
     acts: dict[Phase, list[Act]] = {phase: [] for phase in lowered}
     for phase, act in ((phase, act) for phase, acts in lowered.items() for act in acts if not isinstance(act, SwapHalf)):
         own: Phase = phase
-        if isinstance(act, ClearState):
+        if isinstance(act, kinds.ClearState):
             own = "decode" if act.position >= first_decoded else "prefill"
             if act.position >= last:
                 why = f"no token is read there (at most {last - 1})"

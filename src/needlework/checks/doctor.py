@@ -51,7 +51,6 @@ def law(name: str, says: str) -> Callable[[_Check], _Check]:
 
 @law("idle is stock", "with nothing done, logits are those of transformers")
 def idle_is_stock(case: Case) -> LawResult:
-    """Compare logits without intervention to those of transformers."""
     case.need_full_heads()
     found = case.distance(case.idle, case.stock(case.prompt))
     return near(found, case.rounding, f"logits of {case.tokens} tokens against transformers' own forward with SDPA")
@@ -94,7 +93,6 @@ def reached(case: Case) -> LawResult:
 
 @law("k = all", "keeping all heads is the identity")
 def keeping_all_is_identity(case: Case) -> LawResult:
-    """Keep all heads: logits must equal those without intervention."""
     case.need_heads()
     all_heads = parse("keep_heads(fraction=1.0)")
     acts = (all_heads, all_heads + _HIDES_NOTHING)
@@ -116,7 +114,6 @@ def keeping_none_is_ablation(case: Case) -> LawResult:
 
 @law("heads act", "silencing a layer's heads is counted and changes the answer")
 def silencing_heads_acts(case: Case) -> LawResult:
-    """Zero the heads of each attention layer alone: see `_each_layer_acts`."""
     case.need_heads()
     heads = {layer.index: len(layer.heads) for layer in case.anatomy.attention_layers}
     return _each_layer_acts(case, "ablate_attention", "heads_zeroed", heads)
@@ -124,7 +121,6 @@ def silencing_heads_acts(case: Case) -> LawResult:
 
 @law("memory acts", "cutting a layer's recurrent memory is counted and changes the answer")
 def cutting_memory_acts(case: Case) -> LawResult:
-    """Ablate the state of each recurrent layer alone: see `_each_layer_acts`."""
     layers = [layer.index for layer in case.anatomy.recurrent_layers]
     if not layers:
         raise DoesNotApply(case.anatomy.no_mixer_reason or f"{case.anatomy.architecture} has no recurrent layers")
@@ -157,7 +153,6 @@ def _each_layer_acts(case: Case, act: str, count: str, per_token: dict[int, int]
 
 @law("decode", "tokens decoded one by one give the logits of one forward")
 def decode_is_full_forward(case: Case) -> LawResult:
-    """Decode the second half of the prompt token by token and compare with one forward."""
     stepwise = case.subject.logits([case.prompt], prompt_tokens=case.tokens // 2)
     drift = case.subject.body.family.drift_reason
     found = case.distance(stepwise, case.idle)
@@ -195,7 +190,6 @@ def forked_rows_do_not_mix(case: Case) -> LawResult:
 
 @law("batch", "a row of a batch is the request by itself")
 def batch_is_single(case: Case) -> LawResult:
-    """Run prompts of several lengths in one batch, some of them under an intervention."""
     lengths = (case.tokens, case.tokens - 5, case.tokens // 2)
     prompts = [case.prompt, *(case.sequence(count, seed=20 + count) for count in lengths)]
     few = parse("keep_heads(k=1)") if case.anatomy.attention_layers else NONE
@@ -289,7 +283,6 @@ def sample(tokenizer: Any, chat: bool) -> Item:
 
 @law("spans", "a needle's span is the needle, token by token")
 def plain_spans(case: Case) -> LawResult:
-    """Check the needle's span in a plain prompt."""
     return _check_span(_tokenizer(case), chat=False)
 
 
