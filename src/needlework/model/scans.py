@@ -36,27 +36,21 @@ class Scan:
     gate: Key | None = None  # multiplies the output, after the recurrence
 
 
-_SELECTIVE = Scan("Mamba-1", 0, 2, (1, 3, 4), gate="z")
-_SELECTIVE_STEP = Scan("Mamba-1", 1, None, state=0, gate="z")
-_SSD = Scan("Mamba-2", 0, 1, (1, 3, 4), state="initial_states")
-_SSD_STEP = Scan("Mamba-2", 1, None, state=0)
 _DELTA = Scan("gated delta rule", 2, 1, (0, 1, "g", "beta"), state="initial_state")
 _KIMI = Scan("Kimi delta attention", 2, 1, (0, 1, "g", "beta"), state="initial_state")
-_RGLRU = Scan("RG-LRU", 0, 1, (1, 2, 5), state=4)
-_RGLRU_STOCK = Scan("RG-LRU", "hidden_states", 1, ("recurrent_gate", "reset"), state="recurrent_states")
 _LIGHTNING = Scan("lightning attention", 2, 1, (0, 1))
 
 SCANS = {
-    "mamba_selective_scan": _SELECTIVE,
-    "mamba_selective_state_update": _SELECTIVE_STEP,
-    "mamba2_chunk_scan": _SSD,
-    "mamba2_selective_state_update": _SSD_STEP,
+    "mamba_selective_scan": Scan("Mamba-1", 0, 2, (1, 3, 4), gate="z"),
+    "mamba_selective_state_update": Scan("Mamba-1", 1, None, state=0, gate="z"),
+    "mamba2_chunk_scan": Scan("Mamba-2", 0, 1, (1, 3, 4), state="initial_states"),
+    "mamba2_selective_state_update": Scan("Mamba-2", 1, None, state=0),
     "torch_chunk_gated_delta_rule": _DELTA,
     "torch_recurrent_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _KIMI,
     "recurrent_kimi_delta_attention": _KIMI,
-    "gated_rglru": _RGLRU,
-    "_rnn_scan": _RGLRU_STOCK,
+    "gated_rglru": Scan("RG-LRU", 0, 1, (1, 2, 5), state=4),
+    "_rnn_scan": Scan("RG-LRU", "hidden_states", 1, ("recurrent_gate", "reset"), state="recurrent_states"),
 }
 _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
