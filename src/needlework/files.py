@@ -12,7 +12,9 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import yaml
 
 from needlework.errors import NeedleworkError, short_repr
 
@@ -118,6 +120,12 @@ def read_text(path: Path | str, hint: str, encoding: str = "utf-8", most: int | 
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise NeedleworkError(f"{path}:{line}: is not UTF-8 text (byte 0x{content[error.start]:02x}); save it as UTF-8") from None
+
+
+def package_yaml(module: str, name: str) -> Any:
+    """Read a YAML file of the package that lies beside a module, which is given by its `__file__`."""
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with libyaml
+    return yaml.load((Path(module).parent / name).read_text(encoding="utf-8"), loader)
 
 
 def file_name(text: str) -> str:

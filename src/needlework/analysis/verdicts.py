@@ -11,15 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from needlework.analysis import power
 from needlework.analysis.evidence import KEPT, Evidence, Silenced, collect, helped_by_reading_twice
 from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import by_boundary
+from needlework.files import package_yaml
 from needlework.stats import NOTHING, Estimate, percent
 
 RULES_VERSION = 2
@@ -321,7 +319,7 @@ class Rule:
     parts: tuple[str, ...]  # kinds of layers without which the claim does not apply
 
 
-_TEXTS: Mapping[str, Mapping[str, str]] = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8"))
+_TEXTS: Mapping[str, Mapping[str, str]] = package_yaml(__file__, "claims.yaml")
 _THRESHOLDS = {
     "lost": percent(LOST),
     "kept": percent(KEPT),

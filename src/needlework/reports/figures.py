@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from needlework.analysis.conditions import EXPOSURES, ways
 from needlework.analysis.frame import ALL, ANY_SAMPLE, Frame, Ints, Pick, differences
 from needlework.analysis.model_trials import ModelTrials
+from needlework.files import package_yaml
 from needlework.interventions.acts import RANDOM
 from needlework.reports import curves
 from needlework.reports.browser import Browser
@@ -290,5 +289,5 @@ _PANELS: dict[str, Callable[[Frame, Browser], Sequence[Panel]]] = {
     "layouts": layouts,
     "tasks": tasks,
 }
-_TEXTS = yaml.safe_load((Path(__file__).parent / "templates" / "figures.yaml").read_text(encoding="utf-8"))
+_TEXTS = package_yaml(__file__, "templates/figures.yaml")
 FIGURES = {name: FigureKind(**texts, make_panels=_PANELS[name]) for name, texts in _TEXTS.items()}

@@ -10,13 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-import yaml
 from pydantic import Field
 
 from needlework.errors import NeedleworkError
+from needlework.files import package_yaml
 from needlework.requests import Answer
 from needlework.tasks import toy
 from needlework.tasks.base import Item, Tokenizer, choice_companion, holds, prefix_errors, task
@@ -28,7 +27,7 @@ from needlework.toy.facts import SUBJECTS
 from needlework.toy.sample import EVAL_SPLIT, Stream
 from needlework.toy.words import NAMES
 
-WORLDS: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("associations.yaml").read_text(encoding="utf-8"))
+WORLDS: Mapping[str, Any] = package_yaml(__file__, "associations.yaml")
 
 
 @task

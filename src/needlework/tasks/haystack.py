@@ -14,13 +14,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain, cycle, islice, takewhile
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from needlework.errors import NeedleworkError, short_repr
-from needlework.files import read_text
+from needlework.files import package_yaml, read_text
 from needlework.tasks.base import Tokenizer, prefix_errors
 from needlework.tasks.prompts import Piece, token_offsets
 from needlework.toy.sample import Stream
@@ -162,7 +159,7 @@ def insert_needles(hay: Haystack, hidden: Sequence[tuple[int, Sequence[Piece]]])
 # --- Generated text ---
 
 
-ENGLISH: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("english.yaml").read_text(encoding="utf-8"))
+ENGLISH: Mapping[str, Any] = package_yaml(__file__, "english.yaml")
 _PARTS = ("people", "acts", "times", "places", "reasons", "things", "states", "nouns", "first_names", "last_names")
 PEOPLE, ACTS, TIMES, PLACES, REASONS, THINGS, STATES, NOUNS, FIRST_NAMES, LAST_NAMES = (
     tuple(str(ENGLISH[name]).split(", ")) for name in _PARTS

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain, product
-from pathlib import Path
 from typing import Any
 
-import yaml
+from needlework.files import package_yaml
 
 PAD, BOS, EOS, UNK = "<pad>", "<bos>", "<eos>", "<unk>"
 SPECIAL = (PAD, BOS, EOS, UNK)
-LANGUAGE: Mapping[str, Any] = yaml.safe_load(Path(__file__).with_name("language.yaml").read_text(encoding="utf-8"))
+LANGUAGE: Mapping[str, Any] = package_yaml(__file__, "language.yaml")
 
 
 def _word_class(words: str | Mapping[str, str]) -> tuple[str, ...]:
