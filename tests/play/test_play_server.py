@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import re
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
@@ -214,6 +218,22 @@ def test_the_tour_is_answered_in_the_background(griffin: Any, start_server: Any)
     assert asked[0] == "none"
     assert sorted(asked) == sorted(["none", *tour])
     assert asked.index("none", 1) <= 2, "the page's call came between two states"
+
+
+def test_the_command_serves_until_it_is_stopped() -> None:
+    command = [sys.executable, "-m", "needlework", "play", "tiny-griffin", "--port", "0", "--no-open"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        address = re.fullmatch(r"tiny-griffin: (http://127\.0\.0\.1:\d+/[\w-]{20,}/)  \(Ctrl\+C stops\)\n", said)
+        assert address, said
+        with urllib.request.urlopen(address[1]) as page:  # while the warm-up runs
+            assert "<h1>tiny-griffin</h1>" in page.read().decode()
+        process.send_signal(signal.SIGINT)
+        said, told = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")
+    assert "Traceback" not in told
+    assert address[1] not in told
 
 
 def test_an_unexpected_failure_shows_nothing_of_it(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain, islice
 from typing import Any
 
@@ -46,7 +46,8 @@ NEEDLE = "The secret code of {key} is {value}."  # of English prompts: short, so
 QUESTION = "What is the secret code of {key}?"
 CODES = {"Loran": "471", "Mirel": "285", "Tavon": "936", "Kesta": "610", "Brune": "752", "Oskar": "148", "Palen": "394"}
 ENGLISH_LEAD = "ANSWER: The secret code of {key} is"
-KEPT_ANSWERS, KEPT_ATTENTION, KEPT_BYTES = 512, 64, 256 << 20  # answers, their attention, and prompts that were read
+KEPT_ANSWERS, KEPT_ATTENTION, KEPT_PROMPTS = 512, 64, 16  # answers, their attention, and prompts in tokens
+KEPT_BYTES = 256 << 20  # of prompts that were read
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Encoded:
     spans: dict[str, tuple[tuple[int, int], ...]]
     twins: dict[str, tuple[int, ...]]
     options: tuple[tuple[int, ...], ...]
+    texts: tuple[str, ...]  # of each token
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Playground:
         self._looks: OrderedDict[object, Looks] = OrderedDict()
         self._rankings: dict[str, list[list[int]]] = {}
         self._prefills = KeptPrefills(KEPT_BYTES)
+        self.encode = lru_cache(KEPT_PROMPTS)(self._encode)
 
     @property
     def anatomy(self) -> Anatomy:
@@ -249,8 +252,8 @@ class Playground:
         if len(self._looks) > KEPT_ATTENTION:
             self._looks.popitem(last=False)
 
-    def encode(self, prompt: PromptState) -> Encoded:
-        """Tokenize a prompt, its twin and its options.
+    def _encode(self, prompt: PromptState) -> Encoded:
+        """Tokenize a prompt, its twin and its options; `encode` keeps the latest results.
 
         Raises:
             NeedleworkError: The prompt is empty, or the tokenizer cannot place its needle.
@@ -264,7 +267,7 @@ class Playground:
         options = tuple(token_ids(self.tokenizer, option) for option in prompt.options)
         if not all(options):
             raise NeedleworkError("an option is empty; leave it out")
-        return Encoded(encoded.ids, encoded.spans, twins, options)
+        return Encoded(encoded.ids, encoded.spans, twins, options, self.texts(encoded.ids))
 
     def _pieces(self, prompt: PromptState) -> Any:
         pieces = [Piece(text, ("needle",) if is_needle else ()) for text, is_needle in prompt.pieces()]
@@ -291,7 +294,7 @@ class Playground:
         shares = np.exp(np.array(totals) - max(totals, default=0.0))
         return {
             "intervention": str(request.intervention),
-            "prompt": {"tokens": self.texts(prompt.ids), "needle": [list(part) for part in prompt.spans.get("needle", ())]},
+            "prompt": {"tokens": list(prompt.texts), "needle": [list(part) for part in prompt.spans.get("needle", ())]},
             "tokens": [
                 {"text": text, "id": token, "probability": math.exp(logprob)}
                 for token, logprob, text in zip(
@@ -309,7 +312,7 @@ class Playground:
             "milliseconds": round(milliseconds, 1),
         }
 
-    def texts(self, ids: Sequence[int]) -> list[str]:
+    def texts(self, ids: Sequence[int]) -> tuple[str, ...]:
         """Return the text of each token with the white space before it."""
 
         def decoded(tokens: Sequence[int]) -> str:
@@ -322,7 +325,7 @@ class Playground:
                 continue
             alone, both = decoded([before]), decoded([before, token])
             found.append(both[len(alone) :] if both.startswith(alone) else decoded([token]))
-        return found
+        return tuple(found)
 
     def _lengths(self) -> list[int]:
         room = (self.anatomy.max_tokens or MOST_CHARACTERS) - NEW_TOKENS[self.language] - 24  # words of the question

@@ -144,7 +144,7 @@ class Story:
 def stories(anatomy: Anatomy) -> list[Story]:
     """Return the tour for a model; stories that it has no parts for say so."""
     few = min(2, min((part.query_heads for _, part in anatomy.attention_parts()), default=2))
-    heads = {1: "one head", 2: "two heads"}[few]
+    number, heads = {1: ("one", "head"), 2: ("two", "heads")}[few]
     told = [
         Story("untouched", "Untouched", "Nothing is changed: the model reads the text and finds the needle, if it can.", []),
         Story(
@@ -155,13 +155,13 @@ def stories(anatomy: Anatomy) -> list[Story]:
         ),
         Story(
             "few-heads",
-            heads.capitalize(),
-            f"In every layer and for every token, the {heads} with the sharpest attention stay on: in some models this suffices.",
+            f"{number.capitalize()} {heads}",
+            f"In every layer, each token keeps the {number} {heads} with the sharpest attention: in some models this suffices.",
             [{"name": "keep_heads", "k": few}],
         ),
         Story(
             "random-heads",
-            f"{heads.capitalize()} at random",
+            f"{number.capitalize()} random {heads}",
             "The same number of heads stays on, but chosen at random: if the answer is as good, the choice did not matter.",
             [{"name": "keep_heads", "k": few, "by": "random"}],
         ),

@@ -115,11 +115,11 @@ const WORDS = {
   kv_swapped: "keys and values swapped",
   recurrent_swapped: "recurrent states swapped",
 };
-const WHEN = { prefill: "while reading", decode: "while answering", between: "before answering" };
+const WHEN = { prefill: "while reading", between: "before answering", decode: "while answering" };
 
 function done_(receipt) {
-  const parts = Object.entries(receipt).flatMap(([phase, counts]) => {
-    const done = Object.entries(counts)
+  const parts = Object.keys(WHEN).flatMap((phase) => {
+    const done = Object.entries(receipt[phase] ?? {})
       .filter(([name]) => WORDS[name])
       .map(([name, count]) => (phase === "between" ? WORDS[name] : `${count.toLocaleString("en")} ${WORDS[name]}`));
     return done.length ? [`${WHEN[phase]}: ${done.join(", ")}`] : [];

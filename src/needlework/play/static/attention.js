@@ -29,7 +29,7 @@ export function headMap(container, layers, onHead) {
     container,
     el("h3", {}, "Attention on the needle, by head"),
     el("div", { class: "map" }, lines),
-    el("p", { class: "hint" }, "Rows are layers. Choose a head to see where it looks; hover over the answer's tokens. ", mean),
+    el("p", { class: "hint" }, "Each row of squares is a layer. Choose a head to see where it looks; point at a token of the answer to see it from there. ", mean),
   );
   rove(container, () => rows.map(({ row }) => row));
   if (rows.length) rows[0].row[0].tabIndex = 0;

@@ -139,7 +139,7 @@ export function layerColumn(container, layers, change, try_) {
     setLayerCut(site) {
       layerCut = site;
     },
-    /** Show settings. Without settings (a text that no control stands for) all switches are shown as on. */
+    /** Show settings. */
     update(controls) {
       for (const { button, name, isOn, flip } of switches) {
         setAttribute(button, "aria-checked", isOn(controls));
