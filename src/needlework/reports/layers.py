@@ -1,6 +1,4 @@
-"""The figure "which layers": retrieval and perplexity with attention or recurrent mixers of single layers and of thirds off, and
-what each layer adds to the residual stream.
-"""
+"""The figure "which layers": scores with single layers or thirds of them off, and what each adds to the residual stream."""
 
 from __future__ import annotations
 
