@@ -25,20 +25,12 @@ from needlework.reports import comparison, picture_files, svg, tables
 from needlework.reports.browser import Browser
 from needlework.reports.figures import FIGURES, make_figure
 from needlework.reports.panels import Figure, merge_checkpoints
-from needlework.reports.svg import UNJUDGED, Overview, overview, run_command
+from needlework.reports.svg import UNJUDGED, overview
 from needlework.tables import Table
 
 FILE_NAME = "report.html"
 PLAYGROUND = "play.html"  # an exported playground beside the report, which links to it
 PAPER = "https://arxiv.org/abs/2510.19861"
-OTHER_TASKS = "Tasks that declare no ability (retrieval, knowledge or perplexity): shown as they are, and judged by no rule."
-SCORES = (
-    "Needles of all tasks of one kind, plain layout. The graded mean (0 to 5) is no success rate. Out of window: the needle is"
-    " beyond the reach of attention; graded and forced choice are in the window. Chance, in brackets: a choice among the values"
-    " in the context, those absent from it, or all."
-)
-LABELS_WIDTH, COLUMN_WIDTHS = 276, (164, 240)  # overview, in pixels: labels; minimum and maximum of a model's column
-PAPER_WIDTH = 660  # pixels between the margins of a printed page
 MOST_MODELS = 4  # that have sentences of their own
 MOST_OWN = 2  # interventions outside all figures of the claims that a sentence names
 
@@ -149,15 +141,9 @@ def page(
         compared: Whether models are compared with a base model.
     """
     shown = [figure for figure in figures if figure.panels]
-    names = {figure.id: FIGURES[figure.id].link for figure in shown}
     abouts = [(f"{name}: " if len(frame.plans) > 1 and name else "") + about for name, about in frame.plans if about]
     models = f"{len(frame.models)} model" + "s" * (len(frame.models) != 1)
-    testable = [
-        "",
-        "Testable at all",
-        "lower bound of the untouched model's retrieval, in the claim's own tasks, at least 80 %",
-        "",
-    ]
+    retrieves = "lower bound of the untouched model's retrieval, in the claim's own tasks, at least 80 %"
     rules = [[str(r.number), r.title, r.rule, f"needlework run {r.plan}"] for r in RULES]
     return render_template(
         "report.html",
@@ -169,25 +155,18 @@ def page(
         about=[*abouts, f"{frame.trials:,} trials of {models}."],
         paper=PAPER,
         playground=playground,
-        links={
-            "findings": "Findings",
-            **({"comparison": "Comparison"} if compared else {}),
-            **names,
-            "models": "Scores",
-            "method": "Method",
-        },
+        compared=compared,
+        links={figure.id: FIGURES[figure.id].link for figure in shown},
         overview=overview(frame, judged),
         figures=shown,
         opened="layers" if first_line == layers_headline(frame) else "" if not shown else shown[0].id,
         contrasts=tables.contrasts(frame),
         models=tables.models(frame),
-        scores=[
-            ("Retrieval: every score beside the others", tables.scores(frame), SCORES),
-            ("Retrieval under other interventions", tables.scores(frame, lambda trials: trials.unplaced), ""),
-            ("Knowledge: what is left of the baseline", tables.knowledge(frame), ""),
-            ("Other tasks", tables.other_tasks(frame), OTHER_TASKS),
-        ],
-        rules=Table(["rule", "claim", "supported when", "its trials"], [testable, *rules]),
+        scores=tables.scores(frame),
+        other_scores=tables.scores(frame, lambda trials: trials.unplaced),
+        knowledge=tables.knowledge(frame),
+        other_tasks=tables.other_tasks(frame),
+        rules=Table(["rule", "claim", "supported when", "its trials"], [["", "Testable at all", retrieves, ""], *rules]),
         rules_note=RULES_NOTE,
         trials=browser.collect(set().union(*(panel.keys() for figure in shown for panel in figure.panels))),
     )
@@ -260,8 +239,6 @@ def _environment() -> Environment:
     environment.globals |= {
         "draw_panel": svg.draw_panel,
         "draw_strips": svg.draw_strips,
-        "overview_style": _overview_style,
-        "run_command": run_command,
         "UNJUDGED": UNJUDGED,
     }
     return environment
@@ -278,8 +255,3 @@ def script_json(value: Any) -> Markup:
 def _keep_units(sentence: str) -> Markup:
     """Put non-breaking spaces into "20.6 %" and "n = 68"."""
     return Markup(escape(sentence).replace(" %", "\u00a0%").replace("n = ", "n\u00a0=\u00a0"))
-
-
-def _overview_style(overview: Overview) -> str:
-    least, most = (LABELS_WIDTH + column * len(overview.models) for column in COLUMN_WIDTHS)
-    return f"min-width:{least}px;max-width:{most}px;--paper-fit:{min(1.0, PAPER_WIDTH / least):.2f}"

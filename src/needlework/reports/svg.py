@@ -387,11 +387,6 @@ def label_position(point: VerdictPoint) -> float:
     return (high + 0.95) / 2 if high + low < 1 else low / 2
 
 
-def run_command(rule: Rule) -> str:
-    """Return the command that runs the trials of a claim."""
-    return f"needlework run {rule.plan} --model MODEL --out DIR"
-
-
 def _strip_x(share: float) -> float:
     return STRIP_LEFT + min(1.06, max(-0.05, share)) * (STRIP_RIGHT - STRIP_LEFT)
 
