@@ -96,8 +96,7 @@ def test_an_intervention_that_did_nothing_fails_its_trial(act: nw.Intervention, 
     """An attention function that ignores its edits: the answer looks fine, the receipt does not."""
     subject = cases.subject("llama")
     monkeypatch.setattr(needlework.model.attention.LayerEdits, "edit_outputs", lambda self, forward, layer, out, *_: out)
-    monkeypatch.setattr(needlework.model.attention.LayerEdits, "dropped", None, raising=False)
-    monkeypatch.setattr("needlework.model.mixers._block_hook", lambda layer: lambda *_: None)
+    monkeypatch.setattr("needlework.model.outputs.OutputEdits.apply", lambda self, forward, layer, outputs, _: outputs)
     ignored, plain = subject.generate([cases.PROMPT] * 2, interventions=[act, nw.NONE], max_new_tokens=3)
     assert ignored.finish == "failed"
     assert "should have acted in" in ignored.error

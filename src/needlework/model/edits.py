@@ -96,7 +96,6 @@ class LayerEdits:
     limit: tuple[Tensor, Tensor] | None = None  # visible last tokens and sinks: [rows], or [rows, heads] if heads differ
     blocked: tuple[Blocked, ...] = ()  # what they mask adds up
     expose: Expose | None = None
-    dropped: Tensor | None = None  # [rows] the output of the whole attention block is zeroed
     functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, sample, function of its outputs)
     outputs: Edits | None = None  # recordings and patches of head outputs
     gates: Tensor | None = None  # [rows or 1, heads] differentiable factors on head outputs, in place of all other edits
@@ -112,7 +111,7 @@ class LayerEdits:
 
     @property
     def silences_only(self) -> bool:
-        """Whether all edits are fixed in advance: heads or the whole block are ablated, and no head output is read."""
+        """Whether all edits are fixed in advance: heads are ablated, and no head output is read."""
         reads = self.gates is not None or self.outputs is not None or bool(self.functions)
         return self.keep is None and not reads and not self.needs_probabilities
 
@@ -381,9 +380,6 @@ def compile_layer(
     exposures = one_a_row(acts.ExposeColumns)
     if any(exposures):
         edits.expose = _expose(exposures, device)
-    drops = one_a_row(acts.DropAttention)
-    if any(drops):
-        edits.dropped = torch.tensor([act is not None for act in drops], device=device)
     edits.functions = tuple(
         (i, samples[i], act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
     )

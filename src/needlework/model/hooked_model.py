@@ -286,9 +286,7 @@ class HookedModel:
             self.check_own_maths()
         # Hooks are registered on the modules that this batch edits only: torch calls hooked modules more slowly.
         mixers = [mixer for mixer in self.mixers if mixer.layer in forward.mixers]
-        dropped = {layer for layer, edits in forward.edits.items() if edits.dropped is not None}
-        blocks = {module: layer for module, layer in self.attention.items() if layer in dropped}
-        hooks = hooked(mixers, blocks, memory, self._empty) if mixers or blocks else nullcontext()
+        hooks = hooked(mixers, memory, self._empty) if mixers else nullcontext()
         with memory.mounted(), current(forward), hooks, self.outputs_hooked(forward):
             wanted = keep[:, None] if isinstance(keep, Tensor) else int(keep == "last")
             out = run_model(self.model, ids, forward.positions, memory, logits_to_keep=wanted)
@@ -339,10 +337,8 @@ class HookedModel:
             "attention": self.attention.values(),
             "mixers": [mixer.layer for mixer in self.mixers],
         }
-        shown = {(site, layer): ShownOutputs(site) for site in sites for layer in layers[site]}
-        with ExitStack() as stack:
-            for edits in (forward.outputs, shown):
-                stack.enter_context(outputs_hooked(edits, self.module_at, get_current))
+        shown = [((site, layer), ShownOutputs(site)) for site in sites for layer in layers[site]]
+        with outputs_hooked([*forward.outputs.items(), *shown], self.module_at, get_current):
             yield
 
     def read_out(self, streams: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ablations of recurrent mixers and of whole attention modules by forward hooks.
+"""Ablations of recurrent mixers by forward hooks.
 
 A mixer runs unchanged on the whole batch; for rows with an ablation, its output is then replaced by that of a second call. Groups
 of channels are zeroed at the input of the output projection, in both calls. No ablation depends on how a mixer computes:
@@ -57,7 +57,6 @@ class MixerEdits:
     cut: Tensor | None = None  # [rows] no memory: neither state nor convolution window is carried
     convolution: Tensor | None = None  # [rows] the convolution sees no earlier tokens
     state: Tensor | None = None  # [rows] the state is not carried
-    dropped: Tensor | None = None  # [rows] the output is zeroed
     silenced: Tensor | None = None  # [rows, groups] groups of channels to zero
     sources: tuple[Sources, ...] | None = None  # contributions through the state to block: what any of them names
     taps: tuple[Sources, ...] | None = None  # contributions through the convolution to block
@@ -102,7 +101,6 @@ def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.devi
         rows_with(acts.CutMemory),
         rows_with(acts.CutConvolution),
         rows_with(acts.CutState),
-        rows_with(acts.DropRecurrent),
         _none_if_empty(silenced.to(device)),
         _none_if_empty(tuple(_sources(each, groups, device) for each in zip_longest(*blocks[0]))),
         _none_if_empty(tuple(_sources(each, groups, device) for each in zip_longest(*blocks[1]))),
@@ -132,10 +130,8 @@ def replaced_value(holder: dict[str, Any], name: str, value: Any) -> Iterator[No
 
 
 @contextmanager
-def hooked(
-    mixers: Sequence[Mixer], attention: dict[nn.Module, int], memory: Memory, empty: Callable[[Mixer, int], Memory]
-) -> Iterator[None]:
-    """Register hooks that apply the current forward's edits to mixers and attention modules; remove them on exit.
+def hooked(mixers: Sequence[Mixer], memory: Memory, empty: Callable[[Mixer, int], Memory]) -> Iterator[None]:
+    """Register hooks that apply the current forward's edits to mixers; remove them on exit.
 
     `memory` is that of this forward; `empty` returns an empty one for one mixer and a number of rows.
     """
@@ -149,8 +145,6 @@ def hooked(
             stack.callback(mixer.module.register_forward_hook(acting.leave, with_kwargs=True).remove)
             if mixer.output is not None:
                 stack.callback(mixer.output.register_forward_pre_hook(acting.zero_groups_hook).remove)
-        for module, layer in attention.items():
-            stack.callback(module.register_forward_hook(_block_hook(layer)).remove)
         yield
 
 
@@ -207,7 +201,7 @@ class _MixerHooks:
                     self.before[name] = self.memory.of_layer(self.mixer.cache_layer, rows.nonzero()[:, 0])
 
     def leave(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Replace or zero the output of ablated rows, and count them (forward hook of the mixer)."""
+        """Replace the output of ablated rows, and count them (forward hook of the mixer)."""
         forward, edits = _current_edits(self.mixer)
         if forward is None or edits is None:
             return None
@@ -221,7 +215,7 @@ class _MixerHooks:
         for name, count in _CUTS.items():
             if (marked := getattr(edits, name)) is not None:
                 forward.tally.add(self.mixer.layer, forward.phase, count, forward.slots, marked.long() * tokens)
-        return output if edits.dropped is None else _drop_rows(forward, self.mixer.layer, output, edits.dropped)
+        return output
 
     def zero_groups_hook(self, projection: nn.Module, args: tuple[Any, ...]) -> Any:
         """Zero groups in the output projection's input [rows of this call, tokens, channels], and count them."""
@@ -303,25 +297,6 @@ class _MixerHooks:
             yield
         finally:
             self.chosen, self.output_used = None, True
-
-
-def _block_hook(layer: int) -> Callable[..., Any]:
-    """Return a forward hook that zeroes the output of an attention module for dropped rows, and counts them."""
-
-    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        forward = get_current()
-        dropped = forward.edits[layer].dropped if forward is not None and layer in forward.edits else None
-        return None if forward is None or dropped is None else _drop_rows(forward.on(dropped.device), layer, output, dropped)
-
-    return hook
-
-
-def _drop_rows(forward: Forward, layer: int, output: Any, dropped: Tensor) -> Any:
-    """Return the module's output with dropped rows zeroed, and count them."""
-    amount = dropped.long() * forward.positions.shape[1]
-    forward.tally.add(layer, forward.phase, "blocks_dropped", forward.slots, amount)
-    hidden = first(output)
-    return replace_first(output, hidden.masked_fill(dropped.view(-1, *[1] * (hidden.dim() - 1)), 0.0))
 
 
 # --- a second call of a mixer, with less memory ---

@@ -1,4 +1,4 @@
-"""Recording and patching of outputs: of heads, attention modules, recurrent mixers and whole layers, by batch row.
+"""Zeroing, recording and patching of outputs: of heads, attention modules, recurrent mixers and whole layers, by batch row.
 
 A recording holds what the sites of a model gave on one prompt; a patch puts it in place of what they give on another one.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from needlework.errors import TrialError
-from needlework.interventions.acts import Act, PatchOutputs, RecordOutputs, Site
+from needlework.interventions.acts import Act, DropAttention, DropRecurrent, PatchOutputs, RecordOutputs, Site
 
 if TYPE_CHECKING:
     from needlework.model.attention import Forward
@@ -69,9 +69,10 @@ class Edits(Protocol):
 
 @dataclass
 class OutputEdits:
-    """The recordings and patches of one site of a layer."""
+    """What is zeroed, recorded and patched at one site of a layer."""
 
     acts: tuple[tuple[int, RecordOutputs | PatchOutputs], ...]  # (row, act)
+    dropped: Tensor | None = None  # [rows] whose outputs are zeroed, before they are recorded
     calls: Counter[int] = field(default_factory=Counter)  # calls of the module, by the position of the first row's first token
 
     def select(self, rows: Tensor) -> OutputEdits | None:
@@ -80,11 +81,19 @@ class OutputEdits:
         for row, act in self.acts:
             of_row[row].append(act)
         kept = tuple((new, act) for new, row in enumerate(rows.tolist()) for act in of_row.get(row, ()))
-        return OutputEdits(kept) if kept else None
+        dropped = None if self.dropped is None else self.dropped[rows.to(self.dropped.device)]
+        return OutputEdits(kept, dropped) if kept or (dropped is not None and bool(dropped.any())) else None
 
     def apply(self, forward: Forward, layer: int, outputs: Tensor, positions: Tensor) -> Tensor:
-        """Record and replace outputs [rows, tokens, ...] at `positions` [rows, tokens], and count both."""
-        starts, tokens = positions[:, 0].tolist(), positions.shape[1]
+        """Zero, record and replace outputs [rows, tokens, ...] at `positions` [rows, tokens], and count all."""
+        tokens = positions.shape[1]
+        if self.dropped is not None:
+            dropped = self.dropped.to(outputs.device)
+            forward.tally.add(layer, forward.phase, "blocks_dropped", forward.slots, dropped.long() * tokens)
+            outputs = outputs.masked_fill(dropped.view(-1, *[1] * (outputs.dim() - 1)), 0.0)
+        if not self.acts:
+            return outputs
+        starts = positions[:, 0].tolist()
         call = self.calls[starts[0]]
         self.calls[starts[0]] += 1
         if any(isinstance(act, PatchOutputs) for _, act in self.acts):
@@ -133,20 +142,24 @@ class ShownOutputs:
 
 
 def compile_outputs(rows: Sequence[Sequence[Act]]) -> dict[Where, OutputEdits]:
-    """Compile the recordings and patches of all rows, by site and layer."""
+    """Compile what is done to outputs of all rows, by site and layer."""
     found: dict[Where, list[tuple[int, RecordOutputs | PatchOutputs]]] = defaultdict(list)
+    dropped: dict[Where, Tensor] = {}
     for row, acts in enumerate(rows):
         for act in acts:
             if isinstance(act, (RecordOutputs, PatchOutputs)):
                 found[act.site, act.layer].append((row, act))
-    return {where: OutputEdits(tuple(acts)) for where, acts in found.items()}
+            elif isinstance(act, (DropAttention, DropRecurrent)):
+                where: Where = ("attention" if isinstance(act, DropAttention) else "mixers", act.layer)
+                dropped.setdefault(where, torch.zeros(len(rows), dtype=torch.bool))[row] = True
+    return {where: OutputEdits(tuple(found[where]), dropped.get(where)) for where in {**found, **dropped}}
 
 
 @contextmanager
 def outputs_hooked(
-    edits: Mapping[Where, Edits], modules: Callable[[Where], nn.Module], current: Callable[[], Forward | None]
+    edits: Sequence[tuple[Where, Edits]], modules: Callable[[Where], nn.Module], current: Callable[[], Forward | None]
 ) -> Iterator[None]:
-    """Apply edits to what modules return, by forward hooks; those of heads are applied by the attention function.
+    """Apply edits to what modules return, in this order, by forward hooks; those of heads are applied by attention itself.
 
     The site of layer -1 is what enters the first layer, which is shown and cannot be edited.
     """
@@ -174,7 +187,7 @@ def outputs_hooked(
         return enter
 
     with ExitStack() as stack:
-        for (site, layer), edit in edits.items():
+        for (site, layer), edit in edits:
             if layer < 0:
                 first = modules((site, 0))
                 stack.callback(first.register_forward_pre_hook(enter_of(edit), with_kwargs=True).remove)
