@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from needlework.engine.budget import Prefill, PrefillResult, forward_overhead, is_observed, split_rows, try_proof
-from needlework.interventions.acts import RANDOM, Act, ClearState, DropRecurrent, KeepBest, SilenceHeads
+from needlework.interventions.acts import RANDOM, Act, ClearState, DropOutputs, KeepBest, SilenceHeads
 from needlework.model.attention import get_current
 from needlework.model.edits import keeps_from_sdpa
 from needlework.model.hooked_model import HookedModel, Rows
@@ -263,7 +263,7 @@ class SharedLayers:
         if entry.scored:
             acts = [KeepBest(entry.layer, 1, entry.scored[0], sinks=entry.scored[1])]
         if not entry.after_heads and any(mixer.layer == entry.layer for mixer in body.mixers):
-            acts.append(DropRecurrent(entry.layer))
+            acts.append(DropOutputs(entry.layer, "mixers"))
         memory, tally = body.new_memory(count), Tally(count)
         compiled = body.compile([acts] * count, [0] * count, "prefill")
         whole = [body.feed(prompts[rows], memory, "prefill", compiled, tally)]

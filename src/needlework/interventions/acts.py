@@ -108,6 +108,7 @@ class ChangeOutputs(Act):
     """
 
     count, of_sample = "heads_changed", True
+    site: ClassVar[Site] = "heads"
     function: Callable[[Any, Place], Any]
 
 
@@ -157,10 +158,12 @@ class PatchOutputs(Act):
         return f"{self.site}_patched"
 
 
-class DropAttention(Act):
-    """Zero the output of the whole attention module, its output bias included."""
+@dataclass(frozen=True)
+class DropOutputs(Act):
+    """Zero the output of the whole attention module, its output bias included, or of the mixer."""
 
     count = "blocks_dropped"
+    site: Site
 
 
 @dataclass(frozen=True)
@@ -239,12 +242,6 @@ class SilenceGroups(Act):
 
     count = "groups_zeroed"
     groups: frozenset[int]
-
-
-class DropRecurrent(Act):
-    """Zero the mixer's output."""
-
-    count = "blocks_dropped"
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ class AblateAttention(Part):
     def lower(self, context: LoweringContext) -> Iterable[Act]:
         for index in self.where(context.anatomy):
             everything = frozenset(range(context.anatomy.attention(index).query_heads))
-            yield acts.DropAttention(index) if self.site == "block" else acts.SilenceHeads(index, everything)
+            yield acts.DropOutputs(index, "attention") if self.site == "block" else acts.SilenceHeads(index, everything)
 
 
 @register
@@ -380,8 +380,10 @@ class AblateRecurrent(Part):
         _check_site(self, self.site, anatomy)
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
-        table = {"memory": acts.CutMemory, "block": acts.DropRecurrent, "conv": acts.CutConvolution, "state": acts.CutState}
-        return (table[self.site](index) for index in self.where(context.anatomy))
+        if self.site == "block":
+            return (acts.DropOutputs(index, "mixers") for index in self.where(context.anatomy))
+        cut = {"memory": acts.CutMemory, "conv": acts.CutConvolution, "state": acts.CutState}[self.site]
+        return (cut(index) for index in self.where(context.anatomy))
 
 
 @register

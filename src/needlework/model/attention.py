@@ -393,7 +393,7 @@ def fuses(forward: Forward, layer: int, query: Tensor, keys: Keys, kwargs: dict[
     heads_differ = edits.limit is not None and edits.limit[0].dim() == 2
     heads_differ |= any(blocked.heads is not None for blocked in edits.blocked)
     other_scores = edits.keep is not None and edits.keep.names != (_ENTROPY,)
-    read = edits.functions or edits.outputs is not None or edits.gates is not None
+    read = edits.outputs is not None or edits.gates is not None
     return not (heads_differ or other_scores or edits.expose is not None or read)
 
 

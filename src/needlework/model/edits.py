@@ -11,8 +11,8 @@ from torch import Tensor
 
 from needlework.errors import NeedleworkError
 from needlework.interventions import acts
-from needlework.interventions.acts import HEAD_SCORES, RANDOM, Act, HeadScore, Needs, Place, scores_attention
-from needlework.model.outputs import Edits, OutputEdits
+from needlework.interventions.acts import HEAD_SCORES, RANDOM, Act, HeadScore, Needs, scores_attention
+from needlework.model.outputs import Edits, OutputEdits, require_shape
 
 if TYPE_CHECKING:
     from needlework.model.attention import Forward, QueryBlock
@@ -96,8 +96,7 @@ class LayerEdits:
     limit: tuple[Tensor, Tensor] | None = None  # visible last tokens and sinks: [rows], or [rows, heads] if heads differ
     blocked: tuple[Blocked, ...] = ()  # what they mask adds up
     expose: Expose | None = None
-    functions: tuple[tuple[int, int, Callable[[Any, Place], Any]], ...] = ()  # (row, sample, function of its outputs)
-    outputs: Edits | None = None  # recordings and patches of head outputs
+    outputs: Edits | None = None  # recordings, patches and functions of head outputs
     gates: Tensor | None = None  # [rows or 1, heads] differentiable factors on head outputs, in place of all other edits
 
     @property
@@ -112,7 +111,7 @@ class LayerEdits:
     @property
     def silences_only(self) -> bool:
         """Whether all edits are fixed in advance: heads are ablated, and no head output is read."""
-        reads = self.gates is not None or self.outputs is not None or bool(self.functions)
+        reads = self.gates is not None or self.outputs is not None
         return self.keep is None and not reads and not self.needs_probabilities
 
     @property
@@ -122,10 +121,8 @@ class LayerEdits:
 
     def select(self, rows: Tensor) -> LayerEdits:
         """Return the edits of the given rows, in this order."""
-        places = {int(row): i for i, row in enumerate(rows)}
-        functions = tuple((places[row], sample, change) for row, sample, change in self.functions if row in places)
         outputs = self.outputs.select(rows) if isinstance(self.outputs, OutputEdits) else self.outputs
-        return replace(select_rows(replace(self, functions=(), outputs=None), rows), functions=functions, outputs=outputs)
+        return replace(select_rows(replace(self, outputs=None), rows), outputs=outputs)
 
     def limit_keys(self, forward: Forward, layer: int, block: QueryBlock) -> Tensor:
         """Return a block's visible pairs [rows, 1 or heads, queries, keys] under the limit; count the pairs that it masks."""
@@ -226,12 +223,6 @@ class LayerEdits:
         if self.gates is not None:
             forward.tally.add(layer, forward.phase, "heads_changed", forward.slots, out.shape[1])
             return out * self.gates[:, None, :, None].to(out.dtype)
-        out = out.clone() if self.functions else out
-        for row, sample, function in self.functions:
-            place = Place(layer, forward.phase, forward.positions[row, queries], sample)
-            changed = _shaped(function(out[row], place), out.shape[1:], "ChangeOutputs")
-            forward.tally.add(layer, forward.phase, "heads_changed", forward.slots[row : row + 1], changed.shape[0])
-            out[row] = changed
         if self.outputs is not None:
             out = self.outputs.apply(forward, layer, out, forward.positions[:, queries])
         scores = scores or {}
@@ -273,20 +264,11 @@ class LayerEdits:
     def always_off(self, heads: int) -> Tensor | None:
         """Return the number of heads [rows] ablated at every query; None if it depends on computed values."""
         masked = self.limit is not None or bool(self.blocked) or self.expose is not None
-        if self.functions or self.outputs is not None or masked or (self.keep and self.silenced is not None):
+        if self.outputs is not None or masked or (self.keep and self.silenced is not None):
             return None
         if self.keep is not None:
             return heads - self.keep.k.clamp(0, heads)
         return None if self.silenced is None else self.silenced.sum(1)
-
-
-def _shaped(values: Any, shape: Sequence[int], name: str) -> Tensor:
-    """Return the result of a user's function, or raise an error if it is not a tensor of the right shape."""
-    if not isinstance(values, Tensor) or values.shape != shape:
-        given = list(values.shape) if isinstance(values, Tensor) else repr(values)
-        axes = "[queries, heads, dim]" if name == "ChangeOutputs" else "[rows, heads, queries]"
-        raise NeedleworkError(f"the function of {name} must return {axes} = {list(shape)}, not {given}")
-    return values
 
 
 def _head_scores(score: HeadScore, values: Tensor, *log_p: Tensor) -> Tensor:
@@ -304,7 +286,7 @@ def _head_scores(score: HeadScore, values: Tensor, *log_p: Tensor) -> Tensor:
     with torch.inference_mode(False), torch.no_grad():
         copied = values.clone()
     version = copied._version
-    scores = _shaped(score.function(copied, *log_p), values.shape[:3], score.name)
+    scores = require_shape(score.function(copied, *log_p), values.shape[:3], score.name)
     if copied._version != version:
         raise NeedleworkError(f"the function of {score.name} writes into its argument; clone it before writing")
     if score.needs == "probabilities":
@@ -380,9 +362,6 @@ def compile_layer(
     exposures = one_a_row(acts.ExposeColumns)
     if any(exposures):
         edits.expose = _expose(exposures, device)
-    edits.functions = tuple(
-        (i, samples[i], act.function) for i, row in enumerate(rows) for act in row if isinstance(act, acts.ChangeOutputs)
-    )
     return edits
 
 

@@ -177,7 +177,7 @@ class HookedModel:
             slots: [rows] trial of each row, for the tally; by default, each row has one of its own.
         """
         slots = torch.arange(len(rows), device=self.device) if slots is None else slots
-        compiled = Rows(slots, outputs=compile_outputs(rows))
+        compiled = Rows(slots, outputs=compile_outputs(rows, samples))
         touched = {act.layer for row in rows for act in row}
         by_layer = {layer: [[act for act in row if act.layer == layer] for row in rows] for layer in touched}
         for layer, part in self.anatomy.attention_parts():

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from needlework.errors import TrialError
-from needlework.interventions.acts import Act, DropAttention, DropRecurrent, PatchOutputs, RecordOutputs, Site
+from needlework.errors import NeedleworkError, TrialError
+from needlework.interventions.acts import Act, ChangeOutputs, DropOutputs, PatchOutputs, Place, RecordOutputs, Site
 
 if TYPE_CHECKING:
     from needlework.model.attention import Forward
 
 Where = tuple[Site, int]  # a site of a layer
+OutputAct = ChangeOutputs | RecordOutputs | PatchOutputs
 
 
 class Recording:
@@ -71,21 +72,21 @@ class Edits(Protocol):
 class OutputEdits:
     """What is zeroed, recorded and patched at one site of a layer."""
 
-    acts: tuple[tuple[int, RecordOutputs | PatchOutputs], ...]  # (row, act)
+    acts: tuple[tuple[int, int, OutputAct], ...]  # (row, sample, act)
     dropped: Tensor | None = None  # [rows] whose outputs are zeroed, before they are recorded
     calls: Counter[int] = field(default_factory=Counter)  # calls of the module, by the position of the first row's first token
 
     def select(self, rows: Tensor) -> OutputEdits | None:
         """Return the edits of the given rows, in this order; None if there are none."""
-        of_row: dict[int, list[RecordOutputs | PatchOutputs]] = defaultdict(list)
-        for row, act in self.acts:
-            of_row[row].append(act)
-        kept = tuple((new, act) for new, row in enumerate(rows.tolist()) for act in of_row.get(row, ()))
+        of_row: dict[int, list[tuple[int, OutputAct]]] = defaultdict(list)
+        for row, sample, act in self.acts:
+            of_row[row].append((sample, act))
+        kept = tuple((new, *of_sample) for new, row in enumerate(rows.tolist()) for of_sample in of_row.get(row, ()))
         dropped = None if self.dropped is None else self.dropped[rows.to(self.dropped.device)]
         return OutputEdits(kept, dropped) if kept or (dropped is not None and bool(dropped.any())) else None
 
     def apply(self, forward: Forward, layer: int, outputs: Tensor, positions: Tensor) -> Tensor:
-        """Zero, record and replace outputs [rows, tokens, ...] at `positions` [rows, tokens], and count all."""
+        """Zero, change, record and replace outputs [rows, tokens, ...] at `positions` [rows, tokens], and count all."""
         tokens = positions.shape[1]
         if self.dropped is not None:
             dropped = self.dropped.to(outputs.device)
@@ -96,10 +97,15 @@ class OutputEdits:
         starts = positions[:, 0].tolist()
         call = self.calls[starts[0]]
         self.calls[starts[0]] += 1
-        if any(isinstance(act, PatchOutputs) for _, act in self.acts):
+        if any(not isinstance(act, RecordOutputs) for *_, act in self.acts):
             outputs = outputs.clone()
-        for row, act in self.acts:
+        for row, sample, act in self.acts:
             slot, start = forward.slots[row : row + 1], starts[row]
+            if isinstance(act, ChangeOutputs):
+                place = Place(layer, forward.phase, positions[row], sample)
+                outputs[row] = require_shape(act.function(outputs[row], place), outputs.shape[1:], "ChangeOutputs")
+                forward.tally.add(layer, forward.phase, act.count, slot, tokens)
+                continue
             if isinstance(act, RecordOutputs):
                 act.into.add(act.site, layer, start, outputs[row])
                 forward.tally.add(layer, forward.phase, act.count, slot, tokens)
@@ -141,18 +147,28 @@ class ShownOutputs:
         return outputs
 
 
-def compile_outputs(rows: Sequence[Sequence[Act]]) -> dict[Where, OutputEdits]:
-    """Compile what is done to outputs of all rows, by site and layer."""
-    found: dict[Where, list[tuple[int, RecordOutputs | PatchOutputs]]] = defaultdict(list)
+def compile_outputs(rows: Sequence[Sequence[Act]], samples: Sequence[int]) -> dict[Where, OutputEdits]:
+    """Compile what is done to outputs of all rows, by site and layer; functions of users come first."""
+    found: dict[Where, list[tuple[int, int, OutputAct]]] = defaultdict(list)
     dropped: dict[Where, Tensor] = {}
     for row, acts in enumerate(rows):
         for act in acts:
-            if isinstance(act, (RecordOutputs, PatchOutputs)):
-                found[act.site, act.layer].append((row, act))
-            elif isinstance(act, (DropAttention, DropRecurrent)):
-                where: Where = ("attention" if isinstance(act, DropAttention) else "mixers", act.layer)
-                dropped.setdefault(where, torch.zeros(len(rows), dtype=torch.bool))[row] = True
+            if isinstance(act, (ChangeOutputs, RecordOutputs, PatchOutputs)):
+                found[act.site, act.layer].append((row, samples[row], act))
+            elif isinstance(act, DropOutputs):
+                dropped.setdefault((act.site, act.layer), torch.zeros(len(rows), dtype=torch.bool))[row] = True
+    for some in found.values():
+        some.sort(key=lambda entry: not isinstance(entry[2], ChangeOutputs))
     return {where: OutputEdits(tuple(found[where]), dropped.get(where)) for where in {**found, **dropped}}
+
+
+def require_shape(values: Any, shape: Sequence[int], name: str) -> Tensor:
+    """Return the result of a user's function, or raise an error if it is not a tensor of the right shape."""
+    if not isinstance(values, Tensor) or values.shape != shape:
+        given = list(values.shape) if isinstance(values, Tensor) else repr(values)
+        axes = "[queries, heads, dim]" if name == "ChangeOutputs" else "[rows, heads, queries]"
+        raise NeedleworkError(f"the function of {name} must return {axes} = {list(shape)}, not {given}")
+    return values
 
 
 @contextmanager
