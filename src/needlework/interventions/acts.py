@@ -198,22 +198,18 @@ class ExposeColumns(Act):
     paper: bool
 
 
+CUTS = {"memory": "states_cut", "conv": "convolutions_cut", "state": "carries_cut"}  # what is cut -> name of its count
+
+
+@dataclass(frozen=True)
 class CutMemory(Act):
-    """Cut the mixer's recurrent state and convolution between tokens: it processes each token alone."""
+    """Cut a mixer's memory between tokens: all of it, its short convolution alone, or its recurrent state alone."""
 
-    count = "states_cut"
+    site: Literal["memory", "conv", "state"]
 
-
-class CutConvolution(Act):
-    """Cut the mixer's short convolution between tokens; its recurrent state is kept."""
-
-    count = "convolutions_cut"
-
-
-class CutState(Act):
-    """Clear the mixer's recurrent state before every token; its short convolution is kept."""
-
-    count = "carries_cut"
+    @property
+    def count(self) -> str:  # type: ignore[override]
+        return CUTS[self.site]
 
 
 @dataclass(frozen=True)

@@ -380,10 +380,8 @@ class AblateRecurrent(Part):
         _check_site(self, self.site, anatomy)
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
-        if self.site == "block":
-            return (acts.DropOutputs(index, "mixers") for index in self.where(context.anatomy))
-        cut = {"memory": acts.CutMemory, "conv": acts.CutConvolution, "state": acts.CutState}[self.site]
-        return (cut(index) for index in self.where(context.anatomy))
+        for index in self.where(context.anatomy):
+            yield acts.DropOutputs(index, "mixers") if self.site == "block" else acts.CutMemory(index, self.site)
 
 
 @register

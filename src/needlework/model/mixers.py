@@ -47,15 +47,14 @@ class Sources:
 
 
 M = TypeVar("M", bound=Tensor | tuple[Any, ...] | None)
-_CUTS = {"cut": "states_cut", "convolution": "convolutions_cut", "state": "carries_cut"}  # edit -> name of its receipt count
 
 
 @dataclass
 class MixerEdits:
     """Edits of one recurrent mixer in one phase, as boolean masks; None if no row needs it."""
 
-    cut: Tensor | None = None  # [rows] no memory: neither state nor convolution window is carried
-    convolution: Tensor | None = None  # [rows] the convolution sees no earlier tokens
+    memory: Tensor | None = None  # [rows] no memory: neither state nor convolution window is carried
+    conv: Tensor | None = None  # [rows] the convolution sees no earlier tokens
     state: Tensor | None = None  # [rows] the state is not carried
     silenced: Tensor | None = None  # [rows, groups] groups of channels to zero
     sources: tuple[Sources, ...] | None = None  # contributions through the state to block: what any of them names
@@ -71,7 +70,7 @@ class MixerEdits:
 
     def replaced(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return disjoint masks [rows] of rows without any memory, without convolution only, and without state only."""
-        alone, convolution, state = self.cut, self.convolution, self.state
+        alone, convolution, state = self.memory, self.conv, self.state
         if convolution is not None and state is not None:  # a row that loses both has no memory at all
             both = convolution & state
             alone = both if alone is None else alone | both
@@ -88,8 +87,9 @@ def _none_if_empty(marked: M) -> M | None:
 def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.device) -> MixerEdits:
     """Compile the acts of all rows on one mixer with `groups` groups of channels."""
 
-    def rows_with(kind: type[Act]) -> Tensor | None:
-        return _none_if_empty(torch.tensor([any(isinstance(act, kind) for act in row) for row in rows], device=device))
+    def cut(site: str) -> Tensor | None:
+        cuts = [any(isinstance(act, acts.CutMemory) and act.site == site for act in row) for row in rows]
+        return _none_if_empty(torch.tensor(cuts, device=device))
 
     silenced = torch.zeros(len(rows), groups, dtype=torch.bool)
     for i, row in enumerate(rows):
@@ -98,9 +98,9 @@ def compile_mixer(rows: Sequence[Sequence[Act]], groups: int, device: torch.devi
                 silenced[i, list(act.groups)] = True
     blocks = [[[act for act in row if isinstance(act, kind)] for row in rows] for kind in (acts.BlockSources, acts.BlockTaps)]
     return MixerEdits(
-        rows_with(acts.CutMemory),
-        rows_with(acts.CutConvolution),
-        rows_with(acts.CutState),
+        cut("memory"),
+        cut("conv"),
+        cut("state"),
         _none_if_empty(silenced.to(device)),
         _none_if_empty(tuple(_sources(each, groups, device) for each in zip_longest(*blocks[0]))),
         _none_if_empty(tuple(_sources(each, groups, device) for each in zip_longest(*blocks[1]))),
@@ -212,8 +212,8 @@ class _MixerHooks:
                 hidden = first(output).clone()
                 hidden[marked] = replace(call, marked)
                 output = replace_first(output, hidden)
-        for name, count in _CUTS.items():
-            if (marked := getattr(edits, name)) is not None:
+        for site, count in acts.CUTS.items():
+            if (marked := getattr(edits, site)) is not None:
                 forward.tally.add(self.mixer.layer, forward.phase, count, forward.slots, marked.long() * tokens)
         return output
 
