@@ -16,7 +16,6 @@ from needlework.measure import make_samples, measure, require_tokenizer
 from needlework.receipts import Tally
 from needlework.stats import Estimate, accuracy, perplexity, retained
 from needlework.subject import Subject
-from needlework.tables import Table
 from needlework.tasks import toy
 from needlework.tasks.base import Task, make_task
 from needlework.terminal import Bar
@@ -145,28 +144,6 @@ def summarize(record: dict[str, Any]) -> str:
 
 def render_card(record: dict[str, Any], name: str) -> str:
     """Return the model card as Markdown, from the template card.md."""
-    layers = Table(["layer", "query / kv heads before", "after", "kept heads", "streaming kv heads"])
-    for layer, x in record["layers"].items():
-        before, after = (f"{pair[0]} / {pair[1]}" if pair[0] else "none, no cache" for pair in (x["before"], x["after"]))
-        layers.add_row(layer, before, after, *(", ".join(map(str, x[key])) or "–" for key in ("kept", "streaming_kv_heads")))
-    figures = Table(["", "before", "after", "left of the baseline"])
-    for x in record["figures"]:
-        left = _estimate(x["retained"], x) if "retained" in x else "–"
-        figures.add_row(f"{_WORDS[x['ability']]} (`{x['task']}`)", _estimate(x["before"], x), _estimate(x["after"], x), left)
-    pairs = [("weights on disk, bytes", record["weight_bytes"], 0), ("parameters", record["parameters"], 0)]
-    if found := record["costs"]:
-        for label, key, decimals in (
-            (f"KV bytes per token, at {found['tokens']:,} tokens", "kv_bytes_per_token", 0),
-            (f"prefill of {found['tokens']:,} tokens, s", "prefill_seconds", 3),
-            ("decode after that, ms per token", "decode_ms_per_token", 2),
-        ):
-            pairs.append((label, {word: found[word][key] for word in ("before", "after")}, decimals))
-    costs = Table(["", "before", "after", "ratio"])
-    for label, pair, d in pairs:
-        ratio = pair["after"] / pair["before"] if pair["before"] else 1
-        costs.add_row(label, f"{pair['before']:,.{d}f}", f"{pair['after']:,.{d}f}", f"{ratio:.2f}")
     template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
-    tables = {"layer_table": layers, "figure_table": figures, "cost_table": costs}
-    shown = {key: table.to_markdown() for key, table in tables.items()}
     environment = Environment(trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(template).render(record, name=name, **shown)
+    return environment.from_string(template).render(record, name=name, words=_WORDS, estimate=_estimate)

@@ -25,7 +25,6 @@ from needlework.measure import make_samples, measure
 from needlework.model.families import fast_kernels
 from needlework.stats import Estimate, accuracy, wilson
 from needlework.subject import load
-from needlework.tables import Table
 from needlework.tasks import make_task
 from needlework.terminal import Bar
 from needlework.toy import facts, needles
@@ -263,39 +262,9 @@ def measure_card(folder: Path, record: Record, recipe: Recipe, samples: int, pro
 
 def card_text(record: Record) -> str:
     """Return the model card as Markdown, from the template card.md."""
-
-    def interval(f: dict[str, float], to: str = ", ") -> str:
-        return f"{100 * f['low']:.1f}{to}{100 * f['high']:.1f}"
-
-    def effects(part: str, names: dict[str, str], *columns: str) -> str:
-        table = Table(["", "intervention", *columns])
-        for text, by_task in record.get(part, {}).items():
-            shown = (f"{100 * f['value']:.1f} % [{interval(f)}] (n = {f['n']})" for f in by_task.values())
-            table.add_row(names[text], f"`{text}`", *shown)
-        return table.to_markdown() if table.rows else ""
-
-    training = [
-        ["recipe hash", f"`{record['recipe_hash']}` (`recipe.yaml` beside this card)"],
-        ["seed", str(record["seed"])],
-        ["steps", str(record["steps"])],
-        ["threads", str(record["threads"])],
-        ["optimiser", record.get("optimiser", "see `recipe.yaml`")],
-        ["wall time", f"{record['train_minutes']} minutes"],
-        ["longest document", f"{record['longest_document_tokens']} tokens"],
-        ["versions", ", ".join(f"{name} {version}" for name, version in record["versions"].items())],
-    ]
-    figures = Table(["figure", "value", "interval", "n"])
-    for name, f in record["figures"].items():
-        figures.add_row(name, f"{100 * f['value']:.1f} %", f"{interval(f, ' to ')} %", str(f["n"]))
-    tables = {
-        "training": Table(["training", ""], training).to_markdown(),
-        "figures": figures.to_markdown() if figures.rows else "",
-        "effects": effects("effects", CONDITIONS, "needles found", "facts"),
-        "phases": effects("phases", PHASES, "one hop", "two hops"),
-    }
     template = Path(__file__).with_name("card.md").read_text(encoding="utf-8")
     environment = Environment(trim_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
-    return environment.from_string(template).render(**{**record, **tables})
+    return environment.from_string(template).render({"phases": {}, **record, "words": CONDITIONS | PHASES})
 
 
 def plot_training(path: Path, recipe: Recipe, progress: TrainingProgress) -> None:
