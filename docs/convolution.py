@@ -186,7 +186,8 @@ def draw(found: dict[str, dict[str, Any]]) -> Any:
     for ax, (name, rows) in zip(axes, found.items(), strict=True):
         image = ax.imshow(rows["grid"], cmap="Blues", vmin=0, vmax=most, aspect="auto")
         for (y, x), value in np.ndenumerate(np.array(rows["grid"])):
-            ax.text(x, y, f"{value:.1f}", ha="center", va="center", fontsize=7, color="white" if value > most / 2 else "black")
+            shown = f"{value:.1f}" if abs(value) >= 0.05 else ""
+            ax.text(x, y, shown, ha="center", va="center", fontsize=7, color="white" if value > most / 2 else "black")
         ax.set_xticks(range(len(LAGS)), [f"{lag} back" for lag in LAGS], fontsize=8)
         ax.set_yticks(range(len(rows["queries"])), rows["queries"], fontsize=8)
         ax.set_title(f"{name}, n = {rows['n']}", fontsize=9)

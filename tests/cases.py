@@ -127,6 +127,7 @@ _MADE: dict[str, Make] = {
     "both sides": _mixed,
     "groups off": _some_groups,
     "keys of a layer swapped": lambda a: _swapped_layer("kv", a),
+    "keys of the needle swapped": lambda a: nw.SwapMemory(half="kv", at="needle"),
     "state of a layer swapped": lambda a: _swapped_layer("recurrent", a),
     "groups and state off": lambda a: _some_groups(a) + nw.AblateRecurrent(site="state"),
 }
@@ -184,7 +185,7 @@ def intervention(which: str, anatomy: Anatomy) -> nw.Intervention:
 
 def refusal(name: str, which: str) -> str:
     """The reason with which this cell of the matrix is refused; empty where the laws hold."""
-    if which in ("keys swapped", "keys of a layer swapped"):
+    if which in ("keys swapped", "keys of a layer swapped", "keys of the needle swapped"):
         return "no kv memory" if name in NO_HEADS else ""
     if which in ("state swapped", "state of a layer swapped"):
         return "no recurrent memory" if name in NO_MIXER else ""

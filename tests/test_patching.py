@@ -68,6 +68,20 @@ def test_memory_of_a_layer_is_a_swap_of_it() -> None:
         assert row.at == "prompt"
 
 
+def test_keys_of_single_tokens_are_patched() -> None:
+    """Keys and values before the prompts differ are the same in both; those of all tokens are the layer's half."""
+    table = patch("kv", at="each")
+    share = table.frame().pivot(index="layer", columns="at", values="share")
+    assert share.shape == (2, len(CORRUPT) - 1)  # the last token is read after memory is swapped
+    assert np.abs(share[["0", "1", "2"]].to_numpy()).max() < 1e-6
+    assert np.abs(share[["3", "4", "5"]].to_numpy()).max() > 1e-3
+    both = patch("kv", at=["all", "needle", "rest"], spans={**SPANS, "rest": ((0, 11),)})
+    by_place = both.frame().pivot(index="layer", columns="at", values="share")
+    assert by_place["rest"].to_numpy() == pytest.approx(by_place["prompt"].to_numpy(), abs=1e-5)
+    assert np.abs((by_place["needle"] - by_place["prompt"]).to_numpy()).max() > 1e-3
+    assert has_picture(table.plot())
+
+
 def test_pairs_give_intervals_over_clusters() -> None:
     pairs = [CLEAN, (*CLEAN[:5], 77, *CLEAN[6:]), (*CLEAN[:3], 60, *CLEAN[4:])]
     table = nw.patch(cases.subject("jamba"), pairs, [CORRUPT] * 3, "mixers", answers=[answers()] * 3)
@@ -167,7 +181,13 @@ LONGER = (5, *CLEAN)
         ({"metric": "p"}, "metric='p' is not known"),
         ({"method": "fast"}, "method='fast' is not known"),
         ({"sites": "kv", "method": "gradient"}, "kv is memory: use method='exact'"),
-        ({"sites": "kv", "at": "decode"}, "kv is patched as it is after the prompt"),
+        ({"sites": "kv", "at": "decode"}, "kv is patched after the prompt: leave `at` out, or name tokens of the prompt"),
+        ({"sites": "kv", "at": -1}, r"before those at \[11\] are read; name earlier tokens"),
+        (
+            {"sites": "kv", "at": "needle", "spans": SPANS, "clean_spans": {"needle": ((2, 5),)}},
+            "keys depend on their position, and the span 'needle' begins elsewhere in the clean prompt",
+        ),
+        ({"sites": ["kv", "recurrent"], "at": "needle", "spans": SPANS}, "a recurrent state is one for all tokens.*patch mixers"),
         ({"clean": LONGER}, r"13 tokens and the corrupt one 12.*prompts of one length, at='decode', or the name of a span"),
         ({"clean": LONGER, "sites": "recurrent"}, "prompts of one length"),
         ({"at": "nedle", "spans": SPANS}, "the corrupt prompt has no span 'nedle'; did you mean 'needle'"),

@@ -259,7 +259,8 @@ def patch(
         clean: A text, token ids or an Item, or a list of them: several pairs give intervals.
         corrupt: The prompt with another answer, for each clean one; by default the twin of each Item.
         sites: "heads", "attention" or "mixers" (outputs of these modules), "layers" (the residual stream after each layer), "kv"
-            or "recurrent" (a layer's half of the memory, after the prompt). By default "attention" and "mixers".
+            or "recurrent" (a layer's half of the memory after the prompt, or the keys and values of some of its tokens). By
+            default "attention" and "mixers".
         at: Where outputs are patched: "all", "prefill", "decode" (the last prompt token and the answer), a position of the prompt
             (negative: from its end), the name of a span, "each" token on its own, or a list of these.
         answers: (clean answer, corrupt answer) as texts or token ids, or a list with a pair of them for each pair of prompts. By
@@ -293,7 +294,7 @@ def patch(
             target.site,
             target.layer,
             target.head,
-            str(target.at),
+            PROMPT if target.site in HALVES and target.at == "all" else str(target.at),
             bootstrap_ratio(patched - none, whole - none, clusters),
         )
         for target, patched in zip(targets, values[:, 2:].T, strict=True)
@@ -412,11 +413,8 @@ def _targets(
         if not chosen:
             raise NeedleworkError(f"patch: {anatomy.architecture} has no {site}: choose other sites of {', '.join(SITES)}")
         if site in HALVES:
-            if places != ["all"]:
-                raise NeedleworkError(f"patch: {site} is patched as it is after the prompt: leave `at` out, or patch other sites")
-            for pair in pairs:
-                pair.tokens("prefill")  # raises for prompts of unlike length
-            targets += [_Target(site, layer, None, PROMPT) for layer in chosen]
+            of_memory = _memory_places(site, at, places, pairs)
+            targets += [_Target(site, layer, None, place) for place in of_memory for layer in chosen]
             continue
         if site != "heads":
             for layer in chosen:
@@ -424,6 +422,28 @@ def _targets(
         heads = {layer: [head.index for head in anatomy.layers[layer].heads] if site == "heads" else [None] for layer in chosen}
         targets += [_Target(site, layer, head, place) for place in places for layer in chosen for head in heads[layer]]
     return targets
+
+
+def _memory_places(site: str, at: Any, places: Sequence[str | int], pairs: Sequence[Pair]) -> list[str | int]:
+    """Return where a half of the memory is patched: all of it, after the prompt, or the keys and values of some tokens."""
+    if site == "recurrent" and places != ["all"]:
+        raise NeedleworkError(
+            "patch: a recurrent state is one for all tokens, and is patched as it is after the prompt: leave `at` out, or patch"
+            " mixers"
+        )
+    if "decode" in places:
+        raise NeedleworkError(f"patch: {site} is patched after the prompt: leave `at` out, or name tokens of the prompt")
+    for pair in pairs:
+        pair.tokens("prefill")  # raises for prompts of unlike length
+        for place in places:
+            tokens = pair.tokens(place)
+            if tokens.own != tokens.source:
+                raise NeedleworkError(
+                    f"patch: keys depend on their position, and the span {place!r} begins elsewhere in the clean prompt; give"
+                    " prompts that have it in the same place"
+                )
+    last = len(pairs[0].corrupt) - 1 if at == "each" else None  # is read after memory is swapped
+    return list(dict.fromkeys("all" if place == "prefill" else place for place in places if place != last))
 
 
 def _places(at: Any, pairs: Sequence[Pair]) -> list[str | int]:
@@ -507,7 +527,8 @@ class _Recorder:
         """Return the requests of the corrupt prompt with both answers, under a patch."""
         if target.site in HALVES:
             half: Any = target.site
-            swap = SwapMemory(half=half, layers=(target.layer,), from_=self.pair.clean)  # type: ignore[call-arg]
+            at = None if target.at == "all" else self.pair.tokens(target.at).own
+            swap = SwapMemory(half=half, layers=(target.layer,), from_=self.pair.clean, at=at)  # type: ignore[call-arg]
             return [self._request(self.pair.corrupt, swap, answer) for answer in self.pair.answers]
         read, *fed = self._by_phase(target.at)
         heads = None if target.head is None else frozenset({target.head})

@@ -153,10 +153,14 @@ def failed_answer(error: Exception) -> Answer:
 
 
 class Swap(NamedTuple):
-    """A part of the cache that is taken from a twin: one half, of one layer or of all (layer -1)."""
+    """A part of the cache that is taken from a twin: one half, of one layer or of all (layer -1).
+
+    With `positions`, the keys and values of these tokens in one layer.
+    """
 
     half: Half
     layer: int = -1
+    positions: tuple[int, ...] = ()
 
     @property
     def counted(self) -> str:
@@ -164,7 +168,9 @@ class Swap(NamedTuple):
         return f"{self.half}_swapped"
 
     def acted(self, receipt: Receipt) -> bool:
-        """Return whether the receipt says that it was swapped."""
+        """Return whether the receipt says that it was swapped; single tokens may have left a layer's window, which is a note."""
+        if self.positions:
+            return True
         return self.half in receipt.swapped if self.layer < 0 else bool(receipt.total(self.counted, "prefill", self.layer))
 
 
@@ -223,6 +229,9 @@ class Prepared:
                 blocked.append(receipt.total("edges_blocked", phase, act.layer))
         if blocked and not any(blocked):
             notes.append(f"{NOTHING_TO_HIDE}: no query that block_attention names could see the keys that it blocks")
+        for swap in self.twins:
+            if swap.positions and not receipt.total(swap.counted, "prefill", swap.layer):
+                notes.append(f"{NOTHING_TO_HIDE}: the swapped tokens had left the window of layer {swap.layer}")
         for (tokens, sinks), keys in hidden.items():
             if not keys:
                 notes.append(f"{NOTHING_TO_HIDE}: no query had keys beyond the last {tokens} and the first {sinks}")
@@ -279,9 +288,7 @@ def prepare(request: Request, anatomy: Anatomy, apart: bool = False) -> Prepared
         phase: request.intervention.lower_for_phase(context, phase) if read else []
         for phase, read in check_phases(request).items()
     }
-    twins = {
-        Swap(swap.half, swap.layer): _twin(swap, request, anatomy) for swap in lowered["prefill"] if isinstance(swap, SwapHalf)
-    }
+    twins = {_swap(swap, request): _twin(swap, request, anatomy) for swap in lowered["prefill"] if isinstance(swap, SwapHalf)}
     prepared = Prepared(request, sample, _in_own_phase(lowered, request), twins, apart)
     if request.options and prepared.one_piece:
         raise NeedleworkError(
@@ -362,6 +369,18 @@ def _in_own_phase(lowered: dict[Phase, list[Act]], request: Request) -> dict[Pha
         if own == phase:
             acts[phase].append(act)
     return {phase: tuple(kept) for phase, kept in acts.items()}
+
+
+def _swap(swap: SwapHalf, request: Request) -> Swap:
+    """Return the part of the cache that is swapped; raise if none of its tokens is in memory then."""
+    read = len(request.prompt) - request.decodes_last
+    held = tuple(position for position in swap.positions if position < read)
+    if swap.positions and not held:
+        raise NeedleworkError(
+            f"swap_memory: memory is swapped after {read} tokens of the prompt, before those at {list(swap.positions)} are read;"
+            " name earlier tokens"
+        )
+    return Swap(swap.half, swap.layer, held)
 
 
 def _twin(swap: SwapHalf, request: Request, anatomy: Anatomy) -> tuple[int, ...]:

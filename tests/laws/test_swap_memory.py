@@ -15,7 +15,7 @@ import needlework as nw
 from needlework.interventions.acts import Half
 from needlework.model.memory import Memory
 from needlework.model.probe import run_model
-from needlework.receipts import Tally
+from needlework.receipts import Tally, nothing_to_hide
 from needlework.requests import Answer
 
 KV, RECURRENT = nw.SwapMemory(half="kv"), nw.SwapMemory(half="recurrent")
@@ -80,17 +80,56 @@ def test_all_layers_swapped_by_name_are_the_whole_half(name: str) -> None:
             assert answer.receipt.swapped == ()
 
 
+@cases.each(cases.WITH_HEADS)
+def test_keys_of_all_tokens_by_position_are_the_whole_half(name: str) -> None:
+    """And in one batch, each row has its own tokens of the twin."""
+    if name in ("zaya", "inkling"):  # as above: some of their states belong to no half
+        return
+    subject, read = cases.subject(name), len(cases.PROMPT) - 1
+    acts = [KV, nw.SwapMemory(half="kv", at=tuple(range(read))), nw.SwapMemory(half="kv", at="needle"), nw.NONE]
+    named = {"twins": TWINS * 4, "spans": [cases.SPANS] * 4}
+    whole, each, needle, none = subject.generate([cases.PROMPT] * 4, interventions=acts, max_new_tokens=5, **named)
+    assert (each.error, each.tokens) == ("", whole.tokens)
+    assert each.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
+    for layer in subject.anatomy.attention_layers:
+        swapped = each.receipt.total("kv_swapped", "prefill", layer.index)
+        assert layer.attention is not None
+        assert swapped > 0 if layer.attention.window else swapped == read * len(subject.body.cache_layers("kv", layer.index))
+    alone = _ask_needle(subject)
+    assert needle.tokens == alone.tokens
+    assert needle.logprobs == pytest.approx(alone.logprobs, abs=1e-4)
+    assert needle.logprobs != pytest.approx(none.logprobs, abs=1e-4)
+    assert needle.receipt == alone.receipt
+
+
+def _ask_needle(subject: nw.Subject) -> Answer:
+    act = nw.SwapMemory(half="kv", at="needle")
+    return subject.generate([cases.PROMPT], act, twins=TWINS, spans=[cases.SPANS], max_new_tokens=5)[0]
+
+
+def test_tokens_that_left_the_window_are_a_note() -> None:
+    prompt = (*cases.PROMPT, *cases.tokens(8).tolist())
+    twin = (*cases.TWIN, *prompt[len(cases.TWIN) :])
+    act = nw.SwapMemory(half="kv", at="needle", from_=twin)  # type: ignore[call-arg]
+    (answer,) = cases.subject("recurrent_gemma").generate([prompt], act, max_new_tokens=2, spans=[cases.SPANS])
+    assert answer.error == ""
+    assert answer.receipt.total("kv_swapped") == 0
+    assert nothing_to_hide(answer.receipt.to_dict())
+
+
 STATES = ("conv_states", "recurrent_states")  # of a layer of transformers' cache
 
 
 @torch.no_grad()
-def _by_hand(model: Any, half: str, layers: list[int]) -> torch.Tensor:
-    """Log-probabilities after the prompt, with some layers of transformers' cache taken from that of the twin."""
+def _by_hand(model: Any, half: str, layers: list[int], tokens: slice = slice(None)) -> torch.Tensor:
+    """Log-probabilities after the prompt, with some layers (and tokens) of transformers' cache taken from that of the twin."""
     name = "cache_params" if "cache_params" in inspect.signature(model.forward).parameters else "past_key_values"
     own, twin = (model(input_ids=torch.tensor([x[:-1]]), use_cache=True)[name] for x in (cases.PROMPT, cases.TWIN))
     for layer in layers:
         for part in ("keys", "values") if half == "kv" else STATES:
-            if hasattr(twin.layers[layer], part):
+            if half == "kv":
+                getattr(own.layers[layer], part)[:, :, tokens] = getattr(twin.layers[layer], part)[:, :, tokens]
+            elif hasattr(twin.layers[layer], part):
                 setattr(own.layers[layer], part, getattr(twin.layers[layer], part))
     places = {"position_ids": torch.tensor([[len(cases.PROMPT) - 1]])} if name != "cache_params" else {}
     out = model(input_ids=torch.tensor([cases.PROMPT[-1:]]), use_cache=True, **{name: own}, **places)
@@ -113,6 +152,16 @@ def test_a_layer_is_swapped_as_in_the_cache_of_transformers(name: str, half: Hal
     assert len(_layers(subject, half)) == 1 or abs(found[0] - found[1]) > 1e-5  # which layer it is matters
 
 
+@pytest.mark.parametrize("name", ["llama", "jamba", "falcon_h1", "qwen3_next", "bamba", "lfm2"])
+def test_tokens_of_a_layer_are_swapped_as_in_the_cache_of_transformers(name: str) -> None:
+    subject = cases.subject(name)
+    for layer in _layers(subject, "kv"):
+        expected = _by_hand(cases.build(name), "kv", [layer], slice(3, 6))
+        answer = _ask(subject, nw.SwapMemory(half="kv", layers=[layer], at=(3, 4, 5)))
+        assert answer.tokens[0] == int(expected.argmax())
+        assert answer.logprobs[0] == pytest.approx(float(expected.max()), abs=1e-4)
+
+
 def test_a_twin_by_token_ids_is_the_twin_by_name() -> None:
     subject = cases.subject("jamba")
     given = subject.generate([cases.PROMPT], nw.SwapMemory(half="kv", from_=cases.TWIN), max_new_tokens=5)[0]
@@ -130,6 +179,12 @@ def test_swaps_that_cannot_be() -> None:
         _ask(jamba, nw.SwapMemory(half="kv", from_="other"))
     with pytest.raises(nw.NeedleworkError, match="must be of one length"):
         _ask(jamba, nw.SwapMemory(half="kv", from_=cases.TWIN[1:]))
+    with pytest.raises(nw.NeedleworkError, match="a recurrent state is one for all tokens"):
+        _ask(jamba, nw.SwapMemory(half="recurrent", at="needle"))
+    with pytest.raises(nw.NeedleworkError, match="no span 'nedle'"):
+        _ask(jamba, nw.SwapMemory(half="kv", at="nedle"))
+    with pytest.raises(nw.NeedleworkError, match=r"after 11 tokens of the prompt, before those at \[11\] are read"):
+        _ask(jamba, nw.SwapMemory(half="kv", at=(11,)))
     with pytest.raises(nw.NeedleworkError, match="drop phase"):
         _ask(jamba, nw.SwapMemory(half="kv", phase="both"))
     with pytest.raises(nw.NeedleworkError, match=r"layers \[0\] of JambaForCausalLM have no kv memory; choose from \[2, 5\]"):

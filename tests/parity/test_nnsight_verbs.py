@@ -247,6 +247,8 @@ def test_patched_memory(case: Case) -> None:
     sites = ["kv"] + ["recurrent"] * bool(anatomy.recurrent_layers)
     compared = case.check(case.patched(*sites, at="all"), lambda row: case.theirs.memory(row.site, row.layer, *case.ids, read))
     assert compared == len(anatomy.attention_layers) + len(anatomy.recurrent_layers)
+    of_span = lambda row: case.theirs.memory("kv", row.layer, *case.ids, list(case.span))  # noqa: E731
+    assert case.check(case.patched("kv", at="span"), of_span) == len(anatomy.attention_layers)
 
 
 def test_hidden_states_and_the_logit_lens_with_a_head_off(case: Case) -> None:

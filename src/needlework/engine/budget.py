@@ -167,7 +167,8 @@ class Costs:
         steps, options = item.request.steps, len(item.request.options)
         if options and steps == 1:
             return 12 * self.vocabulary  # the prompt's last logits score all options: nothing is forked
-        own_keys = steps if self.shareable else steps + item.prefill_tokens
+        mixed = any(swap.positions for swap in item.twins)  # its prompt has keys of two prompts, which no other row has
+        own_keys = steps + item.prefill_tokens * (mixed or not self.shareable)
         scores = 4 * self.heads * (item.prefill_tokens + steps)
         kept = steps if options else 1
         fed = self.activations(kept - 1) + 12 * kept * self.vocabulary

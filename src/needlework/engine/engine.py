@@ -24,7 +24,7 @@ from needlework.engine.prefill import KeptPrefills, Padding, Prefiller, compile_
 from needlework.engine.shared_layers import SharedLayers
 from needlework.interventions.acts import Half
 from needlework.model.hooked_model import HookedModel
-from needlework.model.memory import Memory
+from needlework.model.memory import Memory, TokenSource
 from needlework.receipts import Receipt, Tally
 from needlework.requests import Answer, Finish, Prepared, Request, Swap, prepare
 
@@ -207,7 +207,7 @@ class _Run:
             )
             memory = self._fork(result.memory, places, alone) if result.memory is not None else None
             for generation, place in zip(generations, places, strict=True):
-                generation.receipt = self._with_swaps(result.receipts[place[None]], place)
+                generation.receipt = self._with_swaps(result.receipts[place[None]], place, result.memory)
             logits = result.logits[torch.tensor([place[None] for place in places], device=self.body.device)]
         if decodes_last:
             assert memory is not None
@@ -223,14 +223,18 @@ class _Run:
         alive = [t for t in generations if not t.finish]
         return Decoder(self.body, alive, memory, fed[rows], torch.full_like(rows, tokens)), done
 
-    def _with_swaps(self, receipt: Receipt, place: Mapping[Swap | None, int]) -> Receipt:
+    def _with_swaps(self, receipt: Receipt, place: Mapping[Swap | None, int], memory: Memory | None) -> Receipt:
         """Return a prefill's receipt with the parts of the cache that come from another prefill."""
         swapped = [swap for swap, row in place.items() if swap is not None and row != place[None]]
-        of_layers = {
-            (swap.layer, "prefill"): {swap.counted: len(self.body.cache_layers(swap.half, swap.layer))}
-            for swap in swapped
-            if swap.layer >= 0
-        }
+        of_layers: dict[tuple[int, str], dict[str, int]] = {}
+        for swap in swapped:
+            if swap.layer >= 0:
+                layers = self.body.cache_layers(swap.half, swap.layer)
+                if swap.positions and memory is not None:
+                    count = sum(len(memory.places(layer, swap.positions)) for layer in layers)
+                else:
+                    count = len(layers)
+                of_layers[swap.layer, "prefill"] = {swap.counted: count}
         return replace(receipt + Receipt(of_layers), swapped=tuple(swap.half for swap in swapped if swap.layer < 0))
 
     def _fork(self, memory: Memory, places: Sequence[Mapping[Swap | None, int]], alone: bool) -> Memory:
@@ -241,16 +245,33 @@ class _Run:
             places: For each request, the rows of `memory` that hold its own prompt (None) and the twin of each swapped part.
             alone: Whether no other batch can join, so that the stock cache can be used as it is if nothing is forked.
         """
-        own = torch.tensor([place[None] for place in places], device=self.body.device)
+        memory, rows = self._with_mixed_keys(memory, places)
+        own = torch.tensor(rows, device=self.body.device)
         sources: dict[tuple[Half, int], Tensor] = {}
         swaps = [(swap, row, other) for row, place in enumerate(places) for swap, other in place.items() if swap is not None]
         for swap, row, other in sorted(swaps):  # of all layers first
-            for layer in self.body.cache_layers(*swap) if swap.layer >= 0 else (-1,):
+            if swap.positions:
+                continue
+            for layer in self.body.cache_layers(swap.half, swap.layer) if swap.layer >= 0 else (-1,):
                 whole = sources.get((swap.half, -1), own)
                 sources.setdefault((swap.half, layer), whole.clone())[row] = other
         if alone and not sources and torch.equal(own, torch.arange(memory.rows, device=own.device)):
             return memory
         return memory.share(own, sources) if self.body.shareable else memory.select(own, sources)
+
+    def _with_mixed_keys(self, memory: Memory, places: Sequence[Mapping[Swap | None, int]]) -> tuple[Memory, list[int]]:
+        """Add a row for each prompt that has some tokens' keys from another; return the memory and each request's row."""
+        rows, added = [], dict[tuple[int, tuple[TokenSource, ...]], int]()
+        for place in places:
+            parts = tuple(
+                TokenSource(layer, swap.positions, other)
+                for swap, other in place.items()
+                if swap is not None and swap.positions
+                for layer in self.body.cache_layers(swap.half, swap.layer)
+            )
+            own = place[None]
+            rows.append(added.setdefault((own, parts), memory.rows + len(added)) if parts else own)
+        return (memory.with_mixed_keys(list(added)) if added else memory), rows
 
 
 def _answer_tokens(item: Prepared) -> int:

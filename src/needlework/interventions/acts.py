@@ -252,12 +252,13 @@ class ClearState(Act):
 class SwapHalf(Act):
     """After prefill, take one half of the cache (kv or recurrent) from a twin prompt, given by name or token ids.
 
-    `layer` is -1 for the half of all layers.
+    `layer` is -1 for the half of all layers. With `positions`, only the keys and values of these tokens are taken.
     """
 
     count = "swapped"  # `Receipt.swapped`, apart from the counts per layer
     half: Half
     twin: str | tuple[int, ...]
+    positions: tuple[int, ...] = ()
 
 
 _MASK = (1 << 64) - 1

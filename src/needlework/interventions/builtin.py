@@ -495,6 +495,7 @@ class SwapMemory(Part):
     Attributes:
         half: "kv" or "recurrent".
         from_: Name of a twin of the request, or its token ids; `from` in text forms.
+        at: Span or positions whose keys and values are swapped; None: those of all tokens. Only for half "kv".
         phase: Always "prefill": memory is swapped at its end.
         layers: Layers whose half is swapped, by the model's own index; None: the half of all layers.
     """
@@ -502,6 +503,7 @@ class SwapMemory(Part):
     side = "memory"
     half: Half
     from_: str | tuple[int, ...] = Field("twin", alias="from")
+    at: str | tuple[int, ...] | None = None
     phase: When = "prefill"
 
     def clashes(self, other: Part) -> bool:
@@ -511,6 +513,8 @@ class SwapMemory(Part):
     def check(self, anatomy: Anatomy) -> None:
         if self.phase != "prefill":
             raise NeedleworkError(f"{self}: it acts once, between prefill and decode: drop phase")
+        if self.half == "recurrent" and self.at is not None:
+            raise NeedleworkError(f"{self}: a recurrent state is one for all tokens, and has no part for some of them: drop at")
         own = [x.index for x in (anatomy.attention_layers if self.half == "kv" else anatomy.recurrent_layers)]
         if not own:
             raise NeedleworkError(f"{self}: {anatomy.architecture} has no {self.half} memory to swap")
@@ -520,4 +524,8 @@ class SwapMemory(Part):
             )
 
     def lower(self, context: LoweringContext) -> Iterable[Act]:
-        return (acts.SwapHalf(layer, self.half, self.from_) for layer in self.layers or (-1,))
+        if self.at is None:
+            return (acts.SwapHalf(layer, self.half, self.from_) for layer in self.layers or (-1,))
+        layers = self.layers or tuple(layer.index for layer in context.anatomy.attention_layers)
+        positions = tuple(sorted(set(context.positions(self.at))))
+        return (acts.SwapHalf(layer, self.half, self.from_, positions) for layer in layers)

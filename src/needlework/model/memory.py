@@ -11,13 +11,14 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
+from needlework.errors import NeedleworkError
 from needlework.interventions.acts import Half
 
 if TYPE_CHECKING:
@@ -81,6 +82,14 @@ class Mixer:
     @property
     def device(self) -> torch.device:
         return next(self.module.parameters()).device
+
+
+class TokenSource(NamedTuple):
+    """Tokens of a cache layer, and the row that their keys and values are taken from."""
+
+    layer: int
+    positions: tuple[int, ...]
+    row: int
 
 
 def states_on_modules(mixers: Sequence[Mixer]) -> dict[str, tuple[int, nn.Module, str]]:
@@ -178,6 +187,28 @@ class Memory:
             SharedKV.adopt(layer, source("kv", index), self.length) if isinstance(vars(layer).get("keys"), Tensor) else layer
             for index, layer in enumerate(new.cache.layers)
         ]
+        return new
+
+    def places(self, layer: int, positions: Sequence[int]) -> dict[int, int]:
+        """Return where a cache layer holds the keys of these tokens; those that have left its window are not held."""
+        keys = vars(self._layers[layer]).get("keys")
+        left = self.length - (keys.shape[2] if isinstance(keys, Tensor) else 0)
+        return {position: position - left for position in positions if left <= position < self.length}
+
+    def with_mixed_keys(self, rows: Sequence[tuple[int, Sequence[TokenSource]]]) -> Memory:
+        """Return a copy with more rows: copies of its own in which some tokens' keys and values are those of other rows."""
+        order = torch.tensor([*range(self.rows), *(row for row, _ in rows)])
+        new = self.select(order)
+        for slot in new.slots("kv"):
+            if slot.name in BUFFER and any(part.layer == slot.layer for _, parts in rows for part in parts):
+                raise NeedleworkError("streaming heads hold no single tokens that could be swapped: leave `at` out")
+            if slot.name not in ("keys", "values"):
+                continue
+            for number, (_, parts) in enumerate(rows, self.rows):
+                for layer, positions, other in parts:
+                    places = list(self.places(layer, positions).values())
+                    if layer == slot.layer:
+                        slot.tensor[number, :, places] = slot.tensor[other, :, places]
         return new
 
     def above(self, below: Memory, rows: Tensor, remembered: Callable[[Half, int], bool]) -> Memory:
