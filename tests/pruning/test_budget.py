@@ -19,6 +19,7 @@ from needlework.cli import app
 from needlework.heads import foreign
 from needlework.interventions.ranking import Origin, Ranking
 from needlework.receipts import Tally
+from tiny import build
 
 TOKENS = 24
 
@@ -44,6 +45,27 @@ def test_bytes_are_those_of_a_run(name: str) -> None:
     assert found.state_bytes == state
     weights = sum(x.numel() * x.element_size() for x in whole.model.parameters())
     assert (found.weight_bytes, found.total) == (weights, weights + 3 * (found.kv_bytes + found.state_bytes))
+
+
+def held_bytes(value: Any) -> int:
+    """The bytes of all tensors in one of transformers' own caches."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    if isinstance(value, (list, tuple, dict)):
+        return sum(map(held_bytes, value.values() if isinstance(value, dict) else value))
+    return held_bytes(vars(value)) if type(value).__module__.startswith("transformers") else 0
+
+
+@each([name for name in ALL if name != "recurrent_gemma"])  # it keeps states in its modules, not in a cache
+def test_bytes_are_those_of_the_cache_of_stock_transformers(name: str) -> None:
+    found, stock = nw.budget(subject(name), context=TOKENS), build(name)
+    with torch.no_grad():
+        output = stock(torch.arange(TOKENS)[None] % subject(name).anatomy.vocabulary, use_cache=True)
+    cache = output.past_key_values if "past_key_values" in output else output.cache_params
+    windows = [part for _, part in subject(name).anatomy.attention_parts() if part.window and part.window < TOKENS]
+    spared = sum(part.kv_bytes_per_token for part in windows)
+    total = found.kv_bytes + found.state_bytes
+    assert total - spared <= held_bytes(cache) <= total
 
 
 @pytest.mark.parametrize("name", ["llama", "jamba"])
