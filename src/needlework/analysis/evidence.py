@@ -125,11 +125,7 @@ def helped_by_reading_twice(frame: Frame) -> str:
 
 
 def collect(trials: ModelTrials, reading_twice_helps: str) -> Evidence:
-    """Compute all evidence on one model under one boundary.
-
-    Args:
-        reading_twice_helps: Result of `helped_by_reading_twice` over all models: the positive control of rule 3.
-    """
+    """Compute all evidence on one model under one boundary; `reading_twice_helps` is that of `helped_by_reading_twice`."""
 
     def silenced(layout: str) -> Silenced:
         if off is None:

@@ -66,9 +66,7 @@ class Sinks:
     def share(self, chosen: str, kept: int) -> float:
         """Return the share of the kept heads' attention on the first token, averaged over layers.
 
-        Args:
-            chosen: How heads are selected: "entropy", "ranking" (this one) or "random" (the mean over all heads).
-            kept: Number of heads kept per layer.
+        `kept` heads per layer are chosen by "entropy", by "ranking" (this one) or at "random" (the mean over all heads).
         """
         shares = []
         for layer, sinks in self.of_head.items():

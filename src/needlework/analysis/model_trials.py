@@ -244,9 +244,7 @@ class ModelTrials:
     def retained_by_heads(self, way: str, ranking: str = "") -> dict[int, Estimate]:
         """Return the retained share of retrieval per number of heads kept in both phases, pooled over random seeds.
 
-        Args:
-            way: How heads are selected (`Condition.way`).
-            ranking: Text of the ranking, if `way` is "ranking"; "" for any.
+        Heads are selected in one way (`Condition.way`); for "ranking", `ranking` is its text, or "" for any.
         """
         asked = [c for c in self.conditions_of("heads", phase="both", way=way) if ranking in ("", c.by)]
         base = self.retrieval("none")
@@ -254,11 +252,7 @@ class ModelTrials:
         return {kept: of_kept.raw for kept, of_kept in pairs.items() if len(of_kept.after)}
 
     def by_heads(self, conditions: Iterable[Condition], rows: Callable[[str], Ints]) -> dict[int, Ints]:
-        """Return trials by number of heads kept, fewest first, pooled over the seeds of random heads.
-
-        Args:
-            rows: Function from an intervention's text to its trials.
-        """
+        """Return trials by number of heads kept, fewest first, pooled over the seeds of random heads."""
         texts: dict[int, dict[int, list[str]]] = {}
         for c in conditions:
             if (kept := c.kept(self.heads)) is not None:
@@ -292,11 +286,7 @@ class ModelTrials:
         return min(conditions, key=lambda c: SITES.index(c.site), default=None)
 
     def sides(self, ability: str) -> stats.Side | None:
-        """Return one ability with no ablation, attention ablated and recurrence ablated, on the samples common to all.
-
-        Args:
-            ability: "retrieval", or anything else for knowledge in its first form.
-        """
+        """Return retrieval, or knowledge in its first form: untouched and with either side off, on the samples common to all."""
         attention, recurrent = self.heads_off(), self.recurrent_off()
         if attention is None or recurrent is None:
             return None

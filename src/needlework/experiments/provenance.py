@@ -30,13 +30,9 @@ class Scope:
 def record_provenance(store: Store, plan: Plan, works: Sequence[Work], retry_failed: bool) -> Scope:
     """Write models, plan and experiments of this run into the store, and mark which rows are in the plan.
 
-    A plan replaces the plan before. An evaluation by lm-eval (`plan.adds`) adds its tasks to what is in the store.
-
-    Args:
-        retry_failed: Remove failed rows of this plan, or of evaluations, so that they are run again.
-
-    Raises:
-        NeedleworkError: The store has rows of other models, of other versions of these models, or of another semantics version.
+    A plan replaces the plan before. An evaluation by lm-eval (`plan.adds`) adds its tasks to what is in the store. With
+    `retry_failed`, failed rows are removed, so that they are run again. Raises if the store has rows of other models, of other
+    versions of these models, or of another semantics version.
     """
     semantics = store.meta("semantics_version")
     if semantics not in (None, SEMANTICS_VERSION):

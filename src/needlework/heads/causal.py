@@ -193,12 +193,9 @@ def shapley_values(
     """Estimate Shapley values by sampled permutations.
 
     Args:
-        value: Function that returns the values of coalitions.
         players: Number of players in each game.
-        games: Number of games.
         pairs: Number of permutations, each of which is used with its reverse (antithetic); permutation i belongs to game
             i modulo `games`.
-        draw: Random generator of the permutations.
         tolerance: A permutation stops once its coalition's value is within this distance of the value of all players; the
             remaining players get 0 (truncation of Ghorbani and Zou). With 0 none stops early and the estimate is unbiased.
 

@@ -165,17 +165,8 @@ def compare_subjects(
 ) -> HeadComparison:
     """Score the heads of two checkpoints on the same samples, and put Q/K of the first into the second.
 
-    Args:
-        tasks: Retrieval tasks that samples are drawn from.
-        method: A method that scores every sample.
-        samples: Number of samples that heads are scored on.
-        held_out: Number of other samples that retrieval is measured on.
-        seed: Seed of the samples.
-        names: Names of the checkpoints; by default those of their directories.
-        shown: Whether to show a progress bar.
-
-    Raises:
-        NeedleworkError: The checkpoints have different heads or tokens, or the first does not retrieve.
+    The method must score every sample. Retrieval is measured on `held_out` other samples. `names` of the checkpoints are by
+    default those of their directories. Raises if they have different heads or tokens, or if the first does not retrieve.
     """
     if not first.anatomy.heads or first.anatomy.heads != second.anatomy.heads:
         counts = [len(x.anatomy.heads) for x in (first, second)]

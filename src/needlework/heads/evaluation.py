@@ -188,14 +188,10 @@ def smallest_set(
     keep: float,
     progress: Progress,
 ) -> SmallestSet:
-    """Find the smallest k such that a ranking's k best heads retain a share of retrieval, and measure that set.
+    """Find the smallest k such that a ranking's k best heads retain the share `keep` of retrieval, and measure that set.
 
-    Args:
-        ranking: The ranking whose best heads are kept.
-        curve: Its curve on `choosing`; every k between two of its points is then measured.
-        choosing: The samples on which k is chosen.
-        judging: Held-out samples on which the chosen set is measured.
-        keep: The share of retrieval to retain.
+    k is chosen on `choosing`: by the ranking's curve on these samples, then by every k between two of its points. The set is
+    measured on `judging`.
     """
     anatomy = subject.anatomy
     enough = curve.smallest(keep)
@@ -236,16 +232,11 @@ class SelectionComparison:
 
 
 class SelectionCounts(SampleObserver):
-    """Observer that counts the tokens at which `keep_heads` by entropy selects each head, by sample and phase.
-
-    Args:
-        samples: Number of samples.
-        kept: Layer -> number of heads kept at each token.
-    """
+    """Observer that counts the tokens at which `keep_heads` by entropy selects each head, by sample and phase."""
 
     def __init__(self, samples: int, kept: dict[int, int]) -> None:
         super().__init__(samples)
-        self.kept = kept
+        self.kept = kept  # layer -> number of heads kept at each token
 
     def see(self, forward: Forward, layer: int, block: QueryBlock, probabilities: Tensor) -> None:
         # As in keep_heads, the lower head index wins a tie.
@@ -274,13 +265,9 @@ def compare_selections(
     share: float,
     progress: Progress,
 ) -> SelectionComparison:
-    """Measure retrieval under all ways to select heads, on the same samples.
+    """Measure retrieval with a share of each layer's heads kept, by all ways to select them, on the samples `judging`.
 
-    Args:
-        ranking: The ranking that static sets are taken from.
-        recording: Samples on which the selections of dynamic selection are counted.
-        judging: Held-out samples on which all ways are measured.
-        share: Share of the heads of each layer to keep.
+    Static sets are the best heads of the ranking, and those that dynamic selection picks most on the samples `recording`.
     """
     anatomy = subject.anatomy
     count = partial(count_selections, share=share)

@@ -95,10 +95,7 @@ def find_methods(names: Iterable[str]) -> list[Method]:
 def _ratio(top: str, bottom: str, sign: float = 1.0) -> ScoreFunction:
     """Return a function that scores heads by the ratio of two sums of `AttentionSums`, over all samples and for each one.
 
-    Args:
-        top: Name of the numerator.
-        bottom: Name of the denominator.
-        sign: -1 where lower values are better.
+    `sign` is -1 where lower values are better.
     """
 
     def score(subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress) -> Scores:

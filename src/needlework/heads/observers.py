@@ -30,11 +30,7 @@ NULL_QUESTION = {True: "?", False: "N/A"}  # a question without content, by whet
 class SampleObserver(AttentionObserver):
     """Base class of observers that keep sums per sample and head.
 
-    Requests must be numbered from 0 in `Request.sample`.
-
-    Args:
-        samples: Number of samples.
-        spans: Names of the spans that `in_span` is called with.
+    Requests must be numbered from 0 in `Request.sample`. `spans` are those that `in_span` is called with.
     """
 
     def __init__(self, samples: int, *spans: str) -> None:

@@ -37,16 +37,10 @@ def named_tasks(name: str, subject: Subject) -> list[Task]:
 def draw_samples(
     subject: Subject, tasks: Sequence[Task], samples: int, seed: int, without: Collection[tuple[int, ...]] = ()
 ) -> list[Sample]:
-    """Draw samples, spread evenly over tasks and their grids; deterministic for a seed.
+    """Draw samples of retrieval tasks, spread evenly over tasks and their grids; deterministic for a seed.
 
-    Samples whose needle lies outside of the model's attention window are skipped, because no head can attend to it. Fewer than
-    `samples` are returned where a task has no more.
-
-    Args:
-        tasks: Retrieval tasks.
-        samples: Number of samples to draw.
-        seed: Seed of the tasks.
-        without: Prompts (token ids) to skip, e.g. those drawn for another purpose.
+    Samples whose needle lies outside of the model's attention window are skipped, because no head can attend to it, and so are
+    prompts in `without`, such as those drawn for another purpose. Fewer are returned where a task has no more.
     """
     check_count(samples)
     if not tasks:
@@ -157,7 +151,6 @@ def score_answers(
     """Score the correct answers of all trials in one run of the engine, which computes shared prefixes once.
 
     Args:
-        trials: Samples under interventions.
         phase: The phase of the interventions. With "both", prompt and answer are scored as one text; with "decode", the answer
             is generated with its tokens forced, or freely where there is no intervention.
 

@@ -199,13 +199,8 @@ def survey(
 ) -> Survey:
     """Rank the heads by each method, and evaluate these rankings and the given ones.
 
-    Args:
-        tasks: Retrieval tasks that samples are drawn from.
-        methods: Methods to rank by; cheap ones are run again on other samples if `settings.retest`.
-        settings: Numbers of samples, and what is measured.
-        given: Rankings by name that are evaluated, too. Their seed must differ from those of the held-out samples.
-        name: Name of the model in results; by default that of its directory.
-        shown: Whether to show a progress bar.
+    Cheap methods are run again on other samples if `settings.retest`. The seed of given rankings must differ from those of the
+    held-out samples. `name` is the model's name in results, by default that of its directory.
     """
     if not methods and not given:
         raise NeedleworkError("give at least one method to rank heads by, or a ranking to be judged")

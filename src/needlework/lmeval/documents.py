@@ -74,15 +74,9 @@ def silence_lm_eval() -> Iterator[None]:
 
 
 def load_tasks(names: Sequence[str], data: Path | None, length: str | None = None) -> Any:
-    """Load lm-eval's tasks and groups with their datasets.
+    """Load lm-eval's tasks and groups (by names or files) with their datasets, from `data` or from the hub and its cache.
 
-    Args:
-        names: Names of tasks or groups, or task files.
-        data: Directory with datasets; None: only the hub and its cache.
-        length: Length of the texts, for tasks that have several (BABILong: "0k" to "128k").
-
-    Raises:
-        NeedleworkError: An unknown name, or a dataset that cannot be loaded.
+    `length` is that of the texts of tasks that have several (BABILong: "0k" to "128k").
     """
     for with_defaults in (False, True):  # indexing lm-eval's own tasks takes seconds: only if one of them is requested
         manager = _task_index(with_defaults, length)
@@ -386,15 +380,10 @@ class LmEvalTask(Task):
 
 
 def responses(document: Document, text: str, totals: Sequence[float], greedy: Sequence[bool]) -> list[Any]:
-    """Return an answer in lm-eval's format, one entry per request.
+    """Return an answer in lm-eval's format, one entry per request, by its mode.
 
-    Args:
-        text: Generated text (mode "generate").
-        totals: Log-likelihood of each option, or of each window of each text.
-        greedy: Whether each option is the greedy continuation (mode "choices").
-
-    Returns:
-        (log-likelihood, greedy) of each option, the log-likelihood of each text, or the generated text.
+    That is the generated text; (log-likelihood, greedy) of each option; or the log-likelihood of each text, the sum over its
+    windows.
     """
     if document.mode == "generate":
         return [text]

@@ -315,9 +315,7 @@ def _summarise(
 def retained_lines(trials: Sequence[Row], home: dict[str, str]) -> list[Line]:
     """Return accuracy and retained shares for every (name, intervention), paired with the baseline by question.
 
-    Args:
-        trials: Rows of all tasks and interventions; failed rows are left out.
-        home: Task -> name under which it is reported.
+    Failed rows are left out. `home` has the name under which each task is reported.
     """
     scored: dict[tuple[str, str], dict[str, Row]] = {}
     for trial in trials:

@@ -204,11 +204,8 @@ class Pruned:
 def prune_subject(subject: Subject, kept: Collection[Head], others: Streams | None = None) -> Pruned:
     """Return a pruned copy of a model that keeps only these heads, sharing unchanged weights; the model is not changed.
 
-    Args:
-        others: How the other heads stream (its kv heads are ignored); None removes them.
-
-    Raises:
-        NeedleworkError: The model cannot be pruned, or the copy's logits differ from those of the model under `Pruned.equals`.
+    `others` says how the other heads stream (its kv heads are ignored); None removes them. Raises if the model cannot be pruned,
+    or if the copy's logits differ from those of the model under `Pruned.equals`.
     """
     pruned = _stream_heads(subject, kept, others) if others else _remove_heads(subject, kept)
     difference = compare_logits(pruned.subject, subject, pruned.equals, others)

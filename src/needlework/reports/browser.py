@@ -44,10 +44,7 @@ class Browser:
         """Return the sampled trials as JSON-ready data: prompts, trials and the trials of each key.
 
         Every key gets its first trial before any gets its second, and so on until the budget is spent, so that a small
-        budget does not leave later figures without trials.
-
-        Args:
-            used: Keys to include; all by default.
+        budget does not leave later figures without trials. By default all keys are used.
         """
         wanted_cells = {key: cell for key, cell in self.cells.items() if used is None or key in used}
         chosen = {}

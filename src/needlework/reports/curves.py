@@ -35,10 +35,7 @@ def _series(
 ) -> Series:
     """Return a curve by share of heads kept; empty with fewer than two points, or if random heads have only end points.
 
-    Args:
-        what: Name of the quantity, for the trial browser.
-        rows: Function from an intervention's text to its trials.
-        measure: Function from trials to an estimate.
+    `what` names the quantity in the trial browser.
     """
     of_phase = trials.conditions_of("heads", phase=phase)
     conditions = [c for c in of_phase if c.way == way and not c.attention_off]

@@ -38,14 +38,9 @@ def export(directory: Path | str, to: str, out: Path | str | None = None) -> lis
 
 
 def read_trials(store: Store, where: str = _ALL, json_text: bool = True) -> tuple[list[str], Iterator[dict[str, Any]]]:
-    """Return the column names of the table of trials, and its rows.
+    """Return the column names of the table of trials (those of the store, and one per score), and its rows by column.
 
-    Args:
-        where: SQL condition and order of the rows.
-        json_text: Give lists and mappings as JSON text.
-
-    Returns:
-        The columns of the store and one more column per score; rows as dicts by column.
+    `where` is an SQL condition with an order. Lists and mappings are JSON text by default.
     """
     names = [f.name for f in fields(Row)]
     found = store.db.execute("SELECT DISTINCT j.key FROM trials, json_each(scores) j ORDER BY 1")

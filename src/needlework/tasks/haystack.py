@@ -46,11 +46,9 @@ class Haystack:
 
 @lru_cache(maxsize=16)
 def read_sentences(pattern: str, appended: bool = False) -> tuple[str, ...]:
-    """Return the sentences of all matching files, sorted by path, each with the white space before it.
+    """Return the sentences of all files that match a glob pattern, sorted by path, each with the white space before it.
 
-    Args:
-        pattern: glob pattern.
-        appended: concatenate the files unchanged, as the paper's authors do; by default a blank line separates two files.
+    A blank line separates two files; `appended` ones are concatenated unchanged, as the paper's authors do.
     """
     found = list(islice(glob.iglob(pattern, recursive=True), MOST_FILES + 1))
     if len(found) > MOST_FILES:

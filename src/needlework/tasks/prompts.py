@@ -60,7 +60,6 @@ def encode(
     """Tokenize the joined pieces and return the token ranges of every span name.
 
     Args:
-        pieces: the text with its span names.
         special: add the tokenizer's special tokens (BOS); False for chat templates, which contain their own.
         optional: spans to omit if they match no token range, such as a value that shares a token with its needle. For other
             spans this is an error.

@@ -108,11 +108,8 @@ def make_letter_lookup(stream: Stream, *, before: Sequence[str] = ()) -> ToySamp
 def make_letter_lines(stream: Stream, naming_share: float) -> list[tuple[list[str], Words]]:
     """Generate two to four lettered options and a question for each, as (words, answer) lines. For training only.
 
-    One list with four questions teaches the look-up four times as fast as four lists with one question each.
-
-    Args:
-        stream: random generator.
-        naming_share: probability that a question names the option itself, so that it needs no fact.
+    One list with four questions teaches the look-up four times as fast as four lists with one question each. With the probability
+    `naming_share`, a question names the option itself, so that it needs no fact.
     """
     subject = SUBJECTS[stream.pick(SUBJECT_NAMES)]
     options = stream.distinct(subject.options(), stream.between(2, 4))

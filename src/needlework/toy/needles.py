@@ -123,13 +123,8 @@ def hide_needles(
     """Generate a haystack and insert needles into it, with at most `context_tokens` words in total.
 
     Args:
-        hidden: needles to insert; with `ordered`, a link must come after the needle that it refers to.
-        context_tokens: number of words (= tokens) of haystack and needles.
         depth_percent: depth of the first needle, rounded down to a sentence end; None: random, as for the other needles.
-        ordered: place every link behind the needle that it refers to.
-
-    Raises:
-        ValueError: the needles alone have more than `context_tokens` words.
+        ordered: place every link behind the needle that it refers to, which also comes before it in `hidden`.
     """
     sentences = [needle.sentence() for needle in hidden]
     left = context_tokens - sum(map(len, sentences))
@@ -173,7 +168,6 @@ def ask_about(
     """Return the sample that asks for the value of needle `index` of a context.
 
     Args:
-        stream: random generator for the absent values.
         index: the needle to ask about; if it is a link, all needles of its chain become spans.
         layout: "plain": context, question; "jrt": context and question twice (both copies become spans); "question_first":
             question, context.
