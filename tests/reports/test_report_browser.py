@@ -8,6 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import synthetic
+
+from needlework.reports.page import write_report
+from needlework.results import Store
 
 CHROMIUM = shutil.which("chromium")
 ARGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
@@ -64,6 +68,22 @@ def test_the_page_as_opened_is_short_and_each_link_opens_its_part(visit: Any, pa
     assert not view.locator("#claim-few_heads").is_visible()
     view.locator(".overview a.chip[href='#claim-few_heads']").first.click()
     view.locator("#claim-few_heads").wait_for(state="visible")
+
+
+def test_a_comparison_as_opened_is_short_and_no_label_is_cut(visit: Any, tmp_path: Path) -> None:
+    runs = [synthetic.write(tmp_path / name, ("tiny-griffin",), per_cell=2) for name in ("a", "b")]
+    store = Store(runs[1])
+    store.set_meta("models", {"tiny-griffin": {**store.meta("models")["tiny-griffin"], "weights": "retrained"}})
+    store.db.execute("UPDATE trials SET scores = json_set(scores, '$.correct', 0.0) WHERE rowid % 3 = 0 AND mode = 'generate'")
+    store.close()
+    path = write_report(runs, tmp_path / "out", runs[0], pictures=False).path
+    view = visit(path, viewport={"width": 1280, "height": 900})
+    assert view.evaluate("document.documentElement.scrollHeight") < 4_500, "it was 9,090 with every table and panel open"
+    assert view.locator("#comparison table").first.is_visible()
+    phone = visit(path, viewport={"width": 390, "height": 800})
+    assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+    cut = "[...document.querySelectorAll('.lines li')].filter(e => e.clientWidth > 1 && e.scrollWidth > e.clientWidth)"
+    assert phone.evaluate(f"{cut}.map(e => e.innerText)") == []
 
 
 def test_a_click_on_a_cell_shows_its_trials_with_the_needle_marked(visit: Any, page: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +10,21 @@ import pytest
 import synthetic
 
 import needlework as nw
+from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import ModelTrials
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import verdicts
-from needlework.reports.comparison import claim_tables, findings, head_tables, pair_models
+from needlework.reports.comparison import (
+    MOST_CHANGES,
+    change_tables,
+    claim_tables,
+    findings,
+    head_tables,
+    headline,
+    pair_models,
+    records,
+)
+from needlework.reports.page import write_report
 from needlework.results import Observation, Store
 from needlework.stats import gain
 
@@ -98,3 +110,46 @@ def test_the_page_opens_with_what_changed(pair: list[Path], tmp_path: Path) -> N
     text = nw.report(pair, tmp_path, against=pair[0]).read_text(encoding="utf-8")
     assert text.split("<nav")[0].count("against tiny-griffin, ") == 1
     assert "tiny-griffin (b) against tiny-griffin" in text.split('id="comparison"')[1].split("</section>")[0]
+
+
+def test_the_conclusion_is_about_the_difference_and_details_are_folded(pair: list[Path], tmp_path: Path) -> None:
+    written = write_report(pair, tmp_path, pair[0], pictures=False)
+    assert written.headline == headline(_paired(pair))
+    assert re.fullmatch(r"tiny-griffin \(b\) loses [\d.]+ points of .+ against tiny-griffin", written.headline)
+    text = written.path.read_text(encoding="utf-8")
+    assert f"<h1>{written.headline}</h1>" in text
+    assert text.index('id="comparison"') < text.index('id="findings"')
+    first, folded = text.split('id="comparison"')[1].split("</section>")[0].split("<details>", 1)
+    (changes,) = change_tables(_paired(pair), [])
+    assert all(f'<th scope="row">{row[0]}</th>' in first for row in changes.rows)
+    assert first.count("<tr>") == len(changes.rows) + 1 < folded.count("<tr>")
+
+
+def test_changes_exclude_zero_and_are_ordered_by_size(pair: list[Path]) -> None:
+    frame = _paired(pair)
+    every = {record["what"]: record["difference"] for record in records(frame)}
+    (table,) = change_tables(frame, [])
+    shown = [str(row[0]) for row in table.rows]
+    sure = [what for what, gap in every.items() if gap["high"] < 0 or gap["low"] > 0]
+    assert 0 < len(sure) < len(every)
+    assert set(shown) <= set(sure)
+    assert len(shown) == min(len(sure), MOST_CHANGES)
+    assert shown == sorted(shown, key=lambda what: -abs(every[what]["value"]))
+
+
+def test_equal_runs_have_no_change(tmp_path: Path) -> None:
+    runs = [synthetic.write(tmp_path / name, ("tiny-griffin",), per_cell=1) for name in ("a", "b")]
+    store = Store(runs[1])
+    about = store.meta("models")
+    about["tiny-griffin"]["weights"] = "a copy"
+    store.set_meta("models", about)
+    store.close()
+    frame = _paired(runs)
+    assert change_tables(frame, []) == []
+    assert headline(frame) == "tiny-griffin (b) and tiny-griffin: no paired difference is beyond its 95 % interval"
+
+
+def _paired(runs: list[Path]) -> Frame:
+    frame = load(runs)
+    pair_models(frame, runs[0])
+    return frame

@@ -206,7 +206,7 @@ def judge_no_rescue(e: Evidence) -> Finding:
         untouched = e.layouts_untouched.get(layout)
         clauses += asked
         sentences.append(sentence + (f"; untouched, it finds {share(untouched, 'them')}." if untouched else "."))
-        shown += _silenced_points(silenced, f"{name}, no heads")
+        shown += _silenced_points(silenced, f"{name.removeprefix('the ')}, no heads")
     first = next(iter(e.layouts.values())).exact
     for name in (name for layout, name in LAYOUTS.items() if layout not in e.layouts):
         clauses.append(Clause("inconclusive", f"{name} was not run"))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
 from needlework.anatomy import Anatomy
-from needlework.errors import NeedleworkError
+from needlework.errors import NeedleworkError, short_repr
 from needlework.experiments.models import Batch, BatchResult, Executor, ModelInfo
 from needlework.experiments.plan import Model, get
 from needlework.experiments.ray_executor import Cluster, WorkerModels
@@ -44,6 +46,10 @@ def tasks_of(task: Tasks, subject: Subject) -> list[Task]:
     if isinstance(task, (str, Path)) and str(task) in NAMES:
         return named_tasks(str(task), subject)
     if isinstance(task, (str, Path)):
+        if not os.path.exists(task) and (near := get_close_matches(str(task), NAMES, n=1)):
+            raise NeedleworkError(
+                f"--task {short_repr(str(task))} is neither a plan nor niah or recall; did you mean {near[0]!r}?"
+            )
         every = [named.task for experiment in get(task).experiments for named in experiment.tasks]
         tasks = list({(one.kind, one.model_dump_json()): one for one in every}.values())
     else:

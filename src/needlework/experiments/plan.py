@@ -305,8 +305,9 @@ class _Builder:
             message = f"task {options['kind']!r}: {where}: {fault['msg']} (got {short_repr(fault['input'])})"
             raise self.file.error((*place, *fault["loc"]), message) from None
         except NeedleworkError as error:
+            message = str(error).removeprefix(f"task {options['kind']!r}: ")
             named = [key for key in options if re.search(rf"\b{re.escape(key)}\b", str(error))]
-            raise self.file.error((*place, *named[-1:]), f"task {options['kind']!r}: {error}") from None
+            raise self.file.error((*place, *named[-1:]), f"task {options['kind']!r}: {message}") from None
 
 
 # Shipped plans: `02-head-sparsification`, `02` and `head-sparsification` are the same plan.

@@ -269,7 +269,8 @@ def _tree(text: str) -> ast.expr:
     try:
         return ast.parse(_FROM.sub(lambda match: match[1] or "from_", text.strip()), mode="eval").body
     except (SyntaxError, ValueError) as error:
-        raise _bad(text, f"it does not read as calls joined by '+': {error}") from None
+        why = error.msg if isinstance(error, SyntaxError) else error
+        raise _bad(text, f"it does not read as calls joined by '+': {why}; write e.g. keep_heads(k=2)") from None
     except (MemoryError, RecursionError):  # limits of Python's parser
         raise _bad(text, "it has too many parts, or one inside the other too often") from None
 
@@ -291,7 +292,7 @@ def _part(call: ast.expr, text: str) -> Intervention:
     known = registered()
     name = call.func.id
     if name not in known:
-        raise _bad(text, f"unknown intervention {name!r}; {did_you_mean(name, known)}")
+        raise _bad(text, f"unknown intervention {name!r}; {did_you_mean(name, known)} (one of your own: --plugin FILE)")
     cls = known[name]
     keys = {info.alias or key for key, info in cls.model_fields.items()}
     fields: dict[str, Any] = {}

@@ -182,7 +182,8 @@ def _origin(source: str | Path) -> _Origin:
             f"{text} is a preset: `inspect` and `plan` know its public configuration, its weights are not here. Give its"
             " directory, or its full name on the hub (org/name)"
         )
-    if path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or len(text) > _LONGEST_HUB_ID:
+    elsewhere = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or text.endswith(".gguf")
+    if elsewhere or len(text) > _LONGEST_HUB_ID:
         raise NeedleworkError(
             f"there is no directory {short_repr(str(path))}; give a model directory, a .gguf file or a hub id such as org/name"
         )
@@ -367,8 +368,8 @@ def torch_device(device: str) -> torch.device:
     """Return a device by name, or raise an error if torch cannot use it on this machine."""
     try:
         place = torch.device(device)
-    except RuntimeError as error:
-        raise NeedleworkError(f"device {device!r}: {str(error).splitlines()[0]}") from None
+    except RuntimeError:
+        raise NeedleworkError(f"device {device!r} is not known to torch; choose cpu, cuda, cuda:1 or mps") from None
     if place.type == "cuda" and not torch.cuda.is_available():
         raise NeedleworkError(f"device {device!r}: this machine has no CUDA device that torch can use; choose device='cpu'")
     if place.type == "meta":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from needlework.stats import Estimate
 from needlework.tables import Table
 
 OMIT = EXPOSURES[1]
+MOST_CHANGES = 8  # rows of a table of what changed
 Difference = tuple[str, str, Estimate, Estimate, Estimate]  # claim, label, share of the base and of the other, difference
 
 
@@ -104,28 +105,68 @@ def _paired(trials: ModelTrials, a: Ints, b: Ints) -> tuple[Estimate, Estimate, 
     return *shares, stats.gain(pairs.after, pairs.before, pairs.clusters)
 
 
-def claim_tables(frame: Frame, judged: Sequence[Verdict]) -> list[Table]:
-    """Return one table per compared model: shares of both, the paired difference, and both verdicts."""
-    tables, words = [], {(v.model, v.claim): v.word for v in judged}
+def _compared(frame: Frame) -> Iterator[tuple[str, str, list[Difference]]]:
+    """Yield (base, other model, their differences)."""
     for base, *others in frame.families:
         for other in others:
-            rows = []
-            for claim, label, a, b, gap in _differences(frame, base, other):
-                was, now = words.get((base, claim), ""), words.get((other, claim), "")
-                rows.append([label, a.text(), b.text(), points(gap), was if was == now else f"{was} → {now}"])
-            tables.append(Table(["", base, other, "difference, points", "verdict"], rows, f"{other} against {base}"))
+            yield base, other, _differences(frame, base, other)
+
+
+def _sure(gaps: Sequence[Difference]) -> list[Difference]:
+    """Return the differences whose interval excludes 0, largest first."""
+    sure = [row for row in gaps if row[-1].high < 0 or row[-1].low > 0]
+    return sorted(sure, key=lambda row: -abs(row[-1].value))
+
+
+def claim_tables(frame: Frame, judged: Sequence[Verdict]) -> list[Table]:
+    """Return one table per compared model: shares of both, the paired difference, and both verdicts."""
+    return [_difference_table(*pair, judged, f"{pair[1]} against {pair[0]}") for pair in _compared(frame)]
+
+
+def change_tables(frame: Frame, judged: Sequence[Verdict]) -> list[Table]:
+    """Return the rows of `claim_tables` whose interval excludes 0, largest first; no table for a model without any."""
+    tables = []
+    for base, other, gaps in _compared(frame):
+        if sure := _sure(gaps):
+            shown = f", the {MOST_CHANGES} largest" if len(sure) > MOST_CHANGES else ""
+            caption = f"{other} against {base}: {len(sure)} of {len(gaps)} differences exclude 0{shown}"
+            tables.append(_difference_table(base, other, sure[:MOST_CHANGES], judged, caption))
     return tables
+
+
+def _difference_table(base: str, other: str, gaps: Sequence[Difference], judged: Sequence[Verdict], caption: str) -> Table:
+    words = {(v.model, v.claim): v.word for v in judged}
+    rows = []
+    for claim, label, a, b, gap in gaps:
+        was, now = words.get((base, claim), ""), words.get((other, claim), "")
+        rows.append([label, points(gap), a.text(), b.text(), was if was == now else f"{was} → {now}"])
+    return Table(["", "difference, points", base, other, "verdict"], rows, caption)
 
 
 def records(frame: Frame) -> list[dict[str, Any]]:
     """Return every paired difference as JSON values."""
     found = []
-    for base, *others in frame.families:
-        for other in others:
-            for claim, label, *estimates in _differences(frame, base, other):
-                shares = dict(zip(("base_share", "share", "difference"), (e.to_dict() for e in estimates), strict=True))
-                found.append({"model": other, "base": base, "claim": claim, "what": label, **shares})
+    for base, other, gaps in _compared(frame):
+        for claim, label, *estimates in gaps:
+            shares = dict(zip(("base_share", "share", "difference"), (e.to_dict() for e in estimates), strict=True))
+            found.append({"model": other, "base": base, "claim": claim, "what": label, **shares})
     return found
+
+
+def headline(frame: Frame) -> str:
+    """Return the outcome of the comparison: the largest sure difference, or how many models differ from their base."""
+    pairs = [(base, other, _sure(gaps)) for base, other, gaps in _compared(frame)]
+    changed = [pair for pair in pairs if pair[2]]
+    if len(pairs) > 1:
+        base = f" from {pairs[0][0]}" if len(frame.families) == 1 else ""
+        return f"{len(changed)} of {len(pairs)} models differ{base} beyond the 95 % interval of a paired difference"
+    base, other, sure = pairs[0]
+    if not sure:
+        return f"{other} and {base}: no paired difference is beyond its 95 % interval"
+    label, gap = sure[0][1], sure[0][-1]
+    condition, _, what = label.partition(": ")
+    did = "loses" if gap.value < 0 else "gains"
+    return f"{other} {did} {abs(100 * gap.value):.1f} points of {what}, {condition}, against {base}"
 
 
 def points(gap: Estimate) -> str:
@@ -137,20 +178,12 @@ def points(gap: Estimate) -> str:
 def findings(frame: Frame) -> list[tuple[str, str]]:
     """Return (model, sentence) for each compared model: what is lost and gained beyond its interval."""
     said = []
-    for base, *others in frame.families:
-        for other in others:
-            gaps = [(label, gap) for _, label, _, _, gap in _differences(frame, base, other)]
-            sure = [(label, gap) for label, gap in gaps if gap.high < 0 or gap.low > 0]
-            told = "; ".join(f"{label} {points(gap)}" for label, gap in sorted(sure, key=lambda x: -abs(x[1].value))[:2])
-            same = f"no difference from {base} in {len(gaps)} paired numbers is beyond its 95 % interval"
-            said.append(
-                (
-                    other,
-                    f"against {base}, {told} (in percentage points; {len(sure)} of {len(gaps)} numbers differ)."
-                    if sure
-                    else f"{same}.",
-                )
-            )
+    for base, other, gaps in _compared(frame):
+        sure = _sure(gaps)
+        told = "; ".join(f"{label} {points(gap)}" for _, label, _, _, gap in sure[:2])
+        differs = f"against {base}, {told} (in percentage points; {len(sure)} of {len(gaps)} numbers differ)."
+        same = f"no difference from {base} in {len(gaps)} paired numbers is beyond its 95 % interval."
+        said.append((other, differs if sure else same))
     return said
 
 

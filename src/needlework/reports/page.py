@@ -31,6 +31,7 @@ from needlework.tables import Table
 FILE_NAME = "report.html"
 PLAYGROUND = "play.html"  # an exported playground beside the report, which links to it
 PAPER = "https://arxiv.org/abs/2510.19861"
+FIRST_PANELS = 2  # of a figure and models that are compared; the others are folded
 MOST_MODELS = 4  # that have sentences of their own
 MOST_OWN = 2  # interventions outside all figures of the claims that a sentence names
 
@@ -107,7 +108,8 @@ def write_report(
     path = folder / FILE_NAME
     playground = PLAYGROUND if (folder / PLAYGROUND).is_file() else ""
     found = comparison.findings(frame) if against is not None else conclusions(frame, judged)
-    text = page(frame, figures, judged, browser, playground, found, compared=against is not None)
+    first_line = headline(frame, judged) if against is None else comparison.headline(frame)
+    text = page(frame, figures, judged, browser, playground, first_line, found, compared=against is not None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
@@ -121,7 +123,7 @@ def write_report(
             " or choose another directory with --out"
         ) from None
     differences = None if against is None else comparison.records(frame)
-    return WrittenReport(path, headline(frame, judged), found, judged, differences)
+    return WrittenReport(path, first_line, found, judged, differences)
 
 
 def page(
@@ -130,6 +132,7 @@ def page(
     judged: Sequence[Verdict],
     browser: Browser,
     playground: str,
+    first_line: str,
     found: Sequence[tuple[str, str]],
     compared: bool = False,
 ) -> str:
@@ -137,6 +140,7 @@ def page(
 
     Args:
         playground: Relative address of an exported playground to link to; empty without one.
+        first_line: The headline.
         found: (model, what was found) in sentences.
         compared: Whether models are compared with a base model.
     """
@@ -149,13 +153,15 @@ def page(
         "report.html",
         frame=frame,
         plan_names=[name for name, _ in frame.plans if name],
-        headline=(first_line := headline(frame, judged)),
+        headline=first_line,
         conclusions=found,
-        comparisons=[*comparison.claim_tables(frame, judged), *comparison.head_tables(frame)] if compared else [],
+        compared=compared,
+        changes=comparison.change_tables(frame, judged) if compared else [],
+        differences=comparison.claim_tables(frame, judged) if compared else [],
+        best_heads=comparison.head_tables(frame) if compared else [],
         about=[*abouts, f"{frame.trials:,} trials of {models}."],
         paper=PAPER,
         playground=playground,
-        compared=compared,
         links={figure.id: FIGURES[figure.id].link for figure in shown},
         overview=overview(frame, judged),
         figures=shown,
@@ -240,6 +246,7 @@ def _environment() -> Environment:
         "draw_panel": svg.draw_panel,
         "draw_strips": svg.draw_strips,
         "UNJUDGED": UNJUDGED,
+        "FIRST_PANELS": FIRST_PANELS,
     }
     return environment
 

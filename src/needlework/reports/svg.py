@@ -21,7 +21,7 @@ from needlework.reports.panels import Cell, CurvePoint, Dots, Figure, HeatMap, L
 from needlework.stats import percent, whole_percent
 
 WIDTHS = {"": 360, "two": 420, "small": 260}  # of panels by kind (`Figure.rows`), in units in which text is 11 high
-STRIP_LEFT, STRIP_RIGHT, STRIP_WIDTH = 6, 106, 148  # row of the overview: x of 0 %, x of 100 %, total with the number
+STRIP_LEFT, STRIP_RIGHT, STRIP_WIDTH = 6, 106, 152  # row of the overview: x of 0 %, x of 100 %, total with the number
 LABELS_WIDTH, COLUMN_WIDTH = 286, 172  # of the overview's file
 PANELS_ACROSS, MARGIN = 4, 16  # of a figure's file
 OVERVIEW_KEY = (

@@ -217,7 +217,9 @@ def make_task(spec: Mapping[str, Any]) -> Task:
     if kind not in TASKS:
         load_plugins()
     if kind not in TASKS:
-        raise NeedleworkError(f"unknown task kind {kind!r}; {did_you_mean(kind, list(TASKS))}")
+        raise NeedleworkError(
+            f"unknown task kind {kind!r}; {did_you_mean(kind, list(TASKS))} (a kind of your own: --plugin FILE)"
+        )
     cls = TASKS[kind]
     try:
         return cls(**fields)
