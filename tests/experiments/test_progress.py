@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,12 @@ def test_a_kernel_is_compiled_for_the_first_model_that_uses_it(plan_file: Path, 
     assert second["compiling"] == 0
     monkeypatch.setattr("needlework.kernels.jit.uncompiled", lambda names: [])
     assert progress.phase_seconds([work_of(plan_file)])[0]["compiling"] == 0
+
+
+def test_a_model_that_is_asked_nothing_has_phases(plan_file: Path) -> None:
+    """The first steps of the demo ask some of its models nothing."""
+    (phases,) = progress.phase_seconds([replace(work_of(plan_file), trials=[], recordings=[])])
+    assert phases["ranking heads"] == phases["recording"] == 0
 
 
 def test_compilation_is_shown_where_it_happens(now: list[float]) -> None:

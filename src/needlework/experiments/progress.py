@@ -176,7 +176,7 @@ def phase_seconds(works: Sequence[Work], examined: bool = True) -> list[dict[str
         passes = EXAMINING_PASSES * speed.step(step_bytes(info, 1), reading_flops(info, EXAMINING_TOKENS))
         ranked = sum(len(source.trials) for source in work.rankings.values() if source.ranking is None)
         recorded = sum(each[trial.id] for recording in work.recordings for trial in recording.trials)
-        per_trial = sum(each.values()) / len(each)
+        per_trial = sum(each.values()) / max(1, len(each))  # a part of a plan may ask a model nothing
         phases.append(
             {
                 "loading": LOADING.step(step_bytes(info, ROWS), 0),
