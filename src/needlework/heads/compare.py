@@ -30,53 +30,31 @@ MOST_LABELS = 12  # heads that the picture names
 
 @dataclass(frozen=True)
 class HeadChange:
-    """One head in both checkpoints.
-
-    Attributes:
-        head: Layer and index.
-        scores: Mean score in either checkpoint.
-        ranks: Place by that score, from 1.
-        spans: 95 % interval of either place over resampled samples.
-        gap: Paired difference of the scores, second less first.
-        word: "kept", "kept, moved", "lost" or "new", of the best 15 %; empty if it is among the best of neither.
-        sure: Whether the intervals of both places lie on the same sides of the best 15 % as the places.
-    """
+    """One head in both checkpoints."""
 
     head: Head
-    scores: tuple[float, float]
-    ranks: tuple[int, int]
-    spans: tuple[tuple[int, int], tuple[int, int]]
-    gap: Estimate
-    word: str = ""
-    sure: bool = False
+    scores: tuple[float, float]  # means over the samples
+    ranks: tuple[int, int]  # places by these scores, from 1
+    spans: tuple[tuple[int, int], tuple[int, int]]  # 95 % intervals of the places over resampled samples
+    gap: Estimate  # paired difference of the scores, second less first
+    word: str = ""  # "kept", "kept, moved", "lost" or "new", of the best 15 %; empty if it is among the best of neither
+    sure: bool = False  # whether the intervals of both places lie on the same sides of the best 15 % as the places
 
 
 @dataclass
 class HeadComparison:
-    """The heads of two checkpoints, by one method on the same samples.
-
-    Attributes:
-        models: The checkpoints.
-        method: The method that scores heads.
-        task: Kinds of the tasks.
-        samples: Number of samples that heads are scored on.
-        heads: All heads, in the order of the model.
-        best: Number of heads that count as the best.
-        kept: Share of the first checkpoint's best heads that are among the best of the second.
-        agreement: Rank correlation of all scores.
-        retrieval: Held-out accuracy by checkpoint: "first", "second", and the second with Q/K of the first in "all" attention
-            layers, or for the groups of "lost" heads.
-        restored: What Q/K of the first add to the accuracy of the second, paired, by the same names.
-    """
+    """The heads of two checkpoints, by one method on the same samples."""
 
     models: tuple[Origin, Origin]
     method: str
-    task: str
-    samples: int
-    heads: Sequence[HeadChange]
-    best: int
-    kept: Estimate
-    agreement: Estimate
+    task: str  # kinds of the tasks
+    samples: int  # that heads are scored on
+    heads: Sequence[HeadChange]  # in the order of the model
+    best: int  # number of heads that count as the best
+    kept: Estimate  # share of the first checkpoint's best heads that are among the best of the second
+    agreement: Estimate  # rank correlation of all scores
+    # Held-out accuracy of the "first" and the "second" checkpoint, and of the second one with Q/K of the first in "all" attention
+    # layers, or for the groups of "lost" heads; and what Q/K of the first add to the second, paired, by the same names.
     retrieval: dict[str, Estimate] = field(default_factory=dict)
     restored: dict[str, Estimate] = field(default_factory=dict)
 
