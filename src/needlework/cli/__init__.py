@@ -23,7 +23,7 @@ def _version(wanted: bool) -> None:
 def options(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
 ) -> None:
-    """Which attention does the retrieving in a hybrid language model, and what is the rest for?"""
+    """Ablate attention heads, recurrent layers, context and memory of hybrid language models, and measure what they retrieve."""
 
 
 def main() -> None:

@@ -88,7 +88,7 @@ def doctor(
     *,
     loading: options.Loading,
 ) -> None:
-    """Try on a model the laws that every number rests on: a table of what holds, what fails and what does not apply.
+    """Check the laws that every number rests on, on one model: a table of what holds, what fails and what does not apply.
 
     Exit codes: 0 no law fails; 1 one does, so that no number of this model is to be believed; 2 bad input; 130 stopped.
     """
@@ -113,7 +113,9 @@ def heads(
     keep: Annotated[float, typer.Option(help="Share of retrieval that the smallest set of heads is to keep.")] = 0.99,
     share: Annotated[float, typer.Option(help="Share of each layer's heads, for static against dynamic choice.")] = 0.15,
     judge: Annotated[bool, typer.Option("--judge/--no-judge", help="Judge rankings on held-out samples.")] = True,
-    dynamic: Annotated[bool, typer.Option("--dynamic/--no-dynamic", help="Set static against dynamic choice.")] = True,
+    dynamic: Annotated[
+        bool, typer.Option("--dynamic/--no-dynamic", help="Compare a static choice of heads with a dynamic one.")
+    ] = True,
     retest: Annotated[bool, typer.Option("--retest/--no-retest", help="Rank on other samples, too, and compare.")] = True,
     import_: Annotated[
         list[Path], typer.Option("--import", help="A ranking to judge: ours, Wu's .json or DuoAttention's .tsv.")
@@ -133,7 +135,7 @@ def heads(
     cluster: options.OptionalCluster,
     loading: options.Loading,
 ) -> None:
-    """Rank a model's attention heads by what retrieval owes to them, and say how far to trust each ranking.
+    """Rank a model's attention heads by their role in retrieval, and measure how reliable each ranking is.
 
     Rankings are judged on samples that they have not seen. `needlework explain METHOD` says what a method measures. With
     --recurrent, groups of the recurrent layers are left out instead, and their convolutions and states are cut. With
@@ -209,9 +211,9 @@ def prune(
     *,
     loading: options.Loading,
 ) -> None:
-    """Write a checkpoint that is really smaller: heads leave the weights, kv heads and caches go with their groups.
+    """Write a smaller checkpoint: heads are removed from the weights, and kv heads and caches with their groups.
 
-    The new model is tried against the whole one, read back, measured, and described in its README.md.
+    The new model is compared with the whole one, read back, measured, and described in its README.md.
     """
     from needlework.pruning.card import summarize
 
@@ -307,9 +309,9 @@ def train(
     card: Annotated[bool, typer.Option("--card/--no-card", help="Measure figures for the model card at the end.")] = True,
     as_json: options.Json = False,
 ) -> None:
-    """Train a zoo recipe or your own. A training that was stopped is taken up again by the same command.
+    """Train a zoo recipe or your own. The same command resumes a training that was stopped.
 
-    With --no-card, for trials, nothing is measured at the end: the model can be loaded, and its record says that.
+    With --no-card nothing is measured at the end; the model can be loaded, and its record says so.
     """
     from needlework.training.train import CARD_SAMPLES
     from needlework.training.train import train as run

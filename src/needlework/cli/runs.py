@@ -65,7 +65,7 @@ def run(
     cluster: options.OptionalCluster,
     loading: options.Loading,
 ) -> None:
-    """Run a plan into a directory. The same command goes on after a stop, a crash or a kill.
+    """Run a plan into a directory. The same command resumes after a stop, a crash or a kill.
 
     Exit codes: 0 all is done; 1 trials of the plan failed, or a condition hid nothing in any of its trials; 2 bad input, or
     a full disk; 130 stopped.
@@ -229,7 +229,7 @@ def evaluate(
     cluster: options.OptionalCluster,
     loading: options.Loading,
 ) -> None:
-    """Ask lm-evaluation-harness tasks under several interventions in one pass. Goes on after a stop.
+    """Run lm-evaluation-harness tasks under several interventions in one pass. The same command resumes after a stop.
 
     Exit codes: 0 all is done; 1 questions failed, or a condition hid nothing in any of them; 2 bad input, or a full disk;
     130 stopped.
