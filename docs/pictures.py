@@ -71,7 +71,7 @@ def tokens(d: Drawing, x: float, y: float, words: Iterable[str], needle: range, 
 
 
 def idea() -> None:
-    d = Drawing(820, 300, "A hybrid model, what is switched off in it, and what is measured")
+    d = Drawing(840, 300, "A hybrid model, what is switched off in it, and what is measured")
     d.text(24, 34, "A hybrid model reads a text that hides a needle", weight=600)
     tokens(
         d,
