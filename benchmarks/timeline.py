@@ -2,10 +2,11 @@
 
     python -m benchmarks.timeline OUT.json [--cold] [--slow-model DIR] -- run demo --out DIR
 
-The command runs as usual. For every bar of at least ten seconds, OUT.json has the kinds of work, the work of each kind that was
-expected at first, in seconds, and samples, one per second at most: [seconds since the bar began, number of the kind, work of
-this kind that is done, or null, work of it that is expected]. With --cold, kernels are compiled anew. With --slow-model, a model
-of 300 million parameters, which loads slowly, is first written into a directory for the command to use.
+The command runs as usual. For every bar of a run that takes at least ten seconds, OUT.json has the kinds of work, the work of
+each kind that was expected at first, in seconds, and samples, one per second at most: [seconds since the bar began, number of
+the kind, work of this kind that is done, or null, work of it that is expected]. With --cold, kernels are compiled anew. With
+--slow-model, a model of 200 million parameters, which loads slowly, is first written into a directory for the command to use.
+tests/experiments/timelines holds what this wrote.
 """
 
 from __future__ import annotations
@@ -53,17 +54,18 @@ def record() -> None:
 
 
 def write_slow_model(directory: Path) -> None:
-    """Write an untrained model of the toy language, most of whose parameters are embeddings that no token uses."""
+    """Write an untrained model of the toy language with many experts, of which each token uses one."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     from needlework.toy.tokenizer import build
 
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8, "head_dim": 32}
+    experts = {"num_experts": 128, "num_experts_per_tok": 1, "num_key_value_heads": 8}
     torch.manual_seed(0)
     tokenizer = build()
-    config = LlamaConfig(vocab_size=600_000, eos_token_id=tokenizer.eos_token_id, tie_word_embeddings=False, **sizes)
-    LlamaForCausalLM(config).save_pretrained(directory)
+    config = Qwen3MoeConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **sizes, **experts)
+    Qwen3MoeForCausalLM(config).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
 
 
@@ -85,8 +87,9 @@ def main() -> None:
         try:
             app(options.command, standalone_mode=False)
         finally:
-            longest = [line for line in TIMELINES if line["samples"] and line["samples"][-1][0] >= 10]
-            text = json.dumps({"command": " ".join(options.command), "timelines": longest}, separators=(",", ":"))
+            longest = [line for line in TIMELINES if len(line["kinds"]) > 1 and line["samples"][-1][0] >= 10]
+            found = {"command": " ".join(options.command), "cold": options.cold, "timelines": longest}
+            text = json.dumps(found, separators=(",", ":"))
             options.out.write_text(text.replace("],[", "],\n[") + "\n")
             print(f"{len(longest)} timelines in {options.out}", file=sys.stderr)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -58,8 +59,9 @@ class Throughput:
     """The remaining time of a job, from the measured throughput of each kind of its work.
 
     A kind has a throughput of its own because what is known before a job starts is how long each kind would take on another
-    machine, and errors of these estimates differ: compilation tells nothing about answers. A kind that has not begun is
-    expected to be as fast as all others together; its own throughput counts more and more while it runs.
+    machine, and errors of these estimates differ: compilation tells little about answers. A kind that has not begun is expected
+    to be as fast as all others together; its own throughput counts more and more while it runs. While work of a kind is under
+    way that tells nothing of its progress, such as the compilation of a kernel, it is taken to go on at the speed so far.
     """
 
     EARLY = 0.05  # share of a kind's work after which its own throughput counts as much as that of all kinds
@@ -69,36 +71,56 @@ class Throughput:
         """Start with the work of each kind, in any unit; `assumed` is the seconds that a unit is expected to take, if known."""
         self.work, self.assumed = dict(work), assumed
         self.done = dict.fromkeys(work, 0.0)
-        self._spent = dict.fromkeys(work, (0.0, 0.0))  # seconds and work of recent time
-        self._seconds = dict.fromkeys(work, 0.0)
+        self.seconds = dict.fromkeys(work, 0.0)
+        self._recent = dict.fromkeys(work, (0.0, 0.0))  # seconds and work
         self._last: float | None = None
+        self._silent = 0.0  # seconds since there was progress
+        self._kind = ""  # of these
 
     def update(self, now: float, kind: str, done: float) -> None:
         """Note that `done` work of a kind is done now, and that the time since the last update went into this kind."""
         seconds = 0.0 if self._last is None else now - self._last
-        self._last = now
-        gained, self.done[kind] = done - self.done[kind], done
-        self._seconds[kind] += seconds
-        kept = 0.5 ** (seconds / max(self.HALF_LIFE, self._seconds[kind] / 2))
-        before = self._spent[kind]
-        self._spent[kind] = (kept * before[0] + seconds, max(0.0, kept * before[1] + gained))
+        gained = done - self.done[kind]
+        self._silent = seconds + (self._silent if kind == self._kind else 0.0)
+        if gained > 0:
+            kept = 0.5 ** (self._silent / max(self.HALF_LIFE, self.seconds[kind] / 2))
+            before = self._recent[kind]
+            self._recent[kind] = (kept * before[0] + self._silent, kept * before[1] + gained)
+            self._silent = 0.0
+        self._last, self._kind = now, kind
+        self.done[kind] = done
+        self.seconds[kind] += seconds
 
     def left(self) -> float | None:
         """Return the remaining seconds; None while no throughput is known."""
-        measured = [spent for kind, spent in self._spent.items() if self.done[kind] > 0]
-        seconds, work = sum(spent[0] for spent in measured), sum(spent[1] for spent in measured)
+        began = [kind for kind, done in self.done.items() if done > 0]
+        seconds, work = sum(self.seconds[kind] for kind in began), sum(self.done[kind] for kind in began)
+        seconds -= self._silent if self._kind in began else 0.0
         if work <= 0:
             return None
         if self.assumed is not None:  # counts as much as having measured a tenth of all work
             prior = sum(self.work.values()) / 10
             seconds, work = seconds + prior * self.assumed, work + prior
-        left = 0.0
-        for kind, whole in self.work.items():
-            prior = self.EARLY * whole
-            spent = self._spent[kind]
-            if (rest := whole - self.done[kind]) > 0:
-                left += rest * (spent[0] + prior * seconds / work) / (spent[1] + prior)
-        return left
+        if rest := self._rest(self._kind):
+            silent = min(self._silent * work / seconds, rest) if seconds > 0 else 0.0
+            seconds, work = seconds + self._silent, work + silent
+        return sum(self._seconds_left(kind, seconds / work) for kind in self.work)
+
+    def _rest(self, kind: str) -> float:
+        return max(0.0, self.work[kind] - self.done[kind])
+
+    def _seconds_left(self, kind: str, usual: float) -> float:
+        """Return the remaining seconds of one kind; `usual` is the seconds per work of all kinds."""
+        prior = self.EARLY * self.work[kind]
+        spent, done = self._recent[kind]
+        if (rest := self._rest(kind)) <= 0:
+            return 0.0
+        each = (spent + prior * usual) / (done + prior)
+        if kind != self._kind:
+            return rest * each
+        silent = min(self._silent / each, rest)
+        each = (spent + self._silent + prior * usual) / (done + silent + prior)
+        return (rest - silent) * each
 
 
 PLAIN_SECONDS = 30.0  # between two lines of progress if the output is not a terminal
@@ -154,7 +176,8 @@ class Bar:
         self.active.append(self)
         console = Console(stderr=True)
         if self.shown and (console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)):
-            self._view = Live(console=console, get_renderable=self._line, refresh_per_second=4)
+            to_terminal = sys.stdout.isatty()  # rich would print what goes into a file above the bar
+            self._view = Live(console=console, get_renderable=self._line, refresh_per_second=4, redirect_stdout=to_terminal)
         elif self.shown:
             self._ticker = Thread(target=self._tick, daemon=True)
             self._ticker.start()
@@ -188,6 +211,10 @@ class Bar:
             self.counted_now += count
             self._done[self._kind] += count if work is None else work
 
+    def rest(self, kind: str, most: float) -> float:
+        """Return how much work of a kind is not done yet, but not more than `most`."""
+        return min(most, self.throughput.work[kind] - self._done[kind])
+
     def expect(self, kind: str, work: float) -> None:
         """Set how much work of a kind remains, after some that was expected turned out not to be needed."""
         with self._lock:
@@ -207,7 +234,7 @@ class Bar:
         finally:
             with self._lock:
                 if kind != before[2]:
-                    self.advance(0, min(work, self.throughput.work[kind] - self._done[kind]))
+                    self.advance(0, self.rest(kind, work))
                 self.show(*before)
 
     @property

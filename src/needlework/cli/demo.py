@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from textwrap import fill
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from needlework.analysis.frame import Frame
 from needlework.analysis.model_trials import by_boundary
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import RULES, Verdict, share, verdicts
 from needlework.cli.options import show
-from needlework.experiments.models import KeptModels, ModelSource
+from needlework.experiments.models import KeptModels
 from needlework.experiments.plan import Plan, get
+from needlework.experiments.progress import Tracker
 from needlework.experiments.result import Result
 from needlework.experiments.run import run
+from needlework.experiments.trials import expand_all
 from needlework.interventions.acts import RANDOM
+from needlework.reports.page import FILE_NAME, PLAYGROUND
+from needlework.results import Store, claimed
 from needlework.stats import NOTHING, Estimate
 from needlework.tables import Table
 from needlework.terminal import say
+
+if TYPE_CHECKING:
+    from needlework.subject import Subject
 
 SENTENCES = {  # claim -> the beginning of its sentence, what one model does with its deciding number, and what this is a share of
     "segregation": ("With all attention heads off", "finds", "the needles"),
@@ -45,47 +53,86 @@ What next?
   needlework explain few_heads                     what a claim says and when it counts as supported"""
 
 
-def run_demo(plan: str | Path | Plan, out: Path, source: ModelSource | None = None, **loading: Any) -> Result:
-    """Run the plan's experiments one by one into one store, and print what each decides.
+DRAWING, PLAYING = "drawing the report", "writing the playground"
+MORE = {DRAWING: 8.0, PLAYING: 4.0}  # seconds of two reports and of the playground
+PLAYED = "tiny-griffin"
+
+
+def run_demo(plan: str | Path | Plan, out: Path, source: KeptModels | None = None, **loading: Any) -> Result:
+    """Run the plan's experiments one by one into one store, and print each claim as soon as it is decided.
 
     Every step runs the plan up to its experiment, so that the store after the last step is that of `needlework run` with
     this plan. Models stay loaded between the steps. They are examined after the first claim is decided, because the doctor
-    needs kernels that the first steps do not. The report is written when the first claim is decided, and at the end.
+    needs kernels that the first steps do not. The report is written when the first claim is decided, and at the end, then
+    with a playground beside it.
     """
     began = time.perf_counter()
     whole = get(plan, **loading)
     source = source or KeptModels()
-    told: set[str] = set()
-    steps = len(whole.experiments)
-    for count, experiment in enumerate(whole.experiments, 1):
-        say(f"[{count}/{steps}] {experiment.name}: {experiment.about.partition(': ')[2] or experiment.about}")
-        so_far = replace(whole, experiments=whole.experiments[:count])
-        result = run(so_far, out, source=source, tell=count == steps, doctor="quick" if told else "off", regroup=True)
-        frame = load([out])
-        claims = decided(verdicts(frame), told)
-        for claim in claims:
-            say(f"\n{claim_text(frame, claim)}\n", stderr=False)
-        if claims and not told:
-            show(demo_table(frame))
+    told: dict[str, str] = {}
+    with _tracker(whole, out, source) as tracker:
+        steps = len(whole.experiments)
+        for count, experiment in enumerate(whole.experiments, 1):
+            say(f"[{count}/{steps}] {experiment.name}: {experiment.about.partition(': ')[2] or experiment.about}")
+            so_far = replace(whole, experiments=whole.experiments[:count])
+            options: dict[str, Any] = {"tell": count == steps, "doctor": "quick" if told else "off", "regroup": True}
+            result = run(so_far, out, source=source, progress=tracker, **options)
+            frame = load([out])
+            first = not told
+            for text in tell_decided(frame, told, last=count == steps):
+                say(f"\n{text}\n", stderr=False)
+            if told and first:
+                show(demo_table(frame))
+                with tracker.phase("", DRAWING, of=2):
+                    report = result.report()
+                picture = report.parent / "figures" / "finding.png"
+                seconds = time.perf_counter() - began
+                say(f"\n{seconds:.0f} s: first picture in {picture}, first report in {report}\n", stderr=False)
+        show(demo_table(frame))
+        with tracker.phase("", PLAYING):
+            played = write_playground(source.subject(PLAYED), out)
+        with tracker.phase("", DRAWING, of=2):
             report = result.report()
-            picture = report.parent / "figures" / "finding.png"
-            say(f"\n{time.perf_counter() - began:.0f} s: first picture in {picture}, first report in {report}\n", stderr=False)
-        told |= {claim[0].claim for claim in claims}
-    show(demo_table(frame))
-    report = result.report()
-    say(f"\n{time.perf_counter() - began:.0f} seconds. Report: {report}\n\n{NEXT}", stderr=False)
+    seconds = time.perf_counter() - began
+    say(f"\n{seconds:.0f} seconds. Report: {report}\nPlayground, in your browser: {played}\n\n{NEXT}", stderr=False)
     return result
 
 
-def decided(found: Sequence[Verdict], told: set[str]) -> list[list[Verdict]]:
-    """Return the verdicts of each claim that was judged for some model and not told yet, without those not run."""
-    claims = []
+@contextmanager
+def _tracker(plan: Plan, out: Path, source: KeptModels) -> Iterator[Tracker]:
+    """Yield a tracker of all steps, whose bar is open meanwhile."""
+    works = expand_all(plan, source)
+    with claimed(out) as folder, closing(Store(folder, create=True)) as store:
+        tracker = Tracker(works, store, shown=True, more=MORE)
+    with tracker.bar:
+        yield tracker
+
+
+def write_playground(subject: Subject, out: Path) -> Path:
+    """Write the playground of a model beside the report in `out`; each of the two has a link to the other."""
+    from needlework.play.export import export
+    from needlework.play.playground import Playground
+
+    export(Playground(subject, PLAYED), out / PLAYGROUND, FILE_NAME)
+    return out / PLAYGROUND
+
+
+def tell_decided(frame: Frame, told: dict[str, str], last: bool) -> list[str]:
+    """Return the text of each claim that is decided for all models that it was asked of, or is decided otherwise than before.
+
+    Args:
+        told: The outcomes that were told, by claim; those of the returned texts are added.
+        last: Whether no more samples come, so that what is not decided remains so.
+    """
+    found, texts = verdicts(frame), []
     for rule in RULES:
-        of_rule = [one for one in found if one.claim == rule.claim and one.word != "does not apply" and one.points]
-        judged = [one for one in of_rule if one.word != "not run"]
-        if judged and rule.claim not in told:
-            claims.append(judged)
-    return claims
+        claim = [one for one in found if one.claim == rule.claim and one.points and one.word not in ("does not apply", "not run")]
+        outcome = "; ".join(f"{one.model} {one.word}" for one in claim)
+        decided = claim and all(one.word in ("supported", "not supported") for one in claim)
+        if (decided or (claim and last)) and told.get(rule.claim) != outcome:
+            texts.append(claim_text(frame, claim))
+            told[rule.claim] = outcome
+    return texts
 
 
 def claim_text(frame: Frame, claim: Sequence[Verdict]) -> str:

@@ -183,14 +183,12 @@ def demo(
         if as_json:
             _print_demo(result)
         raise typer.Exit(0 if result.sound else FAILED)
-    from needlework.play.export import export
-    from needlework.play.playground import Playground
+    from needlework.cli.demo import PLAYED, write_playground
     from needlework.reports import summary
-    from needlework.reports.page import FILE_NAME, PLAYGROUND
 
     start = time.perf_counter()
     result = nw.run("demo-full", out, **loading)
-    export(Playground(nw.load("tiny-griffin", **loading), "tiny-griffin"), out / PLAYGROUND, FILE_NAME)
+    write_playground(nw.load(PLAYED, **loading), out)
     report = result.report()
     Console().print(summary([out]))
     say(f"{time.perf_counter() - start:.0f} seconds. Report: {report}", stderr=False)

@@ -195,6 +195,13 @@ class KeptModels(DiskModels):
             self._loaded[info.model] = super().load(info)
         return self._loaded[info.model]
 
+    def subject(self, name: str) -> Subject:
+        """Return a model of this name, which is loaded if no run did that."""
+        from needlework.subject import load
+
+        loaded = next((one for model, one in self._loaded.items() if model.name == name), None)
+        return loaded.subject if isinstance(loaded, LoadedSubject) else load(name)
+
 
 class PublicModels(DiskModels):
     """Models for estimates: also presets, of which only the public configuration is known.

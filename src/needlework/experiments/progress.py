@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from needlework.experiments.models import ModelInfo
 from needlework.experiments.trials import RecordedTask, Trial, Work
@@ -199,7 +200,15 @@ class _RunningBatch:
 class Tracker:
     """The progress bar of a run. Each phase of each model has its estimated seconds, and so has each answer in `asking`."""
 
-    def __init__(self, works: Sequence[Work], store: Store, shown: bool, examined: bool = True) -> None:
+    def __init__(
+        self,
+        works: Sequence[Work],
+        store: Store,
+        shown: bool,
+        examined: bool = True,
+        more: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
+        """Start a bar; `more` is the expected seconds of what else happens while it is open, such as drawing a report."""
         self.weights = {work.model.name: weights(work) for work in works}
         self._trials = Counter((work.model.name, trial.id) for work in works for trial in work.trials)
         self._underway: dict[Hashable, _RunningBatch] = {}
@@ -207,6 +216,8 @@ class Tracker:
         self._phases = {work.model.name: phases for work, phases in zip(works, phase_seconds(works, examined), strict=True)}
         self._compiling = {name: phases.pop(COMPILING) for name, phases in self._phases.items()}
         kinds = {COMPILING: sum(self._compiling.values())}
+        self._phases[""] = dict(more)
+        kinds |= more
         for work in works:
             name, phases = work.model.name, self._phases[work.model.name]
             left = [r for r in work.recordings if (r.experiment, name, r.task) not in observed]
@@ -223,9 +234,9 @@ class Tracker:
 
     @contextmanager
     def phase(self, model: str, phase: str, share: Callable[[], float] = float, of: int = 1) -> Iterator[None]:
-        """Show what happens with a model, such as loading: one of so many parts of this phase. `share` returns its progress."""
-        kind = f"{model}: {phase}"
-        work = self._phases[model][phase] / of
+        """Show what happens with a model, or with none (""): one of so many parts of a phase. `share` returns its progress."""
+        kind = f"{model}: {phase}" if model else phase
+        work = self.bar.rest(kind, self._phases[model][phase] / of)
         self.bar.show(kind, lambda: work * share(), kind)
         yield
         self.bar.advance(0, work)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial, reduce
 from operator import add
@@ -58,7 +58,7 @@ def run(
     kernels: str | None = None,
     memory_bytes: int | None = None,
     retry_failed: bool = False,
-    progress: bool = True,
+    progress: bool | Tracker = True,
     tell: bool = True,
     source: ModelSource | None = None,
     doctor: Doctor = "quick",
@@ -77,7 +77,7 @@ def run(
         device, dtype, window, kernels: As in `nw.load`; they override the plan's settings of its models.
         memory_bytes: Most memory for KV caches, states and activations, besides the weights.
         retry_failed: Run trials again that failed in an earlier run.
-        progress: Show a progress bar.
+        progress: Show a progress bar. A Tracker whose bar is open counts this run's answers among those of others.
         tell: Print at the end what was skipped or failed.
         source: Provider of models that come neither from disk nor from the hub.
         doctor: Checks of each model when it is loaded, recorded in the store: "quick" (seconds), "full" or "off".
@@ -105,11 +105,11 @@ def run(
                 say(f"{again} rows were scored anew from the answers that are there; nothing was asked again for them")
             if any(trial.task.scoring for work in works for trial in work.trials):  # all but those that lm-eval scores
                 store.set_meta("scores_version", SCORES_VERSION)
-            tracker = Tracker(works, store, progress, doctor != "off")
-            with tracker.bar:
+            with _tracked(progress, works, store, doctor) as tracker:
                 for one in runs:
                     one.run(source, open_executor, tracker)
-                    tracker.finish(one.model)
+                    if tracker is not progress:
+                        tracker.finish(one.model)
             return Result(folder, summarize(store, scope, works, tracker.rate(), tell))
         except KeyboardInterrupt:
             if store.done():
@@ -117,6 +117,17 @@ def run(
             raise
         finally:
             store.close()
+
+
+@contextmanager
+def _tracked(progress: bool | Tracker, works: Sequence[Work], store: Store, doctor: Doctor) -> Iterator[Tracker]:
+    """Yield the tracker that was given, or a new one, whose bar is open meanwhile."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    tracker = Tracker(works, store, progress, doctor != "off")
+    with tracker.bar:
+        yield tracker
 
 
 def _largest_requests(work: Work) -> Iterator[Prepared]:
