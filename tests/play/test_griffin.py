@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from parts import parts_of
 
 import needlework as nw
-from needlework.play.export import export, refusal
+from needlework.play.export import export, pack, refusal
 from needlework.play.playground import Playground
 from needlework.play.state import PromptState, RequestState
 
@@ -237,6 +239,36 @@ def test_a_click_in_the_exported_page_changes_the_answer(page: Any, griffin: Pla
     (expected,) = griffin.generate_all([request_of(prompt, "ablate_attention()")])
     assert page.evaluate("playground.answer.tokens.map((token) => token.id)") == [token["id"] for token in expected["tokens"]]
     assert "It runs in this page" in page.locator("#lede").inner_text()
+
+
+def as_packed(weights: np.ndarray) -> np.ndarray:
+    factors, numbers = pack(weights)
+    whole = np.frombuffer(numbers, np.uint8).reshape(-1, 3).astype(np.int32)
+    signed = whole[:, 0] | whole[:, 1] << 8 | np.where(whole[:, 2] < 128, whole[:, 2], whole[:, 2] - 256) << 16
+    rows = signed.reshape(-1, weights.shape[-1]) * np.frombuffer(factors, "<f4")[:, None].astype(float)
+    return rows.reshape(weights.shape).astype(np.float32)
+
+
+def test_weights_need_more_bits_than_fp16_has(griffin: Playground) -> None:
+    """Packed weights change logits by far less than the page may; in fp16, also other heads would be kept."""
+
+    def logits(subject: nw.Subject, text: str) -> list[np.ndarray]:
+        places = product((64, 128, 192, 256), (0, 25, 50, 75, 100), range(2))
+        prompts = [griffin.encode(griffin.sample(*place)) for place in places]
+        return [subject.logits([prompt.ids], text, spans=prompt.spans)[0].float().numpy() for prompt in prompts]
+
+    found = {}
+    for name, rounded in {"fp16": lambda x: x.astype(np.float16).astype(np.float32), "packed": as_packed}.items():
+        subject = nw.load("tiny-griffin")
+        for parameter in subject.model.parameters():
+            parameter.data = torch.from_numpy(rounded(parameter.detach().numpy()))
+        for text in ("none", "keep_heads(k=2)"):
+            pairs = zip(logits(subject, text), logits(griffin.subject, text), strict=True)
+            found[name, text] = max(float(np.abs(own - other).max()) for own, other in pairs)
+    assert found["fp16", "none"] > TOLERANCE
+    assert found["fp16", "keep_heads(k=2)"] > 50 * TOLERANCE
+    assert max(found["packed", text] for text in ("none", "keep_heads(k=2)")) < TOLERANCE / 50
+    assert (as_packed(np.zeros((2, 3), np.float32)) == 0).all()
 
 
 def test_models_that_do_not_run_in_the_browser_say_why(griffin: Playground, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -109,6 +109,17 @@ def test_a_model_without_attention_says_so() -> None:
         playground.attention(request.model_copy(update={"parts": ()}), 0)
 
 
+def test_a_prompt_that_is_too_long_for_the_model_is_refused_before_it_is_read() -> None:
+    playground = Playground(nw.load("tiny-transformer"), "tiny-transformer")
+    prompt = playground.sample(64, 50, 0)
+    most = playground.anatomy.max_tokens
+    assert most is not None
+    long = prompt.model_copy(update={"after": prompt.after * (most // 20)})
+    with pytest.raises(nw.NeedleworkError, match=f"tokens are more than the {most} that .* allows; shorten the prompt"):
+        ask(playground, long, "none")
+    assert ask(playground, prompt, "none")["tokens"]
+
+
 def test_a_ranking_orders_all_heads(griffin: Playground) -> None:
     order = griffin.ranking("needle_mass")
     assert sorted(order) == [[layer, head] for layer in (2, 5) for head in range(10)]
@@ -168,6 +179,15 @@ def test_prompts_are_read_once_and_attention_is_kept_with_the_answer(monkeypatch
     fed.clear()
     assert playground.attention(RequestState(prompt=prompt, parts=(), max_new_tokens=12), 1)["layers"]
     assert fed == []
+
+
+def test_an_answer_does_not_change_what_is_kept(griffin: Playground) -> None:
+    """Without options, nothing is forked: the answer must not continue the kept memory itself."""
+    prompt = griffin.sample(64, 50, 5).model_copy(update={"options": ()})
+    requests = [RequestState(prompt=prompt, max_new_tokens=count) for count in (12, 11, 12)]
+    kept = KeptPrefills(1 << 20)
+    found = [griffin.generate_all([request], kept=kept)[0]["tokens"] for request in requests]
+    assert found == [griffin.generate_all([request])[0]["tokens"] for request in requests]
 
 
 def test_what_is_kept_has_a_limit(griffin: Playground) -> None:

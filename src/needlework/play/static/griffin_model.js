@@ -12,7 +12,7 @@ const RECORDED_PAIRS = 1 << 21; // numbers of a recorded prompt; longer prompts 
 
 /** The weights of a model, and its forward pass. */
 export class Griffin {
-  /** @param header `config` and `tensors` of export.py; `bytes`: ArrayBuffer of its float32 weights, little-endian. */
+  /** @param header `config` and `tensors` of export.py; `bytes`: ArrayBuffer of its packed weights. */
   constructor({ config, tensors }, bytes) {
     this.config = config;
     const view = new DataView(bytes);
@@ -578,7 +578,14 @@ function tally(rows, layer, name, each) {
   for (const row of rows) row.count?.(layer, name, each);
 }
 
-function readTensor(view, { shape, offset }) {
+/** Return a tensor: whole numbers of 24 bits, times a float32 factor for each row. */
+function readTensor(view, { shape, factors, numbers }) {
   const size = shape.reduce((product, n) => product * n, 1);
-  return { shape, data: Float64Array.from({ length: size }, (_, i) => view.getFloat32(offset + 4 * i, true)) };
+  const width = shape.at(-1);
+  const data = new Float64Array(size);
+  for (let i = 0; i < size; i++) {
+    const number = (view.getInt8(numbers + 3 * i + 2) << 16) | view.getUint16(numbers + 3 * i, true);
+    data[i] = number * view.getFloat32(factors + 4 * Math.floor(i / width), true);
+  }
+  return { shape, data };
 }
