@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 BUFFER = ("recent_keys", "recent_values", "recent_positions", "next_position")  # of streaming heads, per row
 _KV = {"keys": 0, "values": 0, "indexer_keys": 0, "indexer_position_ids": 1}  # attribute -> batch dimension
 _KV |= dict.fromkeys(BUFFER, 0)
+_BY_TOKEN = ("keys", "values", "indexer_keys")  # [rows, ..., tokens, dim]
 _RECURRENT = ("conv_states", "recurrent_states")
 RecurrentKind = Literal["conv", "state"]
 RowSources = Mapping[tuple[Half, int], Tensor]  # (half, cache layer; -1: all others) -> rows that it is taken from
@@ -202,13 +203,13 @@ class Memory:
         for slot in new.slots("kv"):
             if slot.name in BUFFER and any(part.layer == slot.layer for _, parts in rows for part in parts):
                 raise NeedleworkError("streaming heads hold no single tokens that could be swapped: leave `at` out")
-            if slot.name not in ("keys", "values"):
+            if slot.name not in _BY_TOKEN:
                 continue
             for number, (_, parts) in enumerate(rows, self.rows):
                 for layer, positions, other in parts:
                     places = list(self.places(layer, positions).values())
                     if layer == slot.layer:
-                        slot.tensor[number, :, places] = slot.tensor[other, :, places]
+                        slot.tensor[number][..., places, :] = slot.tensor[other][..., places, :]
         return new
 
     def above(self, below: Memory, rows: Tensor, remembered: Callable[[Half, int], bool]) -> Memory:
