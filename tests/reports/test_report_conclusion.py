@@ -57,3 +57,10 @@ def test_the_opening_speaks_of_what_was_found_before_anything_else(page: Path) -
     assert "it finds 0 % of the needles [0, 10.2; n = 34]" in opening
     assert "seed" not in opening
     assert "trials" not in opening
+
+
+def test_a_model_that_finds_too_little_has_that_for_a_conclusion(frame: Frame) -> None:
+    weak = [replace(v, word="not testable", why="rule 1: untouched it finds 0 % [0, 10.2; n = 34]") for v in verdicts(frame)]
+    mixed = [*weak[1:], *(v for v in verdicts(frame) if v.model == "tiny-jamba")]
+    assert dict(conclusions(frame, weak))["tiny-griffin"] == "no claim can be tested: untouched it finds 0 % [0, 10.2; n = 34]."
+    assert "can be tested" not in dict(conclusions(frame, mixed))["tiny-jamba"]

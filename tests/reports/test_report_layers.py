@@ -163,5 +163,4 @@ def test_the_figure_of_the_headline_is_open_and_the_command_says_what_it_says(tm
     assert [part.split('"')[1] for part in opened] == ["layers"]
     assert f"<h1>{written.headline}</h1>" in html
     said = CliRunner().invoke(app, ["report", str(tmp_path)])
-    assert said.output.startswith(f"{written.headline}.\n{MODEL}: ")
-    assert written.conclusions[0][1] in said.output
+    assert " ".join(said.output.split()).startswith(" ".join(written.text().split()))

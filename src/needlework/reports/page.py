@@ -216,8 +216,9 @@ def conclusions(frame: Frame, judged: Sequence[Verdict]) -> list[tuple[str, str]
     found = []
     for model in frame.models:
         of_model = [v for v in judged if v.model == model and v.word not in UNJUDGED]
-        said = []
-        for verdict in of_model[:2]:  # its first clause, without an aside; ends inside brackets and numbers do not count
+        testable = [v for v in of_model if v.word != "not testable"]
+        said = ["no claim can be tested: " + v.why.partition(": ")[2] for v in of_model[:1] if not testable]
+        for verdict in testable[:2]:  # its first clause, without an aside; ends inside brackets and numbers do not count
             clause = re.match(r"(?:[^;.\[]|\.\d|\[[^\]]*\])*", verdict.sentence)
             said.append(re.sub(r"(?<=\]) \(.*", "", clause[0].strip() if clause else verdict.sentence))
         trials = by_boundary(frame, model)[0]
@@ -226,7 +227,7 @@ def conclusions(frame: Frame, judged: Sequence[Verdict]) -> list[tuple[str, str]
         said += [f"under {label}, it finds {share(e, 'the needles')}" for label, e in own if e.n][:MOST_OWN]
         if said:
             supported = sum(verdict.word == "supported" for verdict in of_model)
-            tally = f" {supported} of {len(of_model)} claims are supported." if len(of_model) > 1 else ""
+            tally = f" {supported} of {len(of_model)} claims are supported." if testable and len(of_model) > 1 else ""
             found.append((model, "; ".join(text[:1].lower() + text[1:] for text in said) + "." + tally))
     return found[:MOST_MODELS]
 
