@@ -60,7 +60,7 @@ def _score_interventions(
     return keep_correct(every, log_p[:, 0], right[:, 0]), log_p[right[:, 0], 1:]
 
 
-@method("leave_one_out", "causal", "what the right answer loses (log P) when this head alone is silenced everywhere")
+@method("leave_one_out", "causal", "what the right answer loses (log P) when this head alone is ablated everywhere")
 def leave_one_out(
     subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress, phase: AblationPhase = "both"
 ) -> Scores:
@@ -71,7 +71,7 @@ def leave_one_out(
     return Scores.of_samples(whole[:, None] - log_p, **evidence(used, items), phase=phase)
 
 
-@method("add_one_in", "causal", "what the right answer gains (log P) when of all heads only this one speaks, over none at all")
+@method("add_one_in", "causal", "what the right answer gains (log P) when of all heads only this one is kept, over none at all")
 def add_one_in(
     subject: Subject, items: Sequence[Item], *, seed: int, progress: Progress, phase: AblationPhase = "both"
 ) -> Scores:
@@ -82,7 +82,7 @@ def add_one_in(
 
 
 for _score in (leave_one_out, add_one_in):
-    _about = f"as {_score.__name__}, but heads are silenced only while the answer is given"
+    _about = f"as {_score.__name__}, but heads are ablated only while the answer is given"
     method(f"{_score.__name__}_decode", "causal", _about)(partial(_score, phase="decode"))
 
 

@@ -323,7 +323,7 @@ def draw_recurrent(side: RecurrentSide, title: str = "") -> Any:
     sets = [untouched]
     for share, count in side.sizes.items():
         sets += [(f"top {count}", [f"top {share}"]), (f"random {count}", side.random(share))]
-    _draw_bars(right, side, sets, f"groups silenced, of {len(side.groups)}")
+    _draw_bars(right, side, sets, f"groups ablated, of {len(side.groups)}")
     if len(side.abilities) > 1:
         handles = middle.get_legend_handles_labels()
         plot.legend(*handles, loc="outside upper right", ncols=len(side.abilities), fontsize=8, frameon=False)

@@ -26,7 +26,7 @@ LABELS_WIDTH, COLUMN_WIDTH = 286, 172  # of the overview's file
 PANELS_ACROSS, MARGIN = 4, 16  # of a figure's file
 OVERVIEW_KEY = (
     "Shares from 0 to 100 % with 95 % intervals. Shaded: where the claim has them; dashed: the rule's line; dotted: chance.",
-    "A verdict speaks of one checkpoint.",
+    "A verdict applies to one checkpoint.",
 )
 STRIP_HEIGHT = 19  # in SVG units; equals the pixels in the style sheet
 

@@ -246,4 +246,4 @@ def _claims(frame: Frame, judged: Sequence[Verdict]) -> RenderableType:
             which = "every claim" if len(titles) == len(of_model) else "; ".join(titles)
             shown.append(Text(f"{OUTCOMES[word][0]} {word}{reason}: {which}", OUTCOMES[word][1]))
         shown.append(Text(""))
-    return Stack(*shown, Text(f"{frame.trials:,} trials{failed}; a verdict speaks of one checkpoint", "dim"))
+    return Stack(*shown, Text(f"{frame.trials:,} trials{failed}; a verdict applies to one checkpoint", "dim"))
