@@ -97,6 +97,7 @@ def main() -> None:
     parser.add_argument("models", nargs="+")
     for name, default in (("needles", 40), ("length", 64), ("distractors", 3), ("layer", 1), ("seed", 202), ("draws", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--sets-only", action="store_true", help="no random pairs, no single pairs and no figure")
     parser.add_argument("--out", type=Path, help="directory for convolution.json and convolution.png")
     asked = parser.parse_args()
     found = {name: study(nw.load(name), asked) for name in asked.models}
@@ -107,7 +108,7 @@ def main() -> None:
                 columns, [[f"{x:.3g}" if isinstance(x, float) else str(x) for x in row] for row in rows["rows"]], name
             ).to_text()
         )
-    if asked.out:
+    if asked.out and not asked.sets_only:
         asked.out.mkdir(parents=True, exist_ok=True)
         (asked.out / "convolution.json").write_text(json.dumps(found) + "\n")
         draw(found).savefig(asked.out / "convolution.png", dpi=150)
@@ -147,9 +148,9 @@ def study(subject: nw.Subject, asked: argparse.Namespace) -> dict[str, Any]:
     for label in links(cases[0]):
         ask(label, lambda case, label=label: links(case)[label])
         ask(f"all but: {label}", lambda case, label=label: case.every() - links(case)[label])
-        for draw in range(asked.draws):
+        for draw in range(0 if asked.sets_only else asked.draws):
             ask(f"as many at random ({draw})", lambda case, label=label, draw=draw: case.elsewhere(links(case)[label], draw))
-    queries = [*NEEDLE, *QUESTION, *ANSWER]
+    queries = [] if asked.sets_only else [*NEEDLE, *QUESTION, *ANSWER]
     grid = [
         [ask(f"{query} from {lag} back", lambda case, q=query, x=lag: case.pairs(q, [x])) for lag in LAGS] for query in queries
     ]
