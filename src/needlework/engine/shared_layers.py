@@ -323,14 +323,14 @@ class Stack:
         with ExitStack() as stack:
             if entry.last_only:
                 for module in self._token_wise(self.layers[self.top]):
-                    stack.enter_context(_replaced(module, _of_last_token(module.forward)))
+                    _replace_forward(stack, module, _of_last_token(module.forward))
             if entry.layer:
                 below = _part_of(recording.outputs[entry.layer - 1], rows, tokens, recording.ids.shape)
                 for module in self.layers[: entry.layer]:
-                    stack.enter_context(_replaced(module, lambda *args, **kwargs: below))
+                    _replace_forward(stack, module, lambda *args, **kwargs: below)
             if entry.after_heads:
                 zeroing = _with_heads_zeroed(entry.layer, recording, rows, heads, tokens)
-                stack.enter_context(_replaced(self.attention[entry.layer], zeroing))
+                _replace_forward(stack, self.attention[entry.layer], zeroing)
             yield
 
     def _token_wise(self, layer: nn.Module) -> Iterator[nn.Module]:
@@ -388,16 +388,12 @@ def _with_heads_zeroed(layer: int, recording: PrefillRecording, rows: Tensor, he
     return forward
 
 
-@contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace a module's forward while the context is open; the module must not have an instance-level one already."""
+def _replace_forward(stack: ExitStack, module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Replace a module's forward until the stack closes; the module must not have an instance-level one already."""
     if "forward" in vars(module):
         raise CannotEnter(f"{type(module).__name__} has a forward of its own already")
     vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        del vars(module)["forward"]
+    stack.callback(vars(module).pop, "forward")
 
 
 def _of_last_token(forward: Callable[..., Any]) -> Callable[..., Any]:

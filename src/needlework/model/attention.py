@@ -343,10 +343,8 @@ def _visible(
 def _one_block(forward: Forward, layer: int, block: QueryBlock, query: Tensor, kwargs: dict[str, Any], fused: bool) -> Tensor:
     """Compute one block's outputs [rows, queries, heads, dim] from its queries [rows, heads, queries, dim]."""
     edits, keys, scaling = forward.edits.get(layer), block.source, kwargs.get("scaling")
-    if edits is not None and edits.limit is not None:
-        block.visible = edits.limit_keys(forward, layer, block)
-    if edits is not None and edits.blocked:
-        block.visible = edits.block_edges(forward, layer, block)
+    if edits is not None:
+        block.visible = edits.mask_keys(forward, layer, block)
     scaled = query * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if fused:
         return fused_block(forward, layer, block, scaled)

@@ -25,7 +25,9 @@ EVERYTHING = 1 << 40  # more keys than any context has
 def select_rows(edits: T, rows: Tensor) -> T:
     """Return the entries of the given rows, in this order, of a tensor or of all tensors in a tuple or dataclass."""
     selected: Any = edits
-    if isinstance(edits, Tensor):
+    if isinstance(edits, OutputEdits):
+        selected = edits.select(rows)
+    elif isinstance(edits, Tensor):
         selected = edits[rows.to(edits.device)]
     elif isinstance(edits, tuple):
         selected = tuple(select_rows(part, rows) for part in edits)
@@ -119,33 +121,27 @@ class LayerEdits:
         """Whether queries cannot be split into blocks: the paper's `balanced` sums over all queries of a prefill."""
         return self.expose is not None and bool((self.expose.balanced & self.expose.paper).any())
 
-    def select(self, rows: Tensor) -> LayerEdits:
-        """Return the edits of the given rows, in this order."""
-        outputs = self.outputs.select(rows) if isinstance(self.outputs, OutputEdits) else self.outputs
-        return replace(select_rows(replace(self, outputs=None), rows), outputs=outputs)
-
-    def limit_keys(self, forward: Forward, layer: int, block: QueryBlock) -> Tensor:
-        """Return a block's visible pairs [rows, 1 or heads, queries, keys] under the limit; count the pairs that it masks."""
-        assert self.limit is not None
-        tokens, sinks = (x[..., None, None] if x.dim() == 2 else x[:, None, None, None] for x in self.limit)
+    def mask_keys(self, forward: Forward, layer: int, block: QueryBlock) -> Tensor | None:
+        """Return a block's visible pairs [rows, 1 or heads, queries, keys] without those that acts mask; count these."""
+        if self.limit is None and not self.blocked:
+            return block.visible
         q, k = block.q_positions[:, None, :, None], block.k_positions[:, None, None, :]
-        near = (k > q - tokens) | (k < sinks)
-        before = k <= q if block.visible is None else block.visible
-        forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, _pairs(before & ~near))
-        return before & near
-
-    def block_edges(self, forward: Forward, layer: int, block: QueryBlock) -> Tensor:
-        """Return a block's visible pairs [rows, 1 or heads, queries, keys] without the blocked ones; count those."""
-        q, k = block.q_positions, block.k_positions
-        before = (k[:, None] <= q[..., None])[:, None] if block.visible is None else block.visible
-        hidden = torch.zeros((), dtype=torch.bool, device=q.device)
-        for blocked in self.blocked:
-            pairs = are_marked(blocked.queries, q)[..., None] & are_marked(blocked.keys, k)[:, None]
-            pairs = pairs[:, None]  # [rows, 1, queries, keys]
-            hidden = hidden | (pairs if blocked.heads is None else pairs & blocked.heads[..., None, None])
-        hidden = before & hidden & (k[:, None] != q[..., None])[:, None]
-        forward.tally.add(layer, forward.phase, "edges_blocked", forward.slots, _pairs(hidden))
-        return before & ~hidden
+        visible = k <= q if block.visible is None else block.visible
+        if self.limit is not None:
+            tokens, sinks = (x[..., None, None] if x.dim() == 2 else x[:, None, None, None] for x in self.limit)
+            near = (k > q - tokens) | (k < sinks)
+            forward.tally.add(layer, forward.phase, "keys_hidden", forward.slots, _pairs(visible & ~near))
+            visible = visible & near
+        if self.blocked:
+            hidden = torch.zeros((), dtype=torch.bool, device=q.device)
+            for blocked in self.blocked:
+                queries, keys = are_marked(blocked.queries, block.q_positions), are_marked(blocked.keys, block.k_positions)
+                pairs = queries[:, None, :, None] & keys[:, None, None, :]
+                hidden = hidden | (pairs if blocked.heads is None else pairs & blocked.heads[..., None, None])
+            hidden = visible & hidden & (k != q)  # a query's own key stays visible
+            forward.tally.add(layer, forward.phase, "edges_blocked", forward.slots, _pairs(hidden))
+            visible = visible & ~hidden
+        return visible
 
     def scores_of_probabilities(self, block: QueryBlock, p: Tensor, log_p: Tensor) -> dict[str, Tensor]:
         """Compute the head scores [rows, queries, heads] that are based on probabilities [rows, heads, queries, keys], by name.

@@ -25,7 +25,7 @@ from needlework.interventions.base import Intervention
 from needlework.interventions.builtin import rankings
 from needlework.interventions.ranking import AND_CONFIG, OF_TENSORS
 from needlework.model.attention import NAME, Forward, Observer, current, get_current
-from needlework.model.edits import LayerEdits, compile_layer
+from needlework.model.edits import LayerEdits, compile_layer, select_rows
 from needlework.model.families import Family, fast_kernels
 from needlework.model.files import config_hash, weights_hash
 from needlework.model.memory import Memory, Mixer, preallocated_cache, states_on_modules
@@ -54,7 +54,7 @@ class Rows:
     def select(self, rows: Tensor) -> Rows:
         """Return the edits of the given rows, in this order."""
         places = {int(row): i for i, row in enumerate(rows)}
-        attention = {layer: edits.select(rows) for layer, edits in self.attention.items()}
+        attention = {layer: select_rows(edits, rows) for layer, edits in self.attention.items()}
         mixers = {layer: edits.select(rows) for layer, edits in self.mixers.items()}
         outputs = {where: found for where, edits in self.outputs.items() if (found := edits.select(rows)) is not None}
         clears = {
