@@ -194,19 +194,15 @@ def outputs_hooked(
 
         return hook
 
-    def enter_of(edit: Edits) -> Callable[..., None]:
-        hook = hook_of(-1, edit)
-
-        def enter(module: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            hook(module, args, args[0] if args else named["hidden_states"])
-
-        return enter
-
     with ExitStack() as stack:
         for (site, layer), edit in edits:
+            hook = hook_of(layer, edit)
             if layer < 0:
-                first = modules((site, 0))
-                stack.callback(first.register_forward_pre_hook(enter_of(edit), with_kwargs=True).remove)
+
+                def enter(module: nn.Module, args: Any, named: Mapping[str, Any], hook: Callable[..., Any] = hook) -> None:
+                    hook(module, args, args[0] if args else named["hidden_states"])
+
+                stack.callback(modules((site, 0)).register_forward_pre_hook(enter, with_kwargs=True).remove)
             elif site != "heads":
-                stack.callback(modules((site, layer)).register_forward_hook(hook_of(layer, edit)).remove)
+                stack.callback(modules((site, layer)).register_forward_hook(hook).remove)
         yield
