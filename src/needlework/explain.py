@@ -100,15 +100,14 @@ def _page(page: str, text: str) -> Iterator[Entry]:
     text = re.sub(r"<!--.*?-->\n?", "", text, flags=re.DOTALL)
     text = re.sub(r"```.*?```", lambda block: block[0].replace("#", "\0"), text, flags=re.DOTALL)  # comments are no headings
     text = re.sub(rf"docs/({'|'.join(REFERENCE)})\.md", r"`needlework explain \1`", text)  # no wheel has docs/
-    title = text.partition("\n")[0].removeprefix("# ")
+    first_of_page: tuple[str, ...] = (page,)  # another name of the page's first section
     for heading, body in re.findall(r"^#+ +(.+)\n((?:(?!#+ ).*\n?)*)", text, re.MULTILINE):
         body = body.replace("\0", "#").strip()
         words = re.sub(r"^(an?|the|every) ", "", heading.lower())
         names = tuple(_NAME.findall(heading)) or tuple(dict.fromkeys([words, words.partition(":")[0]]))
-        if heading == title:
-            names = (page, *names)
         if body:
-            yield Entry(names, page, heading, heading, body)
+            yield Entry((*first_of_page, *names), page, heading, heading, body)
+            first_of_page = ()
         for table in re.findall(r"(?:^\|.*\n?)+", body, re.MULTILINE):
             head, _, *rows = [[cell.strip() for cell in _CELL.split(line.strip())[1:-1]] for line in table.strip().splitlines()]
             for first, *rest in rows:

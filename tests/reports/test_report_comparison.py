@@ -153,3 +153,18 @@ def _paired(runs: list[Path]) -> Frame:
     frame = load(runs)
     pair_models(frame, runs[0])
     return frame
+
+
+def test_a_model_without_common_samples_is_left_out_and_named(pair: list[Path], tmp_path: Path) -> None:
+    source = Store(pair[1])
+    about = source.meta("models")["tiny-griffin"]
+    stranger = Store(tmp_path / "stranger", create=True)
+    stranger.set_meta("models", {"stranger": {**about, "weights": "others"}})
+    for name in ("semantics_version", "scores_version"):
+        stranger.set_meta(name, source.meta(name))
+    stranger.add([replace(row, model="stranger", sample=f"new {row.sample}") for row in source.rows()])
+    stranger.close()
+    source.close()
+    frame = _paired([*pair, tmp_path / "stranger"])
+    assert frame.families == [["tiny-griffin", "tiny-griffin (b)"]]
+    assert "stranger and tiny-griffin answered no sample in common and are not compared." in frame.notes

@@ -49,10 +49,13 @@ def pair_models(frame: Frame, against: str | Path) -> None:
     frame.families = [[base, *found] for base, found in related.items() if found]
     if not frame.families:
         raise NeedleworkError(f"nothing to compare with {against}: these runs hold no other model of the same name or layers")
-    for base, *found in frame.families:
-        for other in found:
-            if not _differences(frame, base, other):
-                raise NeedleworkError(f"{other} and {base} answered no sample in common: run the same plan on both")
+    families = frame.families
+    frame.families = [[base, *(o for o in found if _differences(frame, base, o))] for base, *found in families]
+    apart = [(base, o) for (base, *found), kept in zip(families, frame.families, strict=True) for o in found if o not in kept]
+    frame.families = [family for family in frame.families if len(family) > 1]
+    if not frame.families:
+        raise NeedleworkError("{1} and {0} answered no sample in common: run the same plan on both".format(*apart[0]))
+    frame.notes.extend(f"{other} and {base} answered no sample in common and are not compared." for base, other in apart)
 
 
 def _conditions(trials: ModelTrials) -> list[tuple[str, str, str | None]]:
