@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import pandas
 
 Count = dict[str, int]
-NOTHING_TO_HIDE = "nothing to hide"  # start of the note for a limit_context that masked no key, so that it had no effect
+NOTHING_TO_HIDE = "nothing to hide"  # start of a note: a part of the intervention could hide no key, so that it had no effect
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Receipt:
 
 
 def nothing_to_hide(receipt: Mapping[str, Any] | None) -> bool:
-    """Return whether a receipt (as `to_dict` writes it) has the note that a context limit masked no key."""
+    """Return whether a receipt (as `to_dict` writes it) has the note that a part of its intervention had nothing to hide."""
     return any(note.startswith(NOTHING_TO_HIDE) for note in (receipt or {}).get("notes", ()))
 
 

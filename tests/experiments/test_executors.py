@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from test_run import Stopping, go, table
 
 from needlework.errors import NeedleworkError
 from needlework.experiments import ray_executor, run
-from needlework.experiments.models import ModelInfo
+from needlework.experiments.models import Batch, BatchResult, LocalExecutor, ModelInfo, ModelSource
 from needlework.experiments.progress import Tracker
 from needlework.experiments.ray_executor import Cluster, RayExecutor
 from needlework.results import Row, Store
@@ -54,6 +55,25 @@ def pooled(plan: Path, out: Path, source: fakes.FakeModels | None = None, code: 
         patch.setattr(ray_executor, "import_ray", lambda: ray)
         go(plan, out, source, code, cluster=Cluster())
     return ray
+
+
+class Backwards(LocalExecutor):
+    """An executor of a user: takes all batches at once and answers the last one first."""
+
+    def run(self, batches: Iterable[Batch]) -> Generator[BatchResult, None, None]:
+        yield from super().run(reversed(list(batches)))
+
+
+def test_an_executor_of_ones_own_gives_the_same_table(plan_file: Path, tmp_path: Path, expected: list[Any]) -> None:
+    opened: list[str] = []
+
+    def open_backwards(source: ModelSource, info: ModelInfo, most: int) -> AbstractContextManager[Backwards]:
+        opened.append(info.name)
+        return nullcontext(Backwards(source.load(info)))
+
+    go(plan_file, tmp_path / "out", open_executor=open_backwards)
+    assert opened
+    assert table(tmp_path / "out") == expected
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -351,7 +351,7 @@ def test_a_limit_that_hid_nothing_is_left_out_and_said(tmp_path: Path) -> None:
     trials = [replace(t, receipt=idle, scores={"correct": 1.0}) if i >= 50 else t for i, t in enumerate(acted)]
     frame = load([store(tmp_path, [*rows(80, 80), *trials])])
     assert collect(ModelTrials(frame, MODEL), "").context.limits == [(64, wilson(10, 50))]
-    words = "30 trials are left out: their limit on context was wider than what there was to hide."
+    words = "30 trials are left out: a part of their intervention had nothing to hide."
     assert words in report([tmp_path], pictures=False).read_text(encoding="utf-8")
     assert words in _said(tmp_path)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import resource
+import sqlite3
 import sys
-from dataclasses import fields, replace
+from contextlib import closing
+from dataclasses import MISSING, Field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +225,19 @@ def test_the_description_is_what_runs(plan_file: Path, finished: Path) -> None:
     parts = {part.experiment: part.prefills for part in told.parts}
     assert parts == {"sweep": 12 * 5, "choice": 4 * 2, "look": 6}
     assert sum(one.prefills for one in told.totals) == 12 * 5 + 4 * 2
-    assert "in all 146 trials, 68 prefills" in told.text()
+    assert "in all 146 trials, 68 prefills" in str(told.output()[-1])
     assert told.seconds > 0
     assert 0 < told.memory_bytes < psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(
+    "column", [f for f in fields(Row) if (f.default, f.default_factory) != (MISSING, MISSING)], ids=lambda f: f.name
+)
+def test_an_older_store_gets_a_missing_column_with_its_default(finished: Path, column: Field[Any]) -> None:
+    with closing(sqlite3.connect(finished / "run.sqlite")) as db:
+        db.execute(f"ALTER TABLE trials DROP COLUMN {column.name}")
+    default = column.default if column.default is not MISSING else column.default_factory()  # type: ignore[misc]
+    with closing(Store(finished)) as store:
+        read = [getattr(row, column.name) for row in store.rows()]
+    assert read
+    assert {json.dumps(value) for value in read} == {json.dumps(default)}

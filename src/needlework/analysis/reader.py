@@ -21,8 +21,8 @@ import pandas as pd
 from needlework.analysis.frame import KINDS, Frame, Pick, Sinks, Watched, made_of
 from needlework.errors import NeedleworkError
 from needlework.interventions import Ranking
-from needlework.receipts import NOTHING_TO_HIDE
 from needlework.results import LM_EVAL, SEMANTICS_VERSION, Row, Store
+from needlework.results.rows import NOTHING_HIDDEN
 from needlework.tasks.base import SCORES_VERSION, begins, holds
 from needlework.terminal import display_name
 
@@ -42,15 +42,14 @@ COUNTED = ("samples", "per_subject", "rounds", "lengths", "depths", "layout", "a
 IDENTITY = ("weights", "tokenizer", "dtype", "window_rule")  # two models that agree in these give the same outputs
 _COLUMNS = ("source", "row", "key", "trial", "group", "sample", "cluster")  # of Frame.data, and the key of duplicates
 _CHUNK = 50_000  # rows read at once
-_IDLE = f"instr(receipt, '\"{NOTHING_TO_HIDE}') > 0"  # a context limit was wider than the prompt, so nothing was done
 _COUNTS = (
     "SELECT count(*), total(asked AND finish = 'failed'), total(NOT asked),"
-    f" total(asked AND {_IDLE} AND finish != 'failed') FROM trials"
+    f" total(asked AND {NOTHING_HIDDEN} AND finish != 'failed') FROM trials"
 )
 _ROWS = (
     "SELECT rowid AS row, id, experiment, model, task, kind, ability, boundary, prompt_id, sample, cluster, seed, intervention,"
     " mode, facts, scores, scoring, CASE WHEN intervention LIKE '%swap_memory%' THEN output ELSE '' END AS output FROM trials"
-    f" WHERE asked AND finish != 'failed' AND NOT {_IDLE} ORDER BY rowid"
+    f" WHERE asked AND finish != 'failed' AND NOT {NOTHING_HIDDEN} ORDER BY rowid"
 )
 Options = dict[tuple[str, str], tuple[str, str]]
 
@@ -211,7 +210,7 @@ def load(directories: Sequence[Path]) -> Frame:
     remarks = {
         "trials failed and are left out.": frame.failed,
         "rows of an earlier version of the plan are left out.": not_asked,
-        "trials are left out: their limit on context was wider than what there was to hide.": nothing_hidden,
+        "trials are left out: a part of their intervention had nothing to hide.": nothing_hidden,
     }
     frame.notes = [f"{count:,} {words}" for words, count in remarks.items() if count] + merged
     frame.directories, frame.observations, frame.sinks = list(directories), watched, sinks

@@ -14,8 +14,8 @@ from needlework.experiments.models import Batch, Executor, ModelInfo, NotSupport
 from needlework.experiments.plan import Plan
 from needlework.experiments.progress import Tracker
 from needlework.experiments.trials import Work
-from needlework.receipts import NOTHING_TO_HIDE
 from needlework.results import LM_EVAL, SEMANTICS_VERSION, Store
+from needlework.results.rows import NOTHING_HIDDEN
 from needlework.terminal import say
 
 
@@ -169,13 +169,12 @@ def describe_experiments(plan: Plan) -> dict[str, Any]:
 
 
 def summarize(store: Store, scope: Scope, works: Sequence[Work], rate: str, tell: bool = True) -> bool:
-    """Print the summary if `tell`; return whether no trial failed and every `limit_context` hid keys."""
+    """Print the summary if `tell`; return whether no trial failed and every condition had something to hide."""
     counts = "count(*), sum(finish = 'failed'), min(CASE finish WHEN 'failed' THEN error END)"
     trials, failed, error = store.db.execute(f"SELECT {counts} FROM trials WHERE {scope.where}").fetchone()
-    idle = store.db.execute(  # conditions whose limit_context hid no key in any trial, so that the limit was not tested
+    idle = store.db.execute(  # conditions that had nothing to hide in any trial, so that they were not tested
         f"SELECT experiment, model, intervention, count(*) FROM trials WHERE {scope.where} AND finish != 'failed'"
-        " GROUP BY 1, 2, 3 HAVING min(instr(receipt, ?)) > 0 ORDER BY 1, 2, 3",
-        (f'"{NOTHING_TO_HIDE}',),  # start of the note in the JSON of a receipt
+        f" GROUP BY 1, 2, 3 HAVING min({NOTHING_HIDDEN}) ORDER BY 1, 2, 3"
     ).fetchall()
     if tell:
         for work in works:

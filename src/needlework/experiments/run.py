@@ -63,6 +63,7 @@ def run(
     source: ModelSource | None = None,
     doctor: Doctor = "quick",
     cluster: Cluster | None = None,
+    open_executor: OpenExecutor = local_executor,
     regroup: bool = False,
 ) -> Result:
     """Run a plan and store its results in a directory, or run the trials that an earlier run did not finish.
@@ -82,6 +83,7 @@ def run(
         source: Provider of models that come neither from disk nor from the hub.
         doctor: Checks of each model when it is loaded, recorded in the store: "quick" (seconds), "full" or "off".
         cluster: Ray cluster whose workers load the models. The stored rows are the same.
+        open_executor: Opens what executes the batches of each model if there is no cluster.
         regroup: Make batches of the missing trials alone, for a plan that grows step by step. Otherwise a batch with a missing
             trial is executed as a whole, so that all numbers are those of a run that was never stopped.
 
@@ -96,7 +98,7 @@ def run(
     for work in works:
         if work.model.costs is not None:
             work.model.costs.within(source.memory_bytes, _largest_requests(work))
-    with claimed(out) as folder, cluster.connected() if cluster else nullcontext(local_executor) as open_executor:
+    with claimed(out) as folder, cluster.connected() if cluster else nullcontext(open_executor) as open_each:
         store = Store(folder, create=True)
         try:
             scope = record_provenance(store, asked, works, retry_failed)
@@ -107,7 +109,7 @@ def run(
                 store.set_meta("scores_version", SCORES_VERSION)
             with _tracked(progress, works, store, doctor) as tracker:
                 for one in runs:
-                    one.run(source, open_executor, tracker)
+                    one.run(source, open_each, tracker)
                     if tracker is not progress:
                         tracker.finish(one.model)
             return Result(folder, summarize(store, scope, works, tracker.rate(), tell))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from needlework.errors import short_repr
-from needlework.receipts import NOTHING_TO_HIDE
+from needlework.results.rows import NOTHING_HIDDEN
 from needlework.results.store import Store
 
 TOLERANCE = 1e-4  # for log-probabilities, in nats, and for scores
@@ -40,9 +40,8 @@ class _Row:
 
 def _read(directory: Path | str) -> Iterator[tuple[_Key, _Row]]:
     """Yield the compared columns of all rows of a run's plan."""
-    seen = Counter[tuple[str, str, str]]()
-    idle = f"instr(receipt, '\"{NOTHING_TO_HIDE}') > 0"
-    columns = f"experiment, task, id, model, finish, tokens, scores, logprobs, margins, facts, {idle}, {', '.join(_LABELS)}"
+    seen, labels = Counter[tuple[str, str, str]](), ", ".join(_LABELS)
+    columns = f"experiment, task, id, model, finish, tokens, scores, logprobs, margins, facts, {NOTHING_HIDDEN}, {labels}"
     with closing(Store(directory)) as store:
         experiments = store.meta("experiments") or {}
         found = store.db.execute(f"SELECT {columns} FROM trials WHERE asked ORDER BY experiment, task, id, model")

@@ -16,7 +16,7 @@ from typing import Any
 
 from needlework.errors import NeedleworkError, did_you_mean
 from needlework.files import atomic_path, atomic_write, file_name
-from needlework.results.rows import JSON_COLUMNS, SCHEMA_VERSION, WHOLE_COLUMNS, Observation, Row
+from needlework.results.rows import JSON_COLUMNS, SCHEMA_VERSION, Observation, Row, column_types
 from needlework.results.store import Store
 
 _BATCH = 10_000  # rows of a parquet file that are written together
@@ -95,8 +95,9 @@ def _parquet(store: Store, folder: Path) -> list[Path]:
     except ImportError:
         raise NeedleworkError("parquet needs pyarrow: pip install 'needlework[parquet]', or export to csv") from None
     columns, rows = read_trials(store)
-    kinds = {name: pa.int64() if name in WHOLE_COLUMNS else pa.string() for name in columns}
-    kinds |= {name: pa.float64() for name in ("seconds", *columns[len(fields(Row)) :])}
+    types = {"INTEGER": pa.int64(), "REAL": pa.float64(), "TEXT": pa.string()}
+    declared = column_types(Row)
+    kinds = {name: types[declared.get(name, "REAL")] for name in columns}  # scores follow the columns of Row
     schema = pa.schema(list(kinds.items()), metadata={"needlework_schema_version": str(SCHEMA_VERSION)})
     trials, seen = folder / "trials.parquet", folder / "observations.parquet"
     with atomic_path(trials) as half, pq.ParquetWriter(half, schema) as writer:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import (
     TYPE_CHECKING,
     Annotated,
@@ -20,7 +20,7 @@ from typing_extensions import TypedDict
 
 from needlework.errors import NeedleworkError
 from needlework.interventions import Ranking
-from needlework.receipts import Receipt
+from needlework.receipts import NOTHING_TO_HIDE, Receipt
 from needlework.requests import Answer
 from needlework.tasks.base import SCORES_VERSION, Item, Mode, Task
 
@@ -90,12 +90,14 @@ class Observation:
 RowKey = tuple[str, str, str, str]  # experiment, model, task, trial id
 Recording = tuple[str, str, str]  # experiment, model, task
 
-JSON_COLUMNS: dict[str, type] = {  # column -> type of its JSON
-    **dict.fromkeys(("spans", "facts", "scores", "receipt"), dict),
-    **dict.fromkeys(("logprobs", "margins", "greedy", "tokens"), list),
+# Types of columns, read from the annotations of Row and Observation: a new field needs nothing else.
+_SQL_TYPES = {"int": "INTEGER", "float": "REAL"}  # all others: TEXT
+_JSON_TYPES: dict[str, type] = {"Mapping": dict, "Sequence": list}
+JSON_COLUMNS = {  # column -> type of its JSON
+    f.name: _JSON_TYPES[kind] for f in fields(Row) if (kind := str(f.type).split("[")[0]) in _JSON_TYPES
 }
-_REAL = {"seconds", "needle_mass", "entropy", "copy_score"}
-WHOLE_COLUMNS = {"seed", "prompt_tokens", "layer", "head", "samples", "asked"}
+# Condition on a row's receipt: a part of its intervention had nothing to act on, so it is not the condition that it names.
+NOTHING_HIDDEN = f"instr(receipt, '\"{NOTHING_TO_HIDE}') > 0"
 
 
 # Types of the objects in the table `meta`. Fields that are not declared may have any value.
@@ -157,9 +159,23 @@ META: dict[str, TypeAdapter[Any]] = {  # type of each entry of the table `meta`;
 }
 
 
+def column_types(cls: type) -> dict[str, str]:
+    """Return the SQL type of each column of a table."""
+    return {f.name: _SQL_TYPES.get(str(f.type), "TEXT") for f in fields(cls)}
+
+
 def columns(cls: type) -> str:
-    kind = {**dict.fromkeys(_REAL, "REAL"), **dict.fromkeys(WHOLE_COLUMNS, "INTEGER")}
-    return ", ".join(f"{f.name} {kind.get(f.name, 'TEXT')} NOT NULL" for f in fields(cls))
+    """Return the SQL declaration of a table's columns."""
+    return ", ".join(f"{name} {kind} NOT NULL" for name, kind in column_types(cls).items())
+
+
+def default_of(column: str) -> str:
+    """Return the SQL literal of a column of Row for rows that are older than it."""
+    row_field = next(f for f in fields(Row) if f.name == column)
+    if row_field.default_factory is not MISSING:
+        return f"'{json.dumps(row_field.default_factory())}'"
+    value = json.dumps(row_field.default) if column in JSON_COLUMNS else row_field.default
+    return str(value) if column_types(Row)[column] != "TEXT" else f"'{value}'"
 
 
 def digest(names: Iterable[str]) -> str:

@@ -31,7 +31,9 @@ from needlework.results.rows import (
     Recording,
     Row,
     RowKey,
+    column_types,
     columns,
+    default_of,
 )
 
 FILE_NAME, LOCK_NAME = "run.sqlite", "run.lock"
@@ -227,9 +229,11 @@ class Store:
                 " choose another directory"
             )
         self.db.execute(f"CREATE TABLE IF NOT EXISTS trials ({columns(Row)}, PRIMARY KEY (experiment, model, task, id))")
-        if "tokens" not in {name for _, name, *_ in self.db.execute("PRAGMA table_info(trials)")}:  # a store of before 0.3
-            with suppress(sqlite3.OperationalError):  # another process has added it
-                self.db.execute("ALTER TABLE trials ADD COLUMN tokens TEXT NOT NULL DEFAULT '[]'")
+        present = {name for _, name, *_ in self.db.execute("PRAGMA table_info(trials)")}
+        for name, kind in column_types(Row).items():
+            if name not in present:  # an older store
+                with suppress(sqlite3.OperationalError):  # another process has added it
+                    self.db.execute(f"ALTER TABLE trials ADD COLUMN {name} {kind} NOT NULL DEFAULT {default_of(name)}")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_condition ON trials (experiment, model, task, intervention)")
         self.db.execute("CREATE INDEX IF NOT EXISTS by_id ON trials (id)")
         self.db.execute(
