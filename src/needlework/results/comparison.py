@@ -40,8 +40,8 @@ class _Row:
 
 def _read(directory: Path | str) -> Iterator[tuple[_Key, _Row]]:
     """Yield the compared columns of all rows of a run's plan."""
-    seen, labels = Counter[tuple[str, str, str]](), ", ".join(_LABELS)
-    columns = f"experiment, task, id, model, finish, tokens, scores, logprobs, margins, facts, {NOTHING_HIDDEN}, {labels}"
+    seen, label_columns = Counter[tuple[str, str, str]](), ", ".join(_LABELS)
+    columns = f"experiment, task, id, model, finish, tokens, scores, logprobs, margins, facts, {NOTHING_HIDDEN}, {label_columns}"
     with closing(Store(directory)) as store:
         experiments = store.meta("experiments") or {}
         found = store.db.execute(f"SELECT {columns} FROM trials WHERE asked ORDER BY experiment, task, id, model")
