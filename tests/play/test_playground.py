@@ -200,3 +200,6 @@ def test_what_is_kept_has_a_limit(griffin: Playground) -> None:
     sizes = [result.memory.nbytes() for result in kept._results.values() if result.memory]
     assert len(sizes) == 1
     assert sum(sizes) <= 75_000
+    none = KeptPrefills(1000)
+    assert griffin.generate_all(requests[:1], kept=none)[0]["tokens"] == found[0]
+    assert not none._results

@@ -70,6 +70,8 @@ class KeptPrefills:
         if new:
             result = read(new)
             assert result.memory is not None
+            if len(new) == len(prefills) and result.memory.nbytes() > self.most_bytes:
+                return result  # too large to keep, and to copy
             for i, prefill in enumerate(new):
                 memory = result.memory.select(torch.tensor([i], device=result.logits.device))
                 self._results[prefill.key] = PrefillResult(memory, result.logits[i : i + 1], result.receipts[i : i + 1])

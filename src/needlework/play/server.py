@@ -127,12 +127,12 @@ class App:
     async def _warm_up(self) -> None:
         """Answer the tour on the first prompt, so that kernels are compiled. The page's calls come between two states."""
 
-        async def wanted() -> bool:
+        async def given_up() -> bool:
             return False
 
         try:
             for state in self.playground.tour(self.playground.sample(**self.playground.first_draw)):
-                await self._jobs.run("warm-up", partial(self.playground.generate, state), wanted)
+                await self._jobs.run("warm-up", partial(self.playground.generate, state), given_up)
         except Exception:
             logger.exception("play: the warm-up failed")
 
