@@ -114,7 +114,7 @@ def _page(page: str, text: str) -> Iterator[Entry]:
                 if page == "commands":
                     named: tuple[str, ...] = tuple(re.findall(r"`--([\w-]+)`", first))
                 elif page == "report":
-                    named = tuple(re.findall(r"`([^`]+)`", first))
+                    named = tuple(name.partition(" (")[0] for name in re.findall(r"`([^`]+)`", first))
                 elif head[0] == "rule":
                     claims = {str(rule.number): rule.claim for rule in RULES}
                     named = (f"rule {first}", claims[first]) if first else ()
