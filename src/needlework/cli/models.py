@@ -47,7 +47,7 @@ def ask(
     """
     from needlework.inspection import answers_table
     from needlework.model.quick_import import load_quickly
-    from needlework.tasks.toy import is_toy
+    from needlework.toy.words import is_toy
 
     interventions = [nw.parse(text) for text in intervene]
     subject = load_quickly(lambda: nw.load(model, **{"kernels": "stock", **loading}))

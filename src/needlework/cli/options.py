@@ -53,6 +53,8 @@ RunDirectory = Annotated[Path, typer.Argument(help="A directory that `needlework
 
 def _load_plugins(files: list[Path]) -> list[Path]:
     """Run plug-in files, which register interventions, tasks and head scores; warn about those that register nothing."""
+    if not files:  # what plug-ins may register takes a while to import
+        return files
     with exit_on_error():
         from needlework.plugins import load
 

@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 
 from needlework.cli.options import Json, command, print_json
 from needlework.terminal import plain
@@ -24,6 +23,8 @@ def explain(
     as_json: Json = False,
 ) -> None:
     """Print what the documentation says about a name."""
+    from rich.markdown import Markdown
+
     from needlework.explain import entries
     from needlework.explain import explain as look_up
 

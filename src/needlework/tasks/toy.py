@@ -20,16 +20,11 @@ from needlework.tasks.prompts import Encoded, make_item, token_ids
 from needlework.toy import facts
 from needlework.toy.sample import EVAL_SPLIT, Stream, ToySample
 from needlework.toy.words import WORD_ID
+from needlework.toy.words import is_toy as is_toy
 
 STOP = "."  # ends an answer in the toy language
 MOST_SHOTS = 1000
 SHOT_TOKENS = 32  # approximate size of a question with its answer
-
-
-def is_toy(tokenizer: Tokenizer) -> bool:
-    """Return whether the tokenizer contains the toy vocabulary with the same ids."""
-    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-    return all(vocabulary.get(word) == number for word, number in WORD_ID.items())
 
 
 def resolve(world: str, tokenizer: Tokenizer) -> str:

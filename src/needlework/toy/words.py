@@ -29,3 +29,9 @@ TIMES = tuple(tuple(phrase.split()) for phrase in LANGUAGE["times"])
 
 VOCABULARY: tuple[str, ...] = (*SPECIAL, *dict.fromkeys(chain(*CLASSES.values(), *TIMES)))
 WORD_ID: dict[str, int] = {word: index for index, word in enumerate(VOCABULARY)}
+
+
+def is_toy(tokenizer: Any) -> bool:
+    """Return whether the tokenizer contains the toy vocabulary with the same ids."""
+    vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+    return all(vocabulary.get(word) == number for word, number in WORD_ID.items())
