@@ -116,7 +116,7 @@ class Bench:
         busy.append(time.process_time())
         fast, fast_seconds = timed(lambda: subject.answer(self.requests))
         busy.append(time.process_time())
-        read, asked = subject.engine.prefiller.tokens_read, subject.engine.prefiller.tokens_asked
+        read, asked = subject.engine.prefiller.tokens_computed, subject.engine.prefiller.tokens_requested
         after, seconds = timed(lambda: {i: self.slow(self.model, self.requests[i]) for i in sample[1::2]})
         busy.append(time.process_time())
         slow_seconds += seconds

@@ -183,7 +183,7 @@ def test_the_count_is_what_is_made(kind: str) -> None:
     from needlework.experiments.models import DiskModels
     from needlework.experiments.plan import Model
 
-    model = DiskModels().look(Model("x", "tiny-griffin-small", "tiny-griffin-small"))
+    model = DiskModels().inspect(Model("x", "tiny-griffin-small", "tiny-griffin-small"))
     fields = {
         "niah": {"lengths": [64, 96], "samples": 2},
         "mqar": {"queries": 2},

@@ -340,7 +340,7 @@ def test_two_hundred_model_directories(tmp_path: Path) -> None:
         if file.name == "config.json" and i % 8:
             loaded += tried(blueprint, folder)
         elif i % 8:
-            loaded += tried(lambda folder: DiskModels().look(Model("plan:1", "m", str(folder))), folder)
+            loaded += tried(lambda folder: DiskModels().inspect(Model("plan:1", "m", str(folder))), folder)
         else:
             loaded += tried(nw.load, folder)
     assert loaded, "some of them are models still"

@@ -78,7 +78,7 @@ def test_shared_stems_read_less_and_change_nothing(name: str, monkeypatch: pytes
     monkeypatch.setattr("needlework.engine.budget._FORWARD_FLOPS", {"cpu": 0.0})
     got = subject.answer(requests)
     reader = subject.engine.prefiller
-    assert reader.tokens_read < reader.tokens_asked
+    assert reader.tokens_computed < reader.tokens_requested
     assert not reader._kept, "stems are let go when nobody will start from them any more"
     for fast, slow in zip(got, wanted, strict=True):
         assert_same(fast, slow)
@@ -236,7 +236,7 @@ def test_receipts_stay_with_their_prompts_when_these_start_from_different_stems(
     acts = [nw.KeepHeads(k=1), nw.KeepHeads(k=3), nw.KeepHeads(k=1)]
     requests = [Request(prompt, act, 2) for prompt, act in zip(prompts, acts, strict=True)]
     together = subject.answer(requests)
-    assert subject.engine.prefiller.tokens_read < sum(len(prompt) - 1 for prompt in prompts)  # the stem was shared
+    assert subject.engine.prefiller.tokens_computed < sum(len(prompt) - 1 for prompt in prompts)  # the stem was shared
     assert [answer.receipt for answer in together] == [subject.answer([request])[0].receipt for request in requests]
 
 

@@ -75,7 +75,7 @@ def test_a_twin_that_is_read_too_counts() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_plan_of_a_model_costs_what_the_model_costs(dtype: str) -> None:
-    seen = DiskModels().look(Model("plan.yaml:1", "m", "tiny-transformer", Loading(dtype=dtype)))
+    seen = DiskModels().inspect(Model("plan.yaml:1", "m", "tiny-transformer", Loading(dtype=dtype)))
     assert seen.costs == Costs.of(nw.load(zoo.path("tiny-transformer"), dtype=dtype).body)
 
 

@@ -170,7 +170,7 @@ class FakeModels:
     loaded: list[str] = field(default_factory=list)
     memory_bytes: int | None = None
 
-    def look(self, model: Model) -> ModelInfo:
+    def inspect(self, model: Model) -> ModelInfo:
         if model.source == "missing":
             raise model.error("model 'missing': there is no such model")
         shape = self.shapes.get(model.name, anatomy())

@@ -25,9 +25,9 @@ HEADS = 16  # that it had in each attention layer
 class Unloaded(DiskModels):
     """Models that are looked at and never loaded: whatever is asked of one is an error."""
 
-    def look(self, model: Model) -> ModelInfo:
+    def inspect(self, model: Model) -> ModelInfo:
         """The model of today, under the weights that the store was made with: no answer is asked of it."""
-        info = super().look(model)
+        info = super().inspect(model)
         layers = [
             replace(layer, attention=replace(layer.attention, query_heads=HEADS)) if layer.attention else layer
             for layer in info.anatomy.layers

@@ -313,7 +313,7 @@ def test_a_model_directory_that_vanishes_in_the_middle(tmp_path: Path, monkeypat
     words = ["run", str(tmp_path / "plan.yaml"), "--out", str(tmp_path / "out")]
     from needlework.experiments.models import DiskModels
 
-    look = DiskModels.look
+    look = DiskModels.inspect
 
     def look_and_lose(self: DiskModels, asked: Any) -> Any:
         info = look(self, asked)
@@ -321,7 +321,7 @@ def test_a_model_directory_that_vanishes_in_the_middle(tmp_path: Path, monkeypat
         return info
 
     with monkeypatch.context() as lost:
-        lost.setattr(DiskModels, "look", look_and_lose)
+        lost.setattr(DiskModels, "inspect", look_and_lose)
         said = CliRunner().invoke(app, words)
     assert said.exit_code == 2, said.output
     assert "there is no directory" in " ".join(said.output.split())

@@ -114,13 +114,13 @@ def test_what_plan_shows_is_of_the_models_as_they_would_be_loaded(plan: Path) ->
 
 def test_auto_is_what_the_checkpoint_names(tmp_path: Path) -> None:
     """A trial's id holds the type, so that auto and the type by its name are one."""
-    assert DiskModels().look(Model("x:1", "a", "tiny-griffin", Loading(dtype="auto"))).identity()["dtype"] == "float32"
+    assert DiskModels().inspect(Model("x:1", "a", "tiny-griffin", Loading(dtype="auto"))).identity()["dtype"] == "float32"
     for file in zoo.path("tiny-griffin").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = tmp_path / "config.json"
     config.write_text(config.read_text().replace('"dtype": "float32"', '"dtype": "bfloat16"'))
-    info = DiskModels().look(Model("x:1", "a", str(tmp_path), Loading(dtype="auto")))
-    assert info.identity() == DiskModels().look(Model("x:1", "a", str(tmp_path), Loading(dtype="bfloat16"))).identity()
+    info = DiskModels().inspect(Model("x:1", "a", str(tmp_path), Loading(dtype="auto")))
+    assert info.identity() == DiskModels().inspect(Model("x:1", "a", str(tmp_path), Loading(dtype="bfloat16"))).identity()
     assert info.model.loading.dtype == "bfloat16"
 
 

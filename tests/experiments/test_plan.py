@@ -181,7 +181,7 @@ def test_a_plan_cut_or_scrambled_anywhere_is_good_or_told_never_a_traceback(data
     told = ""
     try:
         plan = load(path, make_task=fakes.make_task)
-        expand(plan, fakes.FakeModels().look(next(iter(plan.models.values()))))
+        expand(plan, fakes.FakeModels().inspect(next(iter(plan.models.values()))))
     except PlanError as error:
         told = str(error)
     assert not told or told.startswith(str(path))
@@ -251,7 +251,7 @@ def test_a_bad_name_of_a_model_is_refused(given: list[str], words: str, tmp_path
 
 def test_a_limit_spreads_over_all_samples(tmp_path: Path) -> None:
     text = GOOD.replace("samples: 3", "samples: 10").replace("limit: 2", "limit: 4")
-    work = expand(the_plan(tmp_path, text), fakes.FakeModels().look(Model("x:1", "alpha", "alpha")))
+    work = expand(the_plan(tmp_path, text), fakes.FakeModels().inspect(Model("x:1", "alpha", "alpha")))
     assert [t.item.id for t in work.trials if t.experiment == "first" and not t.intervention.parts] == [
         "fake/0",
         "fake/2",
@@ -263,7 +263,7 @@ def test_a_limit_spreads_over_all_samples(tmp_path: Path) -> None:
 def test_what_a_model_has_no_parts_for_is_left_out_and_said(tmp_path: Path) -> None:
     text = GOOD.replace("keep_heads(k=0..2)", "{ablate_attention(), ablate_recurrent(), swap_memory(half='kv')}")
     text = text.replace("- {", "- '{").replace("'kv')}", "''kv'')}'")
-    look = fakes.FakeModels(shapes={"alpha": fakes.anatomy(attention=0)}).look
+    look = fakes.FakeModels(shapes={"alpha": fakes.anatomy(attention=0)}).inspect
     work = expand(the_plan(tmp_path, text), look(Model("x:1", "alpha", "alpha")))
     assert {str(trial.intervention) for trial in work.trials} == {"none", "ablate_recurrent()"}
     assert [note.split(", so ")[1] for note in work.skipped] == [
@@ -277,7 +277,7 @@ def test_what_a_model_has_no_parts_for_is_left_out_and_said(tmp_path: Path) -> N
 
 def test_equal_questions_of_one_task_count_once(tmp_path: Path) -> None:
     text = GOOD.replace("    tasks: [fake]", "    tasks: [fake]\n    seeds: [0, 1000]")  # the fake repeats itself mod 1000
-    work = expand(the_plan(tmp_path, text), fakes.FakeModels().look(Model("x:1", "alpha", "alpha")))
+    work = expand(the_plan(tmp_path, text), fakes.FakeModels().inspect(Model("x:1", "alpha", "alpha")))
     assert work.repeated == 4
 
 
@@ -367,7 +367,7 @@ def test_wrong_names_of_layers(text: str, says: str) -> None:
 
 def test_golden_ids() -> None:
     """An id may only change together with SEMANTICS_VERSION: stores out there are resumed by it."""
-    model = fakes.FakeModels().look(Model("x:1", "alpha", "alpha"))
+    model = fakes.FakeModels().inspect(Model("x:1", "alpha", "alpha"))
     item = Item("a", "a", (1, 2, 3), "1 2 3", "2", {"needle": ((1, 2),)}, ((4,), (5, 6)), 0, {"twin": (1, 9, 3)})
     generate = decoding("generate", 40, "decode", frozenset({0, 7}))
     digest = item_digest(item)
@@ -381,7 +381,7 @@ def test_golden_ids() -> None:
 
 def test_an_act_that_changed_its_meaning_changed_its_ids() -> None:
     """The paper's way of exposing, in prefill: its answers of before were wrong, and must not be taken for new ones."""
-    model, how = fakes.FakeModels().look(Model("x:1", "alpha", "alpha")), decoding("generate", 40, "decode", frozenset({0}))
+    model, how = fakes.FakeModels().inspect(Model("x:1", "alpha", "alpha")), decoding("generate", 40, "decode", frozenset({0}))
     old = {
         "expose_tokens(mode='only', compat='paper')": "0e626e418af5740ffb1ceff8",
         "expose_tokens(phase='decode', mode='only', compat='paper')": "20c41a2eafd629e5081caaf3",
@@ -391,7 +391,7 @@ def test_an_act_that_changed_its_meaning_changed_its_ids() -> None:
 
 
 def test_ids_depend_on_what_changes_an_answer_and_on_nothing_else() -> None:
-    look = fakes.FakeModels().look
+    look = fakes.FakeModels().inspect
     one = look(Model("x:1", "alpha", "alpha"))
     item = Item("a", "a", (1, 2, 3), "1 2 3", "2", {"needle": ((1, 2),)}, ((4,), (5, 6)), 0, {"twin": (1, 9, 3)})
     base = {"mode": "generate", "max_new_tokens": 40, "boundary": "decode", "stop": frozenset({0})}
@@ -433,7 +433,7 @@ def test_ids_depend_on_what_changes_an_answer_and_on_nothing_else() -> None:
 def test_what_a_configuration_rules_out_is_refused_before_weights_are_read(
     intervention: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models.DiskModels, "look", lambda *_: pytest.fail("weights were looked at"))
+    monkeypatch.setattr(models.DiskModels, "inspect", lambda *_: pytest.fail("weights were looked at"))
     experiments = f"{{few: {{tasks: [niah], interventions: [none, '{intervention}']}}}}"
     (tmp_path / "plan.yaml").write_text(f"models: [tiny-griffin, tiny-lfm]\nexperiments: {experiments}")
     with pytest.raises(PlanError) as error:
@@ -448,7 +448,7 @@ def test_what_a_configuration_rules_out_is_refused_before_weights_are_read(
 def test_an_experiment_that_leaves_a_model_nothing_is_refused_from_its_configuration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(models.DiskModels, "look", lambda *_: pytest.fail("weights were looked at"))
+    monkeypatch.setattr(models.DiskModels, "inspect", lambda *_: pytest.fail("weights were looked at"))
     text = "models: [tiny-mamba]\nexperiments: {few: {tasks: [niah], interventions: ['keep_heads(k=2)']}}"
     (tmp_path / "plan.yaml").write_text(text)
     with pytest.raises(PlanError, match=r"experiment 'few': tiny-mamba has no attention layers, and each .*keep_heads\(k=2\)"):

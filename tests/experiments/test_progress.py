@@ -136,7 +136,7 @@ def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatc
 
 def work_of(plan: Path) -> Work:
     loaded = load(plan, make_task=fakes.make_task)
-    return expand(loaded, fakes.FakeModels().look(loaded.models["alpha"]))
+    return expand(loaded, fakes.FakeModels().inspect(loaded.models["alpha"]))
 
 
 def test_a_reading_is_parted_among_those_that_share_it(plan_file: Path) -> None:

@@ -64,7 +64,7 @@ def asked(tmp_path: Path, text: str = PLAN, out: str = "out") -> tuple[Actor, St
 
 def texts(plan: Path) -> list[str]:
     work = expand(
-        load(plan, make_task=fakes.make_task), fakes.FakeModels().look(load(plan, make_task=fakes.make_task).models["alpha"])
+        load(plan, make_task=fakes.make_task), fakes.FakeModels().inspect(load(plan, make_task=fakes.make_task).models["alpha"])
     )
     return list(dict.fromkeys(str(trial.intervention) for trial in work.trials))
 
@@ -129,7 +129,7 @@ def test_what_cannot_be_ranked_is_refused_before_anything_is_asked(tmp_path: Pat
 
 def test_a_ranking_that_is_not_recorded_never_acts() -> None:
     waiting = nw.parse("keep_heads(k=1, by=recorded('mass'))")
-    model = fakes.FakeModels().look(run.get("02", models=["alpha"]).models["alpha"])
+    model = fakes.FakeModels().inspect(run.get("02", models=["alpha"]).models["alpha"])
     request = Request((1, 2, 3), waiting)
     with pytest.raises(NeedleworkError, match="'mass' is not recorded yet"):
         nw_prepare(request, model.anatomy)

@@ -94,7 +94,7 @@ def test_a_word_that_is_no_address_is_named_with_what_would_be_one(words: list[s
 
 def test_a_node_with_other_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     source = WorkerModels(None, Cluster(threads=torch.get_num_threads()))
-    info = source.look(Model("here", "griffin", "tiny-griffin-small"))
+    info = source.inspect(Model("here", "griffin", "tiny-griffin-small"))
     monkeypatch.setattr(ray_executor, "node_id", lambda: "another node")
     assert source.load(info).versions()["dtype"] == "float32"
     with pytest.raises(NeedleworkError, match="on another node has other weights"):

@@ -111,4 +111,4 @@ def test_all_heads_share_one_reading_in_decode() -> None:
     """Whatever is done while the answer is given, the prompt is read once for all heads."""
     subject = cases.subject("jamba")
     score("leave_one_out_decode", "jamba")
-    assert subject.engine.prefiller.tokens_asked == sum(len(item.prompt) - 1 for item in samples("jamba"))
+    assert subject.engine.prefiller.tokens_requested == sum(len(item.prompt) - 1 for item in samples("jamba"))

@@ -110,7 +110,7 @@ def test_examples_are_read_once_for_each_subject_and_intervention(name: str, mon
     assert sorted(begun) == sorted(len(stem) for stem in STEMS for _ in range(3))
     assert sum(at > 0 for at, _ in fed.rows) == 3 * len(PROMPTS)
     assert len(fed.rows) == 3 * (len(STEMS) + len(PROMPTS))
-    assert engine.prefiller.tokens_read == 3 * (sum(map(len, STEMS)) + len(STEMS) * sum(RESTS))
+    assert engine.prefiller.tokens_computed == 3 * (sum(map(len, STEMS)) + len(STEMS) * sum(RESTS))
     assert not engine.prefiller.kept_bytes, "a stem outlives its last reader"
 
 

@@ -66,7 +66,7 @@ def test_answers_are_those_of_each_request_by_itself(name: str) -> None:
     requests = [Request(prompt, act, 3) for prompt in PROMPTS for act in acts(subject)]
     together = subject.answer(requests)
     reader = subject.engine.prefiller
-    assert (reader.tokens_read < reader.tokens_asked) == (name not in NO_STACK)
+    assert (reader.tokens_computed < reader.tokens_requested) == (name not in NO_STACK)
     for answer, request in zip(together, requests, strict=True):
         assert_same(answer, subject.answer([request])[0])
 
@@ -232,7 +232,7 @@ def test_hooks_of_others_act_once_on_every_row() -> None:
     subject = nw.wrap(cases.build("llama"))
     requests = [Request(p, nw.AblateHeads(heads=[(2, h)]), 2) for p in PROMPTS for h in range(4)]
     subject.answer(requests)
-    assert subject.engine.prefiller.tokens_read < subject.engine.prefiller.tokens_asked
+    assert subject.engine.prefiller.tokens_computed < subject.engine.prefiller.tokens_requested
     with cases.hook(subject.model.model.layers[1].register_forward_hook, lambda module, args, output: 1.5 * output):
         for fast, request in zip(subject.answer(requests), requests, strict=True):
             assert_same(fast, subject.answer([request])[0])

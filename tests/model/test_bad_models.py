@@ -55,7 +55,7 @@ CONFIGS = [
 @pytest.mark.parametrize("changes", CONFIGS, ids=lambda changes: json.dumps(changes)[:40])
 def test_a_configuration_that_makes_no_model(changes: dict[str, Any], directory: Path) -> None:
     _with(directory, **changes)
-    for ask in (nw.load, lambda place: DiskModels().look(Model("plan:1", "m", str(place)))):
+    for ask in (nw.load, lambda place: DiskModels().inspect(Model("plan:1", "m", str(place)))):
         with pytest.raises(nw.NeedleworkError) as error:
             ask(directory)
         assert str(directory) in str(error.value)
@@ -73,14 +73,14 @@ def test_layer_types_that_do_not_fit_the_weights(directory: Path) -> None:
 def test_a_file_that_holds_something_else(file: str, text: str, directory: Path) -> None:
     (directory / file).write_text(text)
     with pytest.raises(nw.NeedleworkError, match="model"):
-        DiskModels().look(Model("plan:1", "m", str(directory)))
+        DiskModels().inspect(Model("plan:1", "m", str(directory)))
 
 
 @pytest.mark.parametrize("eos", ["x", 1.5, [1, "x"], [[1]], {"a": 1}, True])
 def test_an_end_that_is_no_token(eos: Any, directory: Path) -> None:
     _with(directory, "generation_config.json", eos_token_id=eos)
     with pytest.raises(nw.NeedleworkError, match=r"eos_token_id: .* is no token id"):
-        DiskModels().look(Model("plan:1", "m", str(directory)))
+        DiskModels().inspect(Model("plan:1", "m", str(directory)))
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_weights_of_another_type_are_named(stored: torch.dtype, directory: Path)
 def test_labels_without_end_are_not_made(number: int, directory: Path) -> None:
     for changes in ({"num_labels": number}, {"text_config": {"num_labels": number}}):
         _with(directory, **changes)
-        for ask in (nw.load, blueprint, own_dtype, lambda place: DiskModels().look(Model("plan:1", "m", str(place)))):
+        for ask in (nw.load, blueprint, own_dtype, lambda place: DiskModels().inspect(Model("plan:1", "m", str(place)))):
             before = time.process_time()
             if ask is own_dtype:
                 assert ask(directory) == "float32"  # loading says what is wrong

@@ -61,7 +61,7 @@ def test_every_preset_has_its_published_anatomy_below_and_a_source() -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_looked_at_without_weights_and_has_the_published_sizes(name: str) -> None:
     """Names round sizes ("7B" has 7.4 billion parameters); a wrong width, vocabulary or tied head is off by more."""
-    info = PublicModels().look(Model("here", name, name, Loading(dtype="bfloat16")))
+    info = PublicModels().inspect(Model("here", name, name, Loading(dtype="bfloat16")))
     anatomy, costs = info.anatomy, info.costs
     attention = [part for _, part in anatomy.attention_parts()]
     layers, with_attention, with_mixer, query_heads, kv_heads = PUBLISHED[name]

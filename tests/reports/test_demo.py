@@ -17,7 +17,7 @@ import synthetic
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import RULES, verdicts
 from needlework.cli import demo
-from needlework.experiments.models import KeptModels
+from needlework.experiments.models import CachedModels
 from needlework.experiments.plan import get
 from needlework.reports.page import report as write_report
 
@@ -41,7 +41,7 @@ def test_the_steps_add_one_experiment_each_and_every_claim_is_told_once(
     monkeypatch.setattr(demo, "run", fake_run)
     monkeypatch.setattr(demo, "_tracker", no_tracker)
     monkeypatch.setattr(demo, "write_playground", lambda subject, out: played.append(out) or out / "play.html")
-    monkeypatch.setattr(KeptModels, "subject", lambda self, name: name)
+    monkeypatch.setattr(CachedModels, "subject", lambda self, name: name)
     demo.run_demo("demo", out)
     names = [experiment.name for experiment in get("demo").experiments]
     assert [step for step, _ in asked] == [names[: i + 1] for i in range(len(names))]
@@ -100,7 +100,7 @@ def test_a_claim_is_told_when_it_is_decided_and_again_if_the_outcome_changes(
 
 def test_report_and_playground_link_to_each_other(tmp_path: Path) -> None:
     out = synthetic.write(tmp_path / "run", ("tiny-griffin",), per_cell=1)
-    played = demo.write_playground(KeptModels().subject("tiny-griffin"), out)
+    played = demo.write_playground(CachedModels().subject("tiny-griffin"), out)
     report = write_report(out, pictures=False)
     assert f'href="{played.name}"' in report.read_text(encoding="utf-8")
     (data,) = re.findall(r'id="play-data">(.*?)</script>', played.read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ import synthetic
 from matplotlib.colors import to_hex
 from matplotlib.patches import Circle, Rectangle
 
-from needlework.analysis.frame import Frame, made_of
+from needlework.analysis.frame import Frame, architecture_class
 from needlework.analysis.reader import StoredModel, families, in_order, load
 from needlework.analysis.verdicts import VerdictPoint, verdicts
 from needlework.reports import picture_files, report, svg
@@ -166,7 +166,7 @@ def test_files_show_what_the_page_draws_in_its_light_colours(frame: Frame) -> No
 def test_hybrids_stand_before_controls_and_families_together() -> None:
     about = {name: {"anatomy": synthetic.anatomy(name)} for name in ("tiny-mamba", "tiny-griffin", "tiny-jamba")}
     models = {**about, "other": {}, "griffin 2": about["tiny-griffin"]}
-    assert [made_of(synthetic.anatomy(name)) for name in about] == ["recurrent only", "hybrid", "hybrid"]
+    assert [architecture_class(synthetic.anatomy(name)) for name in about] == ["recurrent only", "hybrid", "hybrid"]
     ordered = in_order(models, [["tiny-griffin", "griffin 2"]])
     assert list(ordered) == ["tiny-griffin", "griffin 2", "tiny-jamba", "tiny-mamba", "other"]
 

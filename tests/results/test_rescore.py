@@ -62,7 +62,7 @@ class Knowing(fakes.FakeActor):
 class ToyModels(fakes.FakeModels):
     """Speaks the toy language."""
 
-    def look(self, model: Model) -> ModelInfo:
+    def inspect(self, model: Model) -> ModelInfo:
         from needlework.toy import tokenizer
 
         toy = tokenizer.build()

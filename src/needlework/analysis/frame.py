@@ -81,7 +81,7 @@ class Sinks:
 
 
 @dataclass(frozen=True)
-class Watched:
+class HeadObservations:
     """Observed attention of one model's heads in one task."""
 
     model: str
@@ -112,7 +112,7 @@ class Frame:
     trials: int = 0  # rows read, including duplicates and rows left out
     failed: int = 0
     directories: list[Path] = field(default_factory=list)
-    observations: list[Watched] = field(default_factory=list)
+    observations: list[HeadObservations] = field(default_factory=list)
     layers: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # model -> what its layers add, of most tokens
     warnings: list[str] = field(default_factory=list)  # reasons to distrust the numbers
     notes: list[str] = field(default_factory=list)  # rows left out and models merged
@@ -193,7 +193,7 @@ class Frame:
         return max((layer["attention"]["query_heads"] for layer in layers if layer.get("attention")), default=0)
 
 
-def made_of(anatomy: dict[str, Any]) -> str:
+def architecture_class(anatomy: dict[str, Any]) -> str:
     """Return the composition of a model by its layers, one of KINDS; "" if unknown."""
     attention, recurrent = (any(layer.get(part) for layer in anatomy.get("layers", [])) for part in ("attention", "recurrent"))
     return KINDS[0] if attention and recurrent else KINDS[1] if attention else KINDS[2] if recurrent else KINDS[3]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from needlework.analysis.frame import KINDS, Frame, Pick, Sinks, Watched, made_of
+from needlework.analysis.frame import KINDS, Frame, HeadObservations, Pick, Sinks, architecture_class
 from needlework.errors import NeedleworkError
 from needlework.interventions import Ranking
 from needlework.results import LM_EVAL, SEMANTICS_VERSION, Row, Store
@@ -38,7 +38,7 @@ FORMS = {  # a task's form of question -> the form under which reports pool it
     "paraphrase": "judgement",
 }
 # Task options that are not part of a group's `setting`: they only set the number of samples, or are fields of Pick.
-COUNTED = ("samples", "per_subject", "rounds", "lengths", "depths", "layout", "against", "twins")
+NOT_IN_SETTING = ("samples", "per_subject", "rounds", "lengths", "depths", "layout", "against", "twins")
 IDENTITY = ("weights", "tokenizer", "dtype", "window_rule")  # two models that agree in these give the same outputs
 _COLUMNS = ("source", "row", "key", "trial", "group", "sample", "cluster")  # of Frame.data, and the key of duplicates
 _CHUNK = 50_000  # rows read at once
@@ -60,7 +60,7 @@ def options_of(experiments: Mapping[str, Any]) -> Options:
     for name, experiment in experiments.items():
         for task, about in experiment.get("tasks", {}).items():
             written = about.get("options", {})
-            setting = {key: value for key, value in written.items() if key not in COUNTED}
+            setting = {key: value for key, value in written.items() if key not in NOT_IN_SETTING}
             text = json.dumps(setting, sort_keys=True) if setting else ""
             options[name, task] = (text, str(written.get("against") or "all"))
     return options
@@ -174,7 +174,7 @@ def load(directories: Sequence[Path]) -> Frame:
         NeedleworkError: The runs have different semantics versions.
     """
     reader, counts = TrialReader(), np.zeros(4, dtype=int)
-    watched: list[Watched] = []
+    watched: list[HeadObservations] = []
     added: dict[str, list[dict[str, Any]]] = {}
     sinks: dict[str, list[Sinks]] = {}
     with ExitStack() as stack:
@@ -252,17 +252,17 @@ def _versions(stores: Sequence[Store]) -> list[str]:
     return warnings
 
 
-def _watched(store: Store, label_of: Mapping[str, str]) -> list[Watched]:
+def _watched(store: Store, label_of: Mapping[str, str]) -> list[HeadObservations]:
     """Return the observed attention per model, task and setting; of several experiments, the one with the most samples."""
     experiments = store.meta("experiments") or {}
-    most: dict[tuple[str, str, str], Watched] = {}
+    most: dict[tuple[str, str, str], HeadObservations] = {}
     by_task: dict[tuple[str, str, str], dict[tuple[int, int], tuple[float, int]]] = {}
     for o in store.observations():
         by_task.setdefault((o.experiment, o.model, o.task), {})[o.layer, o.head] = (o.needle_mass, o.samples)
     for (experiment, model, task), mass in by_task.items():
         options = experiments.get(experiment, {}).get("tasks", {}).get(task, {}).get("options", {})
         setting = json.dumps(options, sort_keys=True)
-        watched = Watched(label_of.get(model) or display_name(model), display_name(task), setting, mass)
+        watched = HeadObservations(label_of.get(model) or display_name(model), display_name(task), setting, mass)
         place = (watched.model, task, setting)
         if place not in most or most[place].samples < watched.samples:
             most[place] = watched
@@ -355,5 +355,5 @@ def in_order(models: dict[str, dict[str, Any]], related: Sequence[Sequence[str]]
     """Sort models: hybrids before controls, checkpoints of one family together, else in order of appearance."""
     at = {label: i for i, label in enumerate(models)}
     first = {label: min(at[other] for other in family) for family in related for label in family}
-    rank = {label: KINDS.index(made_of(about.get("anatomy") or {})) for label, about in models.items()}
+    rank = {label: KINDS.index(architecture_class(about.get("anatomy") or {})) for label, about in models.items()}
     return dict(sorted(models.items(), key=lambda item: (rank[item[0]], first.get(item[0], at[item[0]]), at[item[0]])))

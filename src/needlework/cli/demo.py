@@ -15,7 +15,7 @@ from needlework.analysis.model_trials import by_boundary
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import RULES, Verdict, share, verdicts
 from needlework.cli.options import show
-from needlework.experiments.models import KeptModels
+from needlework.experiments.models import CachedModels
 from needlework.experiments.plan import Plan, get
 from needlework.experiments.progress import Tracker
 from needlework.experiments.result import Result
@@ -58,7 +58,7 @@ MORE = {DRAWING: 8.0, PLAYING: 4.0}  # seconds of two reports and of the playgro
 PLAYED = "tiny-griffin"
 
 
-def run_demo(plan: str | Path | Plan, out: Path, source: KeptModels | None = None, **loading: Any) -> Result:
+def run_demo(plan: str | Path | Plan, out: Path, source: CachedModels | None = None, **loading: Any) -> Result:
     """Run the plan's experiments one by one into one store, and print each claim as soon as it is decided.
 
     Every step runs the plan up to its experiment, so that the store after the last step is that of `needlework run` with
@@ -68,7 +68,7 @@ def run_demo(plan: str | Path | Plan, out: Path, source: KeptModels | None = Non
     """
     began = time.perf_counter()
     whole = get(plan, **loading)
-    source = source or KeptModels()
+    source = source or CachedModels()
     told: dict[str, str] = {}
     with _tracker(whole, out, source) as tracker:
         steps = len(whole.experiments)
@@ -99,7 +99,7 @@ def run_demo(plan: str | Path | Plan, out: Path, source: KeptModels | None = Non
 
 
 @contextmanager
-def _tracker(plan: Plan, out: Path, source: KeptModels) -> Iterator[Tracker]:
+def _tracker(plan: Plan, out: Path, source: CachedModels) -> Iterator[Tracker]:
     """Yield a tracker of all steps, whose bar is open meanwhile."""
     works = expand_all(plan, source)
     with claimed(out) as folder, closing(Store(folder, create=True)) as store:

@@ -176,7 +176,7 @@ class Costs:
 
     def batch(self, items: Iterable[Prepared]) -> int:
         """Return the bytes of a batch: its rows, its distinct prefills, and one recording per prompt with several prefills."""
-        batch = _Batch(self)
+        batch = _BatchBytes(self)
         return max((batch.add(item) for item in items), default=0)
 
     def within(self, limit: int | None, items: Iterable[Prepared]) -> Costs:
@@ -202,7 +202,7 @@ class Costs:
         return replace(self, chunk=self.chunk // 2) if self.chunk >= 2 * LEAST_CHUNK else None
 
 
-class _Batch:
+class _BatchBytes:
     """The bytes of a batch, request by request: its rows, its prefills (each counted as the longest) and their shared prefixes.
 
     A prompt with several prefills counts one more, the recording of shared layers. This overestimates: prefills run slice by
@@ -251,7 +251,7 @@ class Budget:
 
     def fits_beside(self, prefill: Prefill, prefixes: Sequence[SharedPrefix]) -> bool:
         """Return whether a request fits beside the shared prefixes that it starts from."""
-        return _Batch(self.costs).add(prefill.item, prefixes) <= self.limit
+        return _BatchBytes(self.costs).add(prefill.item, prefixes) <= self.limit
 
     def batches(
         self,
@@ -279,13 +279,13 @@ class Budget:
             order = (may, shelf, -item.prefill_tokens, item.request.boundary, item.request.prompt, i)
             common = None if may else (item.prefill_tokens, item.request.decodes_last)  # must be equal within a batch
             ordered.append((order, common, chain, (i, item)))
-        batch, alike, filled = list[tuple[int, Prepared]](), None, _Batch(self.costs)
+        batch, alike, filled = list[tuple[int, Prepared]](), None, _BatchBytes(self.costs)
         for _, common, chain, pair in sorted(ordered, key=lambda entry: entry[0]):
             if batch and (filled.add(pair[1], chain) > self.limit or len(batch) >= most or common != alike):
                 yield batch
                 batch = []
             if not batch:
-                alike, filled = common, _Batch(self.costs)
+                alike, filled = common, _BatchBytes(self.costs)
                 filled.add(pair[1], chain)
             batch.append(pair)
         if batch:

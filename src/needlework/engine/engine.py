@@ -29,7 +29,7 @@ from needlework.receipts import Receipt, Tally
 from needlework.requests import Answer, Finish, Prepared, Request, Swap, prepare
 
 logger = logging.getLogger("needlework")
-Batch = list[tuple[int, Prepared]]
+IndexedRequests = list[tuple[int, Prepared]]
 ROWS_AT_ONCE = 512  # smaller batches pay the fixed cost of a step more often; larger ones gain little
 _STEP_COST = 2.5  # prompt tokens that are prefilled in the time of one decoded token
 _NOT_FINITE = "the logits are not finite"
@@ -99,7 +99,8 @@ class _Run:
     def share(self) -> float:
         """Return the share of the work that is done."""
         work = self.to_read + _STEP_COST * self.to_answer
-        return (min(self.prefiller.tokens_asked, self.to_read) + _STEP_COST * min(self.answered, self.to_answer)) / max(1.0, work)
+        read = min(self.prefiller.tokens_requested, self.to_read)
+        return (read + _STEP_COST * min(self.answered, self.to_answer)) / max(1.0, work)
 
     def answers(self) -> Iterator[tuple[int, Answer]]:
         """Yield (index of the request, answer): first of the requests with options, then of those that generate."""
@@ -107,10 +108,10 @@ class _Run:
             requests = [pair for pair in enumerate(self.prepared) if bool(pair[1].request.options) == scored]
             yield from answer(deque(self._batches(requests, ROWS_AT_ONCE)))
 
-    def _batches(self, requests: Batch, most: int) -> Iterator[Batch]:
+    def _batches(self, requests: IndexedRequests, most: int) -> Iterator[IndexedRequests]:
         return self.budget.batches(requests, most, self.prefiller.prefixes_of, self.prefiller.padding.allowed)
 
-    def _score(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
+    def _score(self, pending: deque[IndexedRequests]) -> Iterator[tuple[int, Answer]]:
         while pending:
             batch = pending.popleft()
             try:
@@ -121,7 +122,7 @@ class _Run:
                 self.answered += sum(_answer_tokens(item) for _, item in batch)
                 yield from answers
 
-    def _decode(self, pending: deque[Batch]) -> Iterator[tuple[int, Answer]]:
+    def _decode(self, pending: deque[IndexedRequests]) -> Iterator[tuple[int, Answer]]:
         """Prefill and decode all pending batches; a batch joins once the decoder is at most half full."""
         decoder: Decoder | None = None
         alone = len(pending) == 1
@@ -145,7 +146,7 @@ class _Run:
             if decoder is not None and not len(decoder):
                 decoder = None
 
-    def _fits(self, batch: Batch, decoder: Decoder) -> bool:
+    def _fits(self, batch: IndexedRequests, decoder: Decoder) -> bool:
         """Return whether a batch may join those that decode: half of the rows are free, and memory suffices."""
         if not decoder.memory.ragged or 2 * len(decoder) > self.most:
             return False
@@ -155,7 +156,7 @@ class _Run:
         return held + costs.batch(items) <= self.budget.limit
 
     def _admit(
-        self, batch: Batch, decoder: Decoder | None, pending: deque[Batch], alone: bool
+        self, batch: IndexedRequests, decoder: Decoder | None, pending: deque[IndexedRequests], alone: bool
     ) -> tuple[Decoder | None, list[Generation]]:
         """Prefill a batch and add it to the decoder; if memory runs out, put smaller batches back into `pending`."""
         try:
@@ -173,7 +174,7 @@ class _Run:
             decoder.begin_observation()
         return decoder, finished
 
-    def _halve(self, batch: Batch, pending: deque[Batch], error: Exception, prefilling: bool = False) -> None:
+    def _halve(self, batch: IndexedRequests, pending: deque[IndexedRequests], error: Exception, prefilling: bool = False) -> None:
         """Put a batch that ran out of memory back into `pending`, in halves, or in shorter chunks if it is one prefill.
 
         Raise the error if it is another one, and MemoryError if the batch cannot be made smaller.
@@ -193,7 +194,7 @@ class _Run:
         logger.warning("out of memory with one prompt: going on in chunks of %d tokens", costs.chunk)
         pending.appendleft(batch)
 
-    def _start(self, batch: Batch, alone: bool) -> tuple[Decoder | None, list[Generation]]:
+    def _start(self, batch: IndexedRequests, alone: bool) -> tuple[Decoder | None, list[Generation]]:
         """Prefill the batch, fork its cache, and choose the first token where prefill produces its logits."""
         generations = [Generation(i, item) for i, item in batch]
         memory: Memory | None

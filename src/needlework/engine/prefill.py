@@ -106,8 +106,8 @@ class Prefiller:
     ) -> None:
         self.body, self.shared_layers, self.padding, self.kept = body, shared_layers, padding, kept
         self.chunk = min(chunk, body.chunk)  # maximum tokens of one forward; 0: no limit
-        self.prompts_read = self.tokens_asked = 0
-        self.tokens_read = 0.0  # each weighted by the share of the model that was computed for it
+        self.prompts_read = self.tokens_requested = 0
+        self.tokens_computed = 0.0  # each weighted by the share of the model that was computed for it
         self._prefixes: dict[tuple[object, ...], SharedPrefix] = {}  # key of a prefill -> shared prefix that it starts from
         self._kept: dict[SharedPrefix, tuple[Memory, Receipt]] = {}  # caches and receipts of shared prefixes
 
@@ -178,9 +178,9 @@ class Prefiller:
         deep = self._share_layers([prefills[i] for i in whole])
         together = {whole[i]: prefills[whole[i]] for i in deep}
         for length in dict.fromkeys(len(prefill.tokens) for prefill in together.values()):
-            before = self.shared_layers.whole_passes
+            before = self.shared_layers.tokens_computed
             done += self.shared_layers.run({i: x for i, x in together.items() if len(x.tokens) == length}, remember)
-            self.tokens_read += self.shared_layers.whole_passes - before
+            self.tokens_computed += self.shared_layers.tokens_computed - before
         parts: dict[int, list[int]] = defaultdict(list)  # length of the shared prefix -> indices of prefills
         for i, prefill in enumerate(prefills):
             if i not in together:
@@ -194,7 +194,7 @@ class Prefiller:
                 both = [a + b for a, b in zip(earlier, receipts, strict=True)]
                 done.append((some, PrefillResult(memory if remember else None, logits, both)))
         self.prompts_read += len(prefills)
-        self.tokens_asked += sum(len(prefill.tokens) for prefill in prefills)
+        self.tokens_requested += sum(len(prefill.tokens) for prefill in prefills)
         return _joined(done)
 
     def _split(self, prefills: Sequence[Prefill], members: list[int], known: int) -> Iterator[list[int]]:
@@ -222,7 +222,7 @@ class Prefiller:
         ends = torch.tensor([len(tokens) - 1 for tokens in rest], device=body.device)
         padded = min(map(len, rest)) < fed
         logits = body.feed(ids, memory, "prefill", rows, tally, keep=ends if padded else "last", chunk=self.chunk)[:, 0]
-        self.tokens_read += sum(map(len, rest))
+        self.tokens_computed += sum(map(len, rest))
         return logits, [without_padding(tally.receipt(i), len(tokens), fed) for i, tokens in enumerate(rest)]
 
     def _start(self, starts: Sequence[tuple[SharedPrefix | None, Prepared]]) -> tuple[Memory, list[Receipt]]:

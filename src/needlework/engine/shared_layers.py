@@ -81,7 +81,7 @@ class SharedLayers:
     def __init__(self, body: HookedModel) -> None:
         self.body = body
         self._proven: dict[EntryPoint, bool] = {}
-        self.whole_passes = 0.0  # prefilled tokens, each weighted by the share of the model that was computed for it
+        self.tokens_computed = 0.0  # prefilled tokens, each weighted by the share of the model that was computed for it
 
     @cached_property
     def _stack(self) -> Stack | None:
@@ -167,7 +167,7 @@ class SharedLayers:
                     entry for entry in groups if (entry.scored if entry else None) in (kind, None if kind == kinds[0] else kind)
                 ]
                 recording = self._record(torch.tensor(some, device=self.body.device), [entry for entry in served if entry])
-                self.whole_passes += recording.ids.numel()
+                self.tokens_computed += recording.ids.numel()
                 for entry in served:
                     members = sorted(groups[entry], key=lambda i: keeps_from_sdpa(prefills[i].item.acts["prefill"]))
                     for part in split_rows(members, recording.ids.shape[1], self.body):
@@ -181,7 +181,7 @@ class SharedLayers:
         if entry is None:
             memory = recording.memory.select(rows) if remember else None
             return PrefillResult(memory, recording.logits[rows], [recording.receipts[row] for row in rows.tolist()])
-        self.whole_passes += len(items) * recording.ids.shape[1] * (1 - entry.share(len(self.body.anatomy.layers)))
+        self.tokens_computed += len(items) * recording.ids.shape[1] * (1 - entry.share(len(self.body.anatomy.layers)))
         acts, samples = [item.acts["prefill"] for item in items], [item.sample for item in items]
         return self._enter(entry, recording, rows, acts, samples, remember)
 

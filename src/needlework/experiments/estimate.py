@@ -274,7 +274,7 @@ def _hours(hours: float | None) -> str:
 
 def place(plan: Plan, cluster: Cluster | None) -> Placement:
     """Estimate where each model fits and how long it takes there; no weights are loaded and nothing is written."""
-    source = PublicModels(elsewhere=True)
+    source = PublicModels(loaded_remotely=True)
     works = expand_all(plan, source)
     here = "this process" if cluster is None else f"Ray cluster {cluster.address}, {cluster.threads} threads a worker"
     counts = [1] * len(works) if cluster is None else cluster.room([work.model for work in works])

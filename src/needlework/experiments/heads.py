@@ -105,7 +105,7 @@ def open_subject(model: str, cluster: Cluster | None, **loading: Any) -> Iterato
         yield load_subject(model, **loading)
         return
     source = WorkerModels(None, cluster)
-    info = source.look(Model("--ray", Path(model).name, model, Loading().replace(**loading)))
+    info = source.inspect(Model("--ray", Path(model).name, model, Loading().replace(**loading)))
     with cluster.connected() as connection, connection(source, info, cluster.workers or MOST_WORKERS) as executor:
         yield RemoteSubject(info, executor)
 

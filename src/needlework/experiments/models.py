@@ -115,17 +115,20 @@ class ModelSource(Protocol):
 
     memory_bytes: int | None  # limit for caches, states and activations
 
-    def look(self, model: Model) -> ModelInfo: ...
+    def inspect(self, model: Model) -> ModelInfo: ...
     def load(self, info: ModelInfo) -> LoadedModel: ...
 
 
 class DiskModels:
-    """Models from disk or from the hub; `elsewhere`: other machines load them. Rows get `more_versions` beside our own."""
+    """Models from disk or from the hub; `loaded_remotely`: other machines load them. Rows get `more_versions` beside our own."""
 
     def __init__(
-        self, memory_bytes: int | None = None, elsewhere: bool = False, more_versions: Mapping[str, str] = MappingProxyType({})
+        self,
+        memory_bytes: int | None = None,
+        loaded_remotely: bool = False,
+        more_versions: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self.memory_bytes, self.elsewhere, self.more_versions = memory_bytes, elsewhere, dict(more_versions)
+        self.memory_bytes, self.loaded_remotely, self.more_versions = memory_bytes, loaded_remotely, dict(more_versions)
 
     def anatomy(self, model: Model) -> Anatomy | None:
         """Return a model's anatomy from its configuration alone; None if it has none that is readable: `look` says why."""
@@ -136,13 +139,13 @@ class DiskModels:
             return blueprint(zoo.resolve(model.source), model.loading.window, revision=model.revision).anatomy
         return None
 
-    def look(self, model: Model) -> ModelInfo:
+    def inspect(self, model: Model) -> ModelInfo:
         """Inspect a model on disk: tokenizer, anatomy, hashes and costs, without loading weights."""
         from needlework.engine.budget import Costs
         from needlework.model.load import blueprint, convert_gguf, own_dtype, torch_device, torch_dtype
 
         try:
-            if not self.elsewhere:  # its device need not exist here
+            if not self.loaded_remotely:  # its device need not exist here
                 torch_device(model.loading.device)
             place = locate(model)
             if model.loading.dtype == "auto":  # rows name a concrete dtype
@@ -173,7 +176,7 @@ class DiskModels:
         return LoadedSubject(subject, info.model, self.more_versions)
 
 
-class KeptModels(DiskModels):
+class CachedModels(DiskModels):
     """Models that stay loaded, for several runs in this process; they must fit into memory together."""
 
     def __init__(self, memory_bytes: int | None = None, more_versions: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -185,9 +188,9 @@ class KeptModels(DiskModels):
     def anatomy(self, model: Model) -> Anatomy | None:
         return self._infos[model].anatomy if model in self._infos else super().anatomy(model)
 
-    def look(self, model: Model) -> ModelInfo:
+    def inspect(self, model: Model) -> ModelInfo:
         if model not in self._infos:
-            self._infos[model] = super().look(model)
+            self._infos[model] = super().inspect(model)
         return self._infos[model]
 
     def load(self, info: ModelInfo) -> LoadedModel:
@@ -209,14 +212,14 @@ class PublicModels(DiskModels):
     Their prompts are made with the toy tokenizer, since their own is not available; lengths that a plan sets still hold.
     """
 
-    def look(self, model: Model) -> ModelInfo:
+    def inspect(self, model: Model) -> ModelInfo:
         from needlework.engine.budget import Costs
         from needlework.model.files import presets
         from needlework.model.load import blueprint, torch_dtype
         from needlework.toy.tokenizer import build
 
         if model.source not in presets():
-            return super().look(model)
+            return super().inspect(model)
         dtype = "bfloat16" if model.loading.dtype == "auto" else model.loading.dtype
         body = blueprint(model.source, model.loading.window)
         costs = Costs.of(body, torch_dtype(dtype).itemsize)

@@ -169,7 +169,7 @@ class _ModelRun:
         self.model = work.model.name
         self.trials = work.by_id()
         done = store.done()
-        self.done = {key[:1] + key[2:]: scoring for key, scoring in done.items() if key[1] == self.model}  # RowKey -> hash
+        self.done = {key[:1] + key[2:]: scoring for key, scoring in done.items() if key[1] == self.model}  # PlanRowKey -> hash
         self.versions = ""
         self.rankings: dict[Recorded, Ranking] = {}
         self.finished: set[str] = set()  # trial ids whose rows are written

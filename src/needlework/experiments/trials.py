@@ -13,7 +13,7 @@ from typing import Any
 
 from needlework.anatomy import Anatomy
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.experiments.models import DiskModels, KeptModels, ModelInfo, ModelSource, model_sizes, side_layers
+from needlework.experiments.models import CachedModels, DiskModels, ModelInfo, ModelSource, model_sizes, side_layers
 from needlework.experiments.plan import Experiment, InterventionText, NamedTask, Plan, RankingSource
 from needlework.interventions import NONE, Intervention, Ranking, SwapMemory
 from needlework.interventions.acts import Phase
@@ -26,7 +26,7 @@ from needlework.results.rows import stored_facts
 from needlework.tasks.base import Item, Mode
 
 NO_RANKINGS: Mapping[Recorded, Ranking] = MappingProxyType({})
-RowKey = tuple[str, str, str]  # experiment, task, trial id: identifies a row of one model
+PlanRowKey = tuple[str, str, str]  # experiment, task, trial id: identifies a row of one model
 SampleKey = tuple[str, int | None, int | None, str, str, int]  # tokenizer, window, most tokens, kind and fields of the task, seed
 MadeSample = tuple[Item, str, str]  # with its hash, and the hash of what generation reads of it
 
@@ -51,7 +51,7 @@ class Trial:
         return self.task.task.mode
 
     @property
-    def key(self) -> RowKey:
+    def key(self) -> PlanRowKey:
         return self.experiment, self.task.name, self.id
 
     @property
@@ -155,15 +155,15 @@ def expand_all(plan: Plan, source: ModelSource) -> list[Work]:
     """Return the trials of each model of a plan. Nothing is loaded or written.
 
     Interventions that a model cannot have are refused from the configurations of all models, before the weights of any are
-    downloaded or hashed. Models with the same tokenizer share samples, and so do the calls of one KeptModels.
+    downloaded or hashed. Models with the same tokenizer share samples, and so do the calls of one CachedModels.
     """
-    made = source.samples if isinstance(source, KeptModels) else {}
+    made = source.samples if isinstance(source, CachedModels) else {}
     for model in plan.models.values():
         if isinstance(source, DiskModels) and (anatomy := source.anatomy(model)):
             for experiment in plan.experiments:
                 if model.name in experiment.models:
                     applicable(experiment, model.name, anatomy)
-    return [expand(plan, source.look(model), made) for model in plan.models.values()]
+    return [expand(plan, source.inspect(model), made) for model in plan.models.values()]
 
 
 # [walk 2] docs/architecture.md

@@ -24,7 +24,7 @@ from needlework import stats
 from needlework.analysis.model_trials import Pairs
 from needlework.anatomy import heads_of_share
 from needlework.errors import NeedleworkError, did_you_mean
-from needlework.experiments.models import KeptModels, ModelInfo
+from needlework.experiments.models import CachedModels, ModelInfo
 from needlework.experiments.plan import Experiment, InterventionText, Model, NamedTask, Plan
 from needlework.experiments.ray_executor import Cluster, WorkerModels
 from needlework.experiments.run import run
@@ -167,8 +167,8 @@ def evaluate(
             "name at least one task and one intervention, e.g. --tasks mini-mmlu --intervene none; or --paper or --preset"
         )
     versions = {"lm_eval": version("lm_eval")}
-    source = WorkerModels(memory_bytes, cluster, versions) if cluster else KeptModels(memory_bytes, versions)
-    info = source.look(Model("eval", Path(str(model)).name, str(model), Loading().replace(**loading)))
+    source = WorkerModels(memory_bytes, cluster, versions) if cluster else CachedModels(memory_bytes, versions)
+    info = source.inspect(Model("eval", Path(str(model)).name, str(model), Loading().replace(**loading)))
     if paper:
         tasks, acts, shots = _apply_preset(info, tasks, acts, shots)
     if preset is not None and not acts:

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from markupsafe import Markup
 
-from needlework.analysis.frame import Frame, made_of
+from needlework.analysis.frame import Frame, architecture_class
 from needlework.analysis.verdicts import RULES, Rule, Verdict, VerdictPoint, Word, side
 from needlework.reports.panels import Cell, CurvePoint, Dots, Figure, HeatMap, Lines, Panel, Series, signed_limit
 from needlework.stats import percent, whole_percent
@@ -363,7 +363,7 @@ def overview(frame: Frame, verdicts: Sequence[Verdict]) -> Overview:
             blocks.append(ClaimRow(rule, judged, [Strip(label, points) for label, points in by_label.items()]))
         elif any(v.word == "not run" for v in judged.values()):
             not_run.append(rule)
-    return Overview({model: made_of(frame.anatomy(model)) for model in frame.models}, blocks, not_run)
+    return Overview({model: architecture_class(frame.anatomy(model)) for model in frame.models}, blocks, not_run)
 
 
 def zone(point: VerdictPoint) -> tuple[float, float] | None:
