@@ -14,6 +14,8 @@ from needlework.requests import Answer
 from needlework.tasks import TASKS, Item, Task, base, make_task, task
 
 KINDS = {
+    "association",
+    "association_choice",
     *("niah", "niah_choice", "ruler", "ruler_choice", "mqar", "mqar_choice", "phone_book", "phone_book_choice"),
     *("copy", "copy_choice", "cloze", "cloze_choice", "letter", "letter_lookup", "judgements", "perplexity"),
     *("prompts", "prompts_choice", "linked", "linked_choice"),
