@@ -279,7 +279,7 @@ def test_the_estimate_of_a_plan_has_all_that_a_run_does(plan_file: Path, monkeyp
     assert list(total.phases) == ["loading", "compiling", "examining", "recording", "asking"]
     assert total.phases["compiling"] == COMPILE_SECONDS["block_attention"]
     assert total.seconds == pytest.approx(sum(total.phases.values()))
-    text = describe(load(plan_file, make_task=fakes.make_task), fakes.FakeModels()).text()
+    *_, text = describe(load(plan_file, make_task=fakes.make_task), fakes.FakeModels()).output()
     assert re.search(r"about \d+ s \(loading 1 s, compiling 10 s, examining 1 s, recording 1 s, asking \d+ s\)", text)
 
 

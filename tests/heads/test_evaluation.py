@@ -154,7 +154,7 @@ def test_a_model_that_cannot_do_the_task_is_not_ranked() -> None:
         (lambda s: nw.rank(s, samples=0), "samples=0 must be a whole number, at least 1"),
         (lambda s: nw.rank(s, samples=2.5), r"samples=2\.5 must be"),
         (lambda s: nw.rank(s, "copy_scor"), "did you mean 'copy_score'"),
-        (lambda s: nw.rank(s, task="nihaa"), "no file and no shipped plan is called 'nihaa'"),
+        (lambda s: nw.rank(s, task="nihaa"), "'nihaa' is neither a plan nor niah or recall; did you mean 'niah'"),
         (
             lambda s: nw.rank(s, task=nw.tasks.make_task({"kind": "niah_choice"})),
             "no task here generates",

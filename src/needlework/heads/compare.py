@@ -43,18 +43,30 @@ class HeadChange:
 
 @dataclass
 class HeadComparison:
-    """The heads of two checkpoints, by one method on the same samples."""
+    """The heads of two checkpoints, by one method on the same samples.
+
+    Attributes:
+        models: The first and the second checkpoint.
+        method: The ranking method.
+        task: Kinds of the tasks.
+        samples: Number of samples that heads are scored on.
+        heads: All heads, in the order of the model.
+        best: Number of heads that count as the best.
+        kept: Share of the first checkpoint's best heads that are among the best of the second.
+        agreement: Rank correlation of all scores.
+        retrieval: Held-out accuracy of the "first" and the "second" checkpoint, and of the second one with queries and keys of
+            the first in "all" attention layers, or for the groups of "lost" heads.
+        restored: What queries and keys of the first add to the second, paired, by the same names.
+    """
 
     models: tuple[Origin, Origin]
     method: str
-    task: str  # kinds of the tasks
-    samples: int  # that heads are scored on
-    heads: Sequence[HeadChange]  # in the order of the model
-    best: int  # number of heads that count as the best
-    kept: Estimate  # share of the first checkpoint's best heads that are among the best of the second
-    agreement: Estimate  # rank correlation of all scores
-    # Held-out accuracy of the "first" and the "second" checkpoint, and of the second one with Q/K of the first in "all" attention
-    # layers, or for the groups of "lost" heads; and what Q/K of the first add to the second, paired, by the same names.
+    task: str
+    samples: int
+    heads: Sequence[HeadChange]
+    best: int
+    kept: Estimate
+    agreement: Estimate
     retrieval: dict[str, Estimate] = field(default_factory=dict)
     restored: dict[str, Estimate] = field(default_factory=dict)
 

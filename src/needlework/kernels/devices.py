@@ -58,13 +58,21 @@ def rglru_scan(x: Tensor, decay: Tensor, state: Tensor, reset: Tensor | None = N
 
 
 def selective_scan(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, state: Tensor | None, **vectors: Tensor | None
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    state: Tensor | None = None,
+    *,
+    dt_bias: Tensor | None = None,
+    skip: Tensor | None = None,
+    z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute `needlework.kernels.selective_scan`, with mamba-ssm if it is installed and supports the arguments.
 
     mamba-ssm has no initial state and no gradient of the last state.
     """
-    dt_bias, skip, z = (vectors[name] for name in ("dt_bias", "skip", "z"))
     dt = dt.float() if dt_bias is None else functional.softplus(dt.float() + dt_bias.float())
     tokens = x.float(), dt, B.float(), C.float()
     scan = library_function("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
