@@ -19,7 +19,7 @@ from needlework.play.playground import Encoded, Playground
 from needlework.play.state import PromptState, RequestState
 from needlework.requests import Request, prepare
 
-pytestmark = [pytest.mark.slow, pytest.mark.serial]
+pytestmark = pytest.mark.slow
 TOLERANCE = 2e-3
 NEW_TOKENS = 12
 TEXTS = [
