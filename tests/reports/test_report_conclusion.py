@@ -7,11 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import synthetic
 
+from needlework.analysis.evidence import NO_CONTEXT
 from needlework.analysis.frame import Frame
 from needlework.analysis.reader import load
 from needlework.analysis.verdicts import Verdict, Word, verdicts
 from needlework.reports.page import conclusions, headline
+from needlework.results import Store
 
 
 @pytest.fixture(scope="module")
@@ -64,3 +67,17 @@ def test_a_model_that_finds_too_little_has_that_for_a_conclusion(frame: Frame) -
     mixed = [*weak[1:], *(v for v in verdicts(frame) if v.model == "tiny-jamba")]
     assert dict(conclusions(frame, weak))["tiny-griffin"] == "no claim can be tested: untouched it finds 0 % [0, 10.2; n = 34]."
     assert "can be tested" not in dict(conclusions(frame, mixed))["tiny-jamba"]
+
+
+def test_a_condition_of_a_claim_is_not_told_as_an_own_intervention(tmp_path: Path) -> None:
+    model, own = "tiny-griffin", "ablate_attention(layers=[1], phase='decode')"
+    folder = synthetic.write(tmp_path / "run", (model,))
+    store = Store(folder)
+    for text in (str(NO_CONTEXT), own):
+        store.add([synthetic.trial(model, "more", sample, text) for sample in synthetic.needles(model, 4)])
+    store.close()
+    frame = load([folder])
+    said = dict(conclusions(frame, verdicts(frame)))[model]
+    assert own in said
+    assert "expose_tokens" not in said
+    assert "mode='only'" not in said

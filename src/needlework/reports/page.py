@@ -14,6 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from rich.console import Console
 
+from needlework.analysis.evidence import NO_CONTEXT
 from needlework.analysis.frame import Frame
 from needlework.analysis.layers import LayerAblations
 from needlework.analysis.model_trials import by_boundary
@@ -222,7 +223,9 @@ def conclusions(frame: Frame, judged: Sequence[Verdict]) -> list[tuple[str, str]
             clause = re.match(r"(?:[^;.\[]|\.\d|\[[^\]]*\])*", verdict.sentence)
             said.append(re.sub(r"(?<=\]) \(.*", "", clause[0].strip() if clause else verdict.sentence))
         trials = by_boundary(frame, model)[0]
-        own = [(label, trials.accuracy(trials.retrieval(text))) for label, text in trials.unplaced]
+        without_context = trials.text_of(NO_CONTEXT)  # on no figure's axis, but a part of a claim
+        unplaced = [(label, text) for label, text in trials.unplaced if text != without_context]
+        own = [(label, trials.accuracy(trials.retrieval(text))) for label, text in unplaced]
         said += [sentence] if (sentence := LayerAblations(trials).sentence()) else []
         said += [f"under {label}, it finds {share(e, 'the needles')}" for label, e in own if e.n][:MOST_OWN]
         if said:
