@@ -58,7 +58,6 @@ test: $(BROWSER)
 
 test-fast: $(STAMP)
 	$(BIN)/python -m pytest -n 2 -m "not slow and not serial"
-	$(BIN)/python -m pytest -m "serial and not slow"
 
 # The wheel as a user installs it: with the newest dependencies that it allows, outside of the repository. Needs an index.
 test-wheel:

@@ -27,7 +27,7 @@ NO_MIXER = {  # why the recurrent side cannot be addressed
     "qwen3": "no separate recurrent layers",
     "gemma3": "no separate recurrent layers",
 }
-CORE = ("llama", "gemma3", "jamba", "recurrent_gemma", "falcon_h1", "hrm_text", "mamba")  # not slow
+CORE = ("llama", "jamba", "recurrent_gemma", "mamba")  # not slow
 ALL = tuple(ARCHITECTURES)
 WITH_HEADS = tuple(name for name in ALL if name not in NO_HEADS)
 WITH_MIXER = tuple(name for name in ALL if name not in NO_MIXER)

@@ -89,6 +89,7 @@ def test_an_option_is_explained_for_the_interventions_that_have_it() -> None:
     assert found["keep_heads"] == "Number of first tokens left out when heads are scored by their attention."
 
 
+@pytest.mark.slow
 def test_no_message_names_a_file_that_a_wheel_has_not() -> None:
     """Texts of the program name `needlework explain` instead: neither strings nor docstrings of what users can reach."""
     package = Path(nw.__file__).parent

@@ -119,6 +119,7 @@ def test_a_checkup_is_a_frame() -> None:
     assert "all 1 laws hold" in checkup()._repr_html_()
 
 
+@pytest.mark.slow
 def test_plots_leave_pyplot_alone() -> None:
     code = (
         "import sys, needlework as nw; r = nw.Ranking.parse('2.0 2.1'); r._repr_html_(); print('matplotlib' in sys.modules);"

@@ -179,6 +179,7 @@ def test_single_groups_are_blocked(name: str) -> None:
     assert cases.apart(subject.logits([cases.PROMPT], act), wanted) < cases.between_routes(name)
 
 
+@pytest.mark.slow
 @cases.each(("jamba", "recurrent_gemma", "mamba2", "lfm2"))
 @pytest.mark.parametrize("kernels", ["fast", "stock"])
 def test_rows_and_layers_keep_to_themselves(name: str, kernels: str) -> None:

@@ -108,6 +108,7 @@ def test_a_baseline_at_chance_has_no_retained_share() -> None:
     assert math.isnan(stats.retained([1, 0, 0, 0], [1, 0, 0, 0], range(4), chance=0.25).value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep,size", [(0.6, 1), (0.6, 4), (0.97, 1)])
 def test_retained_interval_covers_the_truth(keep: float, size: int) -> None:
     rng = np.random.default_rng(8)
@@ -145,6 +146,7 @@ def test_interaction_has_the_sign_of_the_claim_and_knows_when_effects_cross() ->
     assert sides((0.8, 0.0), (0.2, 0.9), 3).contrast.high < 0
 
 
+@pytest.mark.slow
 def test_interaction_interval_covers_the_truth() -> None:
     found = [sides((0.3, 0.5), (0.6, 0.4), run, n=80).contrast for run in range(300)]
     covered = sum(e.low <= 0.4 <= e.high for e in found) / 300

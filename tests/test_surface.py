@@ -90,6 +90,7 @@ def test_these_names_are_public_and_no_others() -> None:
     assert callable(nw.run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", ["dir(nw)", f"[getattr(nw, name) for name in '{FREE_OF_TORCH}'.split()]"])
 def test_importing_brings_no_torch(code: str) -> None:
     shown = subprocess.run(

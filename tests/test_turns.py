@@ -61,6 +61,7 @@ def _ask(subject: nw.Subject, interventions: Iterable[nw.Intervention]) -> list[
     return [subject.generate([prompt], act, max_new_tokens=4)[0].tokens for prompt, act in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny-griffin", "tiny-granite"])
 def test_three_threads_get_the_answers_of_one(name: str) -> None:
     subject = nw.load(name)
@@ -92,6 +93,7 @@ def _answers(subject: nw.Subject) -> list[Answer]:
     return [subject.generate([prompt], max_new_tokens=6)[0] for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ask",
     [
@@ -154,6 +156,7 @@ class Holder:
         self.running, self.me = running, self
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drop", [lambda running: None, Holder], ids=["dropped", "dropped in a cycle"])
 def test_an_iteration_that_is_dropped_half_way_ends_its_turn(drop: Callable[[Iterator[Any]], Any]) -> None:
     subject = cases.subject("recurrent_gemma")

@@ -88,6 +88,7 @@ def test_segregation_says_which_of_its_two_questions_decided() -> None:
     ]
 
 
+@pytest.mark.slow
 @given(st.integers(1, 400), st.data(), st.sampled_from([1 / 7, 0.25, 0.5]))
 def test_fewer_right_choices_never_speak_more_against_lost_information(n: int, data: st.DataObject, chance: float) -> None:
     order = ["supported", "inconclusive", "not supported"]
@@ -310,6 +311,7 @@ def test_the_smallest_n_is_computed_from_the_rules() -> None:
     assert at_other_chance != needs["segregation"]
 
 
+@pytest.mark.slow
 def test_every_larger_number_of_samples_suffices_too() -> None:
     """Power is a saw-tooth: at chance 25 % it is 0.901 for n = 217 and 0.886 for n = 219."""
 
@@ -323,6 +325,7 @@ def test_every_larger_number_of_samples_suffices_too() -> None:
     assert all(power(n) >= 0.9 for n in range(233, 1500))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [75, 216, 232, 233, 300])
 def test_the_power_of_forced_choice_is_what_simulated_verdicts_have(n: int) -> None:
     rng = np.random.default_rng(n)

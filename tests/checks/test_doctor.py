@@ -57,6 +57,7 @@ def llama(**changes: Any) -> nw.Subject:
 # --- healthy models -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_healthy_models_pass_or_say_why_a_law_does_not_apply(name: str) -> None:
     found = nw.doctor(cases.subject(name))
@@ -373,6 +374,7 @@ def test_offsets_that_are_wrong() -> None:
 # --- the command ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_says_what_holds_and_ends_accordingly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = CliRunner()
     cases.subject("llama").model.save_pretrained(tmp_path)

@@ -24,17 +24,20 @@ assert callable(torch._dynamo.optimize), "the compiler is there for whoever want
 """
 
 
+@pytest.mark.slow
 def test_a_short_prompt_needs_neither_compiled_kernels_nor_torchs_compiler() -> None:
     done = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["tiny-jamba", "tiny-granite"])
 def test_models_of_other_families_are_loaded_the_short_way_too(model: str) -> None:
     code = START.partition("unneeded")[0].replace("tiny-griffin-small", model)
     subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_more_of_the_compiler_is_loaded_as_usual() -> None:
     code = START.partition("unneeded")[0].replace(
         "shown =", "from needlework.model import quick_import\nquick_import._unchanged = None\nshown ="

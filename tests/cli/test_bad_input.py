@@ -145,6 +145,7 @@ def test_a_plan_that_cannot_be_read_is_told_with_its_line(text: str, says: str, 
     assert len(str(error.value)) < 1500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "front"),
     [
@@ -178,6 +179,7 @@ def test_trials_count_samples_times_interventions(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["niah", "niah_choice", "mqar", "phone_book", "copy", "ruler", "letter", "cloze", "judgements"])
 def test_the_count_is_what_is_made(kind: str) -> None:
     from needlework.experiments.models import DiskModels
@@ -308,6 +310,7 @@ def test_a_device_that_torch_lacks_is_refused_before_anything_is_written(device:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["file", "file/below"])
 def test_a_file_where_a_directory_is_due(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("mine")

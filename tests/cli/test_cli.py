@@ -68,6 +68,7 @@ def test_every_option_and_argument_is_explained(name: str) -> None:
     assert [param.name for param in command.params if not getattr(param, "help", None)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "code", "part"),
     [
@@ -92,6 +93,7 @@ def test_what_needs_no_model_is_told_before_torch_comes_in(words: list[str], cod
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -219,6 +221,7 @@ def small_disk(most: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

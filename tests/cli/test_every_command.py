@@ -115,6 +115,7 @@ def call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_json_is_all_that_stdout_holds(name: str, call: Callable[..., Any]) -> None:
     def refuse(constant: str) -> None:
@@ -123,6 +124,7 @@ def test_json_is_all_that_stdout_holds(name: str, call: Callable[..., Any]) -> N
     assert json.loads(call(name, "--json").stdout, parse_constant=refuse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CALLS)
 def test_lines_fit_a_narrow_terminal(name: str, call: Callable[..., Any]) -> None:
     """Only a word that is longer, such as a path, may make a line longer."""
@@ -143,6 +145,7 @@ def test_help_fits_a_narrow_terminal(name: str, monkeypatch: pytest.MonkeyPatch)
     assert not [option for option in options_of(name) if option.startswith("--") and option.strip("-") not in " ".join(words)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("colours", ["1", None])
 def test_no_color_is_respected(colours: str | None, tmp_path: Path) -> None:
     call = [sys.executable, "-m", "needlework", "ask", "tiny-griffin", "x", "--intervene", "nonsense"]

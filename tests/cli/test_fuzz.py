@@ -274,6 +274,7 @@ def ranking_files(rng: random.Random, folder: Path, taken: dict[str, int]) -> No
         tried(nw.Ranking.load, file)
 
 
+@pytest.mark.slow
 def test_a_line_of_fifty_megabytes_is_no_trouble(tmp_path: Path) -> None:
     (tmp_path / "long.txt").write_text("word " * 10_000_000)
     assert tried(haystack.read_sentences, str(tmp_path / "long.txt"))

@@ -81,6 +81,7 @@ def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     TASKS.update(before)
 
 
+@pytest.mark.slow
 def test_a_plan_with_an_intervention_and_a_task_of_ones_own_runs(plugin: Path, tmp_path: Path) -> None:
     plan, out = tmp_path / "plan.yaml", tmp_path / "out"
     plan.write_text(PLAN)
@@ -158,6 +159,7 @@ def test_a_fault_is_told_with_its_line_and_exits_with_2(plugin: Path, before: st
     assert "Traceback" not in shown.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "before"),
     [

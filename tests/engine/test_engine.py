@@ -41,6 +41,7 @@ def assert_same(fast: Answer, slow: Answer) -> None:
     assert torch.allclose(torch.tensor(fast.logprobs), torch.tensor(slow.logprobs), atol=1e-4)
 
 
+@pytest.mark.slow
 @cases.each(("llama", "gemma3", "jamba", "recurrent_gemma", "falcon_h1", "qwen3_next", "glm5_next", "mamba", "minimax"))
 def test_everything_at_once_equals_one_by_one(name: str) -> None:
     subject = cases.subject(name)
@@ -49,6 +50,7 @@ def test_everything_at_once_equals_one_by_one(name: str) -> None:
         assert_same(fast, alone(subject, request))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "recurrent_gemma", "mamba"])
 def test_refilled_batches_equal_one_by_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for a few rows only, rows of different lengths and ages stand side by side."""
@@ -70,6 +72,7 @@ def test_refilled_batches_equal_one_by_one(name: str, monkeypatch: pytest.Monkey
     assert joined >= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "recurrent_gemma", "falcon_h1", "qwen3_next"])
 def test_shared_stems_read_less_and_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = cases.subject(name)
@@ -174,6 +177,7 @@ def test_other_errors_are_not_taken_for_lack_of_memory(monkeypatch: pytest.Monke
         subject.answer([Request((5, 6, 7), max_new_tokens=2)])
 
 
+@pytest.mark.slow
 def test_a_budget_splits_batches_and_changes_nothing() -> None:
     model = cases.subject("jamba").model
     small, large = nw.Subject(nw.wrap(model).body, memory_bytes=200_000), nw.wrap(model)

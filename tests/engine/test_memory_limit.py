@@ -89,6 +89,7 @@ def _plan(folder: Path) -> Path:
     return folder / "plan.yaml"
 
 
+@pytest.mark.slow
 def test_a_run_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     words = ["run", str(_plan(tmp_path)), "--out", str(tmp_path / "out"), "--memory"]
     refused = CliRunner().invoke(app, [*words, "100KiB"])

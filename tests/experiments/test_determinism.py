@@ -168,6 +168,7 @@ def test_one_row_that_differs_is_named(twins: tuple[Path, Path], column: str, ed
     assert "1 of 146 rows in both differ" in shown.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column", ["intervention", "target", "kind", "boundary", "ability", "cluster", "sample"])
 def test_runs_whose_labels_were_swapped_are_not_the_same(twins: tuple[Path, Path], column: str) -> None:
     """Equal answers under another label make another table: everything that a report reads is compared and hashed."""

@@ -76,6 +76,7 @@ def test_an_executor_of_ones_own_gives_the_same_table(plan_file: Path, tmp_path:
     assert table(tmp_path / "out") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_whatever_dies_and_whoever_comes_late_the_table_is_that_of_one_process(
     seed: int, plan_file: Path, tmp_path: Path, expected: list[Any], written: Counter[Any]

@@ -89,6 +89,7 @@ def full_after(monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
     monkeypatch.setattr(run, "Store", Small)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pages", [0, 3, 12, 20])
 def test_a_full_disk_stops_the_run_and_blames_no_trial(
     command: Any, plan_file: Path, monkeypatch: pytest.MonkeyPatch, pages: int

@@ -112,6 +112,7 @@ DAMAGES: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_store_is_told_and_left_alone(damage: str, finished: Path, plan_file: Path, tmp_path: Path) -> None:
     how, says = DAMAGES[damage]
@@ -142,6 +143,7 @@ def test_a_pipe_in_the_place_of_a_store_is_refused(name: str, plan_file: Path, t
         go(plan_file, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_an_unfinished_run_says_so_on_the_page_in_the_terminal_and_in_json(
     finished: Path, plan_file: Path, tmp_path: Path
 ) -> None:
@@ -306,6 +308,7 @@ experiments:
 """
 
 
+@pytest.mark.slow
 def test_a_model_directory_that_vanishes_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two commands, and after it was looked at: said in words, rows intact, and put back it goes on."""
     model = Path(shutil.copytree(zoo.path("tiny-griffin-small"), tmp_path / "model"))

@@ -95,6 +95,7 @@ def test_a_survey_by_workers_of_whom_some_die_is_that_of_one_process(here: nw.Su
     assert pool.most > 1, "several worked at the same time"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["leave_one_out", "add_one_in_decode", "patching"])
 def test_each_way_to_rank_is_put_together_as_in_one_process(
     method: str, here: nw.Subject, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +109,7 @@ def test_each_way_to_rank_is_put_together_as_in_one_process(
     assert len(fake.handed) >= 3, "the untouched model and the method are asked in units"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("score", [partial(learned, steps=2), partial(greedy, budget=60)])
 def test_what_decides_step_by_step_is_done_by_one_worker(score: Any, here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     items = [sample.item for sample in heads.draw_samples(here, heads.tasks_of("niah", here), 5, 0)]
@@ -121,6 +123,7 @@ def test_what_decides_step_by_step_is_done_by_one_worker(score: Any, here: nw.Su
     assert not fake.handed, "nothing is asked from here"
 
 
+@pytest.mark.slow
 def test_the_recurrent_side_goes_to_workers_too(here: nw.Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = heads.recurrent_side_of(here, "niah", 4, 0)
     with workers(monkeypatch, here) as (subject, _):

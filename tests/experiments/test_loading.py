@@ -75,6 +75,7 @@ def test_ask_loads_as_it_is_told(subjects: list[tuple[Any, ...]]) -> None:
     assert subjects == [AS_GIVEN]
 
 
+@pytest.mark.slow
 def test_run_loads_all_models_of_a_plan_as_it_is_told(plan: Path, tmp_path: Path, subjects: list[tuple[Any, ...]]) -> None:
     assert invoke("run", str(plan), "--out", str(tmp_path / "out"), *GIVEN).exit_code == 0
     assert subjects == [AS_GIVEN] * 2

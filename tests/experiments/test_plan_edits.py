@@ -102,6 +102,7 @@ def test_a_name_for_another_task_takes_the_answers_of_any_name(plan_file: Path, 
     assert asked(tmp_path / "out") == table(tmp_path / "fresh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "edit",
     [

@@ -236,6 +236,7 @@ def test_on_a_cpu_a_costly_chunk_ends_when_it_is_large_enough(
     assert (trials.CHUNK_TRIALS, trials.CHUNK_FLOPS) == (64, 5e13)
 
 
+@pytest.mark.slow
 def test_a_real_process_says_plain_lines_into_a_pipe(plan_file: Path, tmp_path: Path) -> None:
     command = [sys.executable, str(HERE / "fakes.py"), str(plan_file), str(tmp_path / "out"), "0"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1"})
@@ -244,6 +245,7 @@ def test_a_real_process_says_plain_lines_into_a_pipe(plan_file: Path, tmp_path: 
     assert "trials per second" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_real_terminal_shows_one_bar_and_ctrl_c_keeps_what_is_there(plan_file: Path, tmp_path: Path) -> None:
     ours, theirs = os.openpty()
     command = [sys.executable, str(HERE / "fakes.py"), str(plan_file), str(tmp_path / "out"), "0.03"]

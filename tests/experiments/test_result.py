@@ -34,6 +34,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> nw.Result:
     return nw.run(folder / "plan.yaml", folder / "out", progress=False)
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_the_csv_export_with_values_in_place_of_text(result: nw.Result, tmp_path: Path) -> None:
     rows = result.rows()
     with export(result.directory, "csv", tmp_path)[0].open() as file:
@@ -80,6 +81,7 @@ def test_a_plot_and_a_table_show_it(result: nw.Result) -> None:
         result.plot(score="nothing")
 
 
+@pytest.mark.slow
 def test_verdicts_and_report_come_with_it(result: nw.Result, tmp_path: Path) -> None:
     verdicts = result.verdicts()
     assert [verdict.claim for verdict in verdicts] == [rule.claim for rule in RULES]

@@ -87,6 +87,7 @@ def test_a_single_haystack_is_warned_of(tmp_path: Path) -> None:
     assert not any("one haystack" in line for line in samples_text(count_samples(plan, [work])))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("against,needed", [("context", 233), ("all", 174)])
 def test_what_is_needed_depends_on_the_chance_of_the_choice(tmp_path: Path, against: str, needed: int) -> None:
     assert f"needs {needed} samples" in told(tmp_path, 110, 110, against)[0]

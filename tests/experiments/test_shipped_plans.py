@@ -66,6 +66,7 @@ def test_a_plan_is_good_and_names_zoo_models(path: Path, fast: bool) -> None:
             assert grid.expand(text.text, {"H": 16})
 
 
+@pytest.mark.slow
 def test_the_demo_has_enough_samples_in_every_condition() -> None:
     for work in works(load(DEMO)):
         counts: dict[tuple[str, str, str], int] = {}
@@ -77,6 +78,7 @@ def test_the_demo_has_enough_samples_in_every_condition() -> None:
         assert not short, (work.model.name, short)
 
 
+@pytest.mark.slow
 def test_the_short_demo_asks_every_claim_of_hybrids_and_a_control_with_the_samples_that_the_rules_need() -> None:
     plan = load(SHORT_DEMO)
     found = count_samples(plan, works(plan))
@@ -94,6 +96,7 @@ def test_the_short_demo_asks_every_claim_of_hybrids_and_a_control_with_the_sampl
     assert len(asked) < 10_500, "that is what a few minutes allow"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [None, {"tiny-griffin": 10, "tiny-jamba": 32}], ids=["as they are", "10 and 32"])
 def test_the_demo_gives_every_rule_the_samples_that_it_needs(heads: dict[str, int] | None) -> None:
     plan = load(DEMO)

@@ -26,6 +26,7 @@ def _log_p(model: Stock, item: Item, gates: dict[tuple[int, int], float]) -> flo
         return model.log_p(item.prompt, item.options[0])
 
 
+@pytest.mark.slow
 @cases.each(cases.WITH_HEADS)
 def test_leaving_one_out_is_the_naive_loop(name: str) -> None:
     found, model = score("leave_one_out", name).each, stock(name)
@@ -36,6 +37,7 @@ def test_leaving_one_out_is_the_naive_loop(name: str) -> None:
         assert np.abs(expected).max() > 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_adding_one_in_is_the_naive_loop(name: str) -> None:
     found, model = score("add_one_in", name).each, stock(name)
@@ -46,6 +48,7 @@ def test_adding_one_in_is_the_naive_loop(name: str) -> None:
         assert np.abs(found[i] - expected).max() < _near(name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_in_decode_a_head_is_heard_until_the_answer_begins(name: str) -> None:
     """The stock forward again, but the hook spares every token before the last one of the prompt."""
@@ -64,6 +67,7 @@ def test_in_decode_a_head_is_heard_until_the_answer_begins(name: str) -> None:
     assert np.abs(found - score("leave_one_out", name).each).max() > 0.01  # the phases differ
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_patching_is_the_naive_loop(name: str) -> None:
     """What one head said to the prompt is put into the forward of its twin, before the model's own gate and projection."""

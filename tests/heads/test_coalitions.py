@@ -135,6 +135,7 @@ def _naive_elimination(name: str) -> tuple[list[int], list[float]]:
     return out + left, curve
 
 
+@pytest.mark.slow
 def test_greedy_drops_what_the_naive_loop_drops() -> None:
     scores = score("greedy", "jamba")
     order, curve = _naive_elimination("jamba")

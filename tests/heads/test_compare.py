@@ -120,6 +120,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_what_lost_queries_is_restored_by_them(damaged: Path, tmp_path: Path) -> None:
     words = [
         "heads",
@@ -145,6 +146,7 @@ def test_what_lost_queries_is_restored_by_them(damaged: Path, tmp_path: Path) ->
     assert "lost" in (tmp_path / "out/comparison.html").read_text()
 
 
+@pytest.mark.slow
 def test_tables_name_what_became_of_the_heads(damaged: Path) -> None:
     same = nw.compare_heads("tiny-griffin", "tiny-griffin", samples=5, held_out=5)
     best, cause = (table.to_markdown() for table in same.tables())
@@ -156,6 +158,7 @@ def test_tables_name_what_became_of_the_heads(damaged: Path) -> None:
     assert same.plot().get_xlabel() == "needle_mass in the first"
 
 
+@pytest.mark.slow
 def test_models_that_cannot_be_compared_are_refused(damaged: Path) -> None:
     for other, why in (("tiny-jamba", "heads or other layers"), ("tiny-mamba", "heads or other layers")):
         with pytest.raises(nw.NeedleworkError, match=why):

@@ -106,6 +106,7 @@ def test_what_all_heads_write_is_what_the_projection_gives(name: str) -> None:
         assert float(observer.sums[layer, "written"].abs().min()) > 0
 
 
+@pytest.mark.slow
 @cases.each(cases.WITH_HEADS)
 def test_a_gradient_is_the_slope_of_a_gate(name: str) -> None:
     """Central differences on the stock model: each head scaled up and down a little where it enters the output projection."""

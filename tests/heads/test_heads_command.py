@@ -59,6 +59,7 @@ def test_everything_is_written_and_can_be_used(tmp_path: Path) -> None:
     assert judged["rankings"]["copy_score.wu"]["heads"] == summary["rankings"]["copy_score"]["heads"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--by", "copy_score", "--no-judge", "--no-dynamic", "--no-retest"], ["--recurrent"]])
 def test_a_directory_appears_when_all_of_it_is_written(more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stopped(*_: object, **__: object) -> None:

@@ -136,6 +136,7 @@ def test_progress_goes_from_nothing_to_all(asked: Any) -> None:
     assert len(told) == 16 * conditions + 16 * len(SHARES)
 
 
+@pytest.mark.slow
 def test_it_can_be_read_by_people_and_programs(asked: Any, tmp_path: Path) -> None:
     _, _, side, _ = asked
     text = side.text()

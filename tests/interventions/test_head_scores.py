@@ -57,6 +57,7 @@ def test_a_score_is_obeyed() -> None:
     assert cases.apart(kept, subject.logits([cases.PROMPT], last_head)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 def test_rows_with_different_scores_equal_single_runs(name: str) -> None:
     """In one batch no score sees what another wrote over, and every row gets its own."""

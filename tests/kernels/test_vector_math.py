@@ -54,6 +54,7 @@ def test_accurate_in_fp32(name: str, exact: Any, low: float, high: float) -> Non
     assert float((error - inherited).max()) < 2.5e-7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "value", "limit"),
     [

@@ -26,6 +26,7 @@ def stock_logits(name: str, edges: list[tuple[int, int]], heads: tuple[int, ...]
         return model(input_ids=IDS, attention_mask=mask, use_cache=False).logits  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen3", "granitemoehybrid"])
 def test_stock_transformers_with_a_mask_of_its_own(name: str) -> None:
     subject, every = cases.subject(name), (0, 1, 2, 3)

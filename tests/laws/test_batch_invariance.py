@@ -25,6 +25,7 @@ def _same(a: Answer, b: Answer, tolerance: float = 1e-4) -> None:
     assert a.margins == pytest.approx(b.margins, abs=10 * tolerance)
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_mixed_rows_equal_single_runs(name: str) -> None:
     """Four prompts of three lengths, each under every intervention, in one call; every third of them by itself."""
@@ -48,6 +49,7 @@ def test_shared_keys_equal_copied_keys(name: str, monkeypatch: pytest.MonkeyPatc
         _same(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "jamba", "recurrent_gemma"])
 def test_rows_that_finish_early_leave_the_others_alone(name: str) -> None:
     """Rows of one batch end at different steps, each under something else: those that stay keep their own."""
@@ -85,6 +87,7 @@ def test_a_small_budget_changes_nothing(name: str) -> None:
         _same(a, b)
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_left_padding_changes_no_answer(name: str) -> None:
     subject = cases.subject(name)

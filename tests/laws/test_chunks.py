@@ -100,6 +100,7 @@ class Forwards:
 # --- equal answers ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_answers_and_receipts_are_those_of_one_piece(name: str) -> None:
     subject = cases.subject(name)
@@ -123,6 +124,7 @@ def test_chunks_give_the_logits_of_stock_transformers(name: str) -> None:
     assert cases.apart(found, expected) <= max(2e-4, cases.between_routes(name)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["jamba", "gemma3"])
 def test_prompts_of_all_lengths_side_by_side(name: str) -> None:
     subject = cases.subject(name)

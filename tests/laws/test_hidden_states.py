@@ -92,6 +92,7 @@ def some_heads(name: str) -> Zeroed:
     return tuple((layer, 1) for layer, part in cases.subject(name).anatomy.attention_parts() if not part.output_gate)
 
 
+@pytest.mark.slow
 @cases.each(STACKS)
 @pytest.mark.parametrize("act", ["none", "heads"])
 def test_the_lens_after_the_last_layer_gives_the_models_own_logits(name: str, act: str) -> None:

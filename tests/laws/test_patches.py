@@ -115,6 +115,7 @@ def has_sites(name: str, site: str) -> bool:
     return bool(subject.anatomy.recurrent_layers if site == "mixers" else subject.anatomy.attention_layers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("site", OUTPUTS)
 @cases.each(cases.ALL)
 def test_a_patch_is_that_of_plain_hooks(name: str, site: str) -> None:
@@ -164,6 +165,7 @@ def test_laws_of_patching(name: str) -> None:
     assert values == pytest.approx([values[1]] * len(values), abs=tolerance)
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_receipts_count_what_was_patched(name: str) -> None:
     subject, pair = cases.subject(name), pair_of(name)
@@ -192,6 +194,7 @@ def test_a_patch_that_does_nothing_fails_its_trial() -> None:
     assert answer.error == "PatchOutputs in layer 2 should have acted in decode, but layers_patched is 0"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "jamba", "recurrent_gemma"])
 def test_prompts_of_unlike_length_are_patched_by_spans(name: str) -> None:
     clean = (5, *CLEAN[:7], 44, *CLEAN[7:])
@@ -206,6 +209,7 @@ def test_prompts_of_unlike_length_are_patched_by_spans(name: str) -> None:
         assert value == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "recurrent_gemma", "falcon_h1", "mamba"])
 def test_attributions_are_those_of_plain_gradients(name: str) -> None:
     """(clean - corrupt) x gradient, summed over tokens, with autograd through the stock model and plain hooks."""

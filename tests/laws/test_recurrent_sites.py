@@ -101,6 +101,7 @@ def test_the_only_kind_of_memory_is_all_of_it(name: str) -> None:
     assert cases.apart(subject.logits(IDS, only), subject.logits(IDS, nw.AblateRecurrent())) < 1e-4
 
 
+@pytest.mark.slow
 @cases.each(("jamba", "recurrent_gemma", "mamba2"))
 @pytest.mark.parametrize("kernels", ["fast", "stock"])
 def test_rows_keep_to_themselves_on_both_kernels(name: str, kernels: str) -> None:

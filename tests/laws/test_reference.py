@@ -112,6 +112,7 @@ def test_a_needle_outside_the_window_is_reported() -> None:
 PAPER = (("llama", None, 16), ("recurrent_gemma", 8, 16), *(("recurrent_gemma", 48, tokens) for tokens in (24, 50, 64)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("mode", ["keep", "omit", "only", "null", "balanced"])
 @pytest.mark.parametrize("name, window, tokens", PAPER)

@@ -80,6 +80,7 @@ class Fed:
         monkeypatch.setattr(hooked_model, "run_model", run_model)
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_shared_examples_change_no_answer(name: str) -> None:
     """Two subjects, questions of four lengths, every intervention, letters: all in one call, and every fifth by itself."""
@@ -114,6 +115,7 @@ def test_examples_are_read_once_for_each_subject_and_intervention(name: str, mon
     assert not engine.prefiller.kept_bytes, "a stem outlives its last reader"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [LETTERS, MIXED])
 @pytest.mark.parametrize("name", ["llama", "jamba"])
 def test_options_scored_together_are_those_scored_singly(name: str, options: Any) -> None:

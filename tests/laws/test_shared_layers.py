@@ -59,6 +59,7 @@ def assert_same(fast: Answer, slow: Answer) -> None:
     assert torch.allclose(torch.tensor(fast.margins), torch.tensor(slow.margins), atol=1e-4)
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_answers_are_those_of_each_request_by_itself(name: str) -> None:
     """Alone, a request shares nothing. Receipts and all tokens are equal, so that the memory they go on from is, too."""
@@ -71,6 +72,7 @@ def test_answers_are_those_of_each_request_by_itself(name: str) -> None:
         assert_same(answer, subject.answer([request])[0])
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_logits_are_those_of_reading_as_a_whole(name: str) -> None:
     subject = cases.subject(name)
@@ -104,6 +106,7 @@ def by_hooks(model: Any, projection: nn.Linear, dim: int, head: int) -> Tensor:
         return model(input_ids=torch.tensor(PROMPTS)).logits[:, -1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "recurrent_gemma", "falcon_h1"])
 def test_silenced_heads_are_those_of_a_plain_hook(name: str) -> None:
     """Every head of every layer, against the stock model."""
@@ -119,6 +122,7 @@ def test_silenced_heads_are_those_of_a_plain_hook(name: str) -> None:
         assert cases.apart(torch.stack([deep[2 * h], deep[2 * h + 1]]), stock) < 1e-4
 
 
+@pytest.mark.slow
 @cases.each(cases.ALL)
 def test_which_models_can_be_entered_where(name: str) -> None:
     """Found by running them; pinned here, so that a family that loses its entry points is seen."""
@@ -246,6 +250,7 @@ def test_observers_see_every_row_in_every_layer() -> None:
     assert {row.queries for row in watch.table("prefill")} == {len(requests) * len(PROMPTS[0])}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "jamba", "recurrent_gemma"])
 def test_prompts_that_begin_alike_share_the_better_way(name: str) -> None:
     """Stems where many prompts have one, depth where one prompt has many requests; both at once change nothing."""

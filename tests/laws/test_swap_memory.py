@@ -136,6 +136,7 @@ def _by_hand(model: Any, half: str, layers: list[int], tokens: slice = slice(Non
     return torch.as_tensor(out.logits[0, -1]).log_softmax(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", ["kv", "recurrent"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "jamba", "falcon_h1", "qwen3_next", "bamba", "lfm2"])
 def test_a_layer_is_swapped_as_in_the_cache_of_transformers(name: str, half: Half) -> None:

@@ -68,6 +68,7 @@ def test_layer_types_that_do_not_fit_the_weights(directory: Path) -> None:
         nw.load(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json", "tokenizer.json"])
 @pytest.mark.parametrize("text", ["[]", "5", "", "null", "[" * 100_000, "\0\1\2"])
 def test_a_file_that_holds_something_else(file: str, text: str, directory: Path) -> None:
@@ -136,6 +137,7 @@ def test_a_longest_text_that_is_no_number(longest: Any, directory: Path) -> None
     assert "model_max_length" in said.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_named_before_any_trial(value: float, directory: Path, tmp_path: Path) -> None:
     weights = load_file(directory / "model.safetensors")

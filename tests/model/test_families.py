@@ -82,6 +82,7 @@ def assert_same(model: Any, ids: Tensor, found: Tensor) -> None:
     assert worst <= max(1e-5, 4 * rounding), f"off by {worst:.1e}, stock's own rounding is {rounding:.1e}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: "+".join(map(str, split)))
 @pytest.mark.parametrize("name", sorted(MENDED))
 @torch.no_grad()

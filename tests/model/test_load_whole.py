@@ -40,6 +40,7 @@ def _without(part: str) -> Edit:
     return edit
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", cases.ALL)
 def test_every_architecture_comes_back_as_it_was_saved(name: str, tmp_path: Path) -> None:
     """Tied weights, fused experts, buffers and renamed tensors are no gaps."""

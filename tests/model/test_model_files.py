@@ -178,6 +178,7 @@ def test_a_model_without_a_tokenizer_loads_and_takes_tokens(mute: Path) -> None:
     assert subject.generate([[5, 6, 7]], max_new_tokens=2)[0].error == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["run", "plan", "ask", "eval"])
 def test_text_for_a_model_without_a_tokenizer_is_refused(
     mute: Path, command: str, tmp_path_factory: pytest.TempPathFactory

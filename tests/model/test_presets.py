@@ -58,6 +58,7 @@ def test_every_preset_has_its_published_anatomy_below_and_a_source() -> None:
     assert all(preset["source"] for preset in presets().values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_preset_is_looked_at_without_weights_and_has_the_published_sizes(name: str) -> None:
     """Names round sizes ("7B" has 7.4 billion parameters); a wrong width, vocabulary or tied head is off by more."""
@@ -72,6 +73,7 @@ def test_a_preset_is_looked_at_without_weights_and_has_the_published_sizes(name:
     assert costs.weights == pytest.approx(2 * anatomy.parameters, rel=0.01)
 
 
+@pytest.mark.slow
 def test_commands_take_presets_by_name(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(app, ["inspect", "qwen3.5-0.8b", "--json"]).output)
     assert [layer["kind"] for layer in found["layers"]].count("attention") == 6

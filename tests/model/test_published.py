@@ -51,6 +51,7 @@ def _kinds(anatomy: nw.Anatomy) -> list[tuple[str, int, int]]:
     return [(layer.kind, len(layer.heads), len(layer.groups)) for layer in anatomy.layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, layout", _CELLS)
 def test_layout(name: str, layout: Layout, tmp_path: Path, record_property: Callable[[str, Any], None]) -> None:
     record_property("layout", (name, layout))
@@ -110,6 +111,7 @@ def test_a_tensor_of_no_part_is_still_refused(tmp_path: Path) -> None:
         nw.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_commands_on_a_composite_checkpoint(tmp_path: Path) -> None:
     write("qwen3_5", "published", tmp_path)
     result = CliRunner().invoke(app, ["inspect", str(tmp_path)])

@@ -264,6 +264,7 @@ def test_transformers_window_shows_one_key_less(pair: Pair, ids: Tensor) -> None
         assert gap[WINDOW:].min() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["prefill", "decode", "both"])
 @pytest.mark.parametrize("k", [0, 1, 2, 5, 7, 8])
 def test_heads_kept_by_entropy_agree(pair: Pair, ids: Tensor, k: int, phase: Literal["prefill", "decode", "both"]) -> None:
@@ -279,6 +280,7 @@ def test_heads_kept_by_entropy_agree(pair: Pair, ids: Tensor, k: int, phase: Lit
     assert bool(changed.all()) if k < HEADS else not bool(changed.any())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", ["decode", "both"])
 @pytest.mark.parametrize("k", [1, 3])
 def test_greedy_tokens_with_heads_kept_agree(pair: Pair, ids: Tensor, k: int, phase: Literal["decode", "both"]) -> None:

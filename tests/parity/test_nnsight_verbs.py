@@ -225,6 +225,7 @@ def case(request: pytest.FixtureRequest, witness: Callable[[str], None]) -> Case
     return Case(request.param)
 
 
+@pytest.mark.slow
 def test_patched_outputs_of_heads_modules_and_layers(case: Case) -> None:
     last = len(case.clean) - 1
     after = {"span": case.span, "all": range(last + 1), str(last): [last]}
@@ -241,6 +242,7 @@ def test_patched_outputs_of_heads_modules_and_layers(case: Case) -> None:
     assert compared == 3 * (2 * len(anatomy.attention_layers) + len(anatomy.recurrent_layers) + len(anatomy.layers))
 
 
+@pytest.mark.slow
 def test_patched_memory(case: Case) -> None:
     anatomy = case.subject.anatomy
     read = range(len(case.clean) - 1)  # the last token of the prompt is read after memory is swapped

@@ -220,6 +220,7 @@ def test_the_tour_is_answered_in_the_background(griffin: Any, start_server: Any)
     assert asked.index("none", 1) <= 2, "the page's call came between two states"
 
 
+@pytest.mark.slow
 def test_the_command_serves_until_it_is_stopped() -> None:
     command = [sys.executable, "-m", "needlework", "play", "tiny-griffin", "--port", "0", "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

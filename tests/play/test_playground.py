@@ -34,6 +34,7 @@ def ask(playground: Playground, prompt: PromptState, text: str) -> dict[str, Any
     return playground.generate(RequestState(prompt=prompt, parts=tuple(parts_of(text)), max_new_tokens=12))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", TEXTS)
 def test_an_answer_is_that_of_generate_and_the_choice_that_of_choices(griffin: Playground, text: str) -> None:
     subject = griffin.subject
@@ -83,6 +84,7 @@ def test_attention_is_what_observe_sees(griffin: Playground) -> None:
         griffin.attention(request, 99)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*zoo.catalog()])
 def test_every_zoo_model_has_its_stories_or_says_what_it_lacks(name: str) -> None:
     playground = Playground(nw.load(name), name)

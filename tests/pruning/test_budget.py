@@ -172,6 +172,7 @@ def test_forms_for_other_programs(tmp_path: Path) -> None:
         found.save(tmp_path / "other", ["tgi"])
 
 
+@pytest.mark.slow
 def test_retrieval_is_measured_with_the_heads_that_stream() -> None:
     griffin = nw.load("tiny-griffin")
     order = Ranking(order=griffin.anatomy.heads)
@@ -189,6 +190,7 @@ def test_retrieval_is_measured_with_the_heads_that_stream() -> None:
         nw.budget(griffin, **{**fixed, "window": 300, "memory": most.total - 1}, samples=20)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     def run(*words: object) -> tuple[int, str]:
         done = CliRunner().invoke(app, ["budget", *map(str, words)])

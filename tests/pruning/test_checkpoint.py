@@ -31,6 +31,7 @@ def written(name: str, which: str, folder: Path, others: str = "none") -> Pruned
     return smaller
 
 
+@pytest.mark.slow
 @each(PRUNED)
 def test_a_directory_is_the_model_that_was_in_memory(name: str, tmp_path: Path) -> None:
     """Every second one with unequal groups and layers, the others with a layer that has no heads."""
@@ -46,6 +47,7 @@ def test_a_directory_is_the_model_that_was_in_memory(name: str, tmp_path: Path) 
     assert stored <= small < whole
 
 
+@pytest.mark.slow
 @each(WITH_HEADS)
 def test_uniform_is_loaded_by_stock_transformers_or_refused_with_a_reason(name: str, tmp_path: Path) -> None:
     """The numbers of the whole stock model with the other heads' output columns zeroed, by transformers alone."""

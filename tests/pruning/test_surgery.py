@@ -15,6 +15,7 @@ from needlework.receipts import Tally
 CLOSE = 1e-4
 
 
+@pytest.mark.slow
 @each(PRUNED)
 @pytest.mark.parametrize("which", ["uneven", "first layer empty"])
 def test_a_cut_model_is_the_whole_one_with_heads_silenced(name: str, which: str) -> None:
@@ -44,6 +45,7 @@ def _acts(first: nw.Head) -> list[nw.Intervention]:
     return [nw.NONE, nw.AblateHeads(heads=(first,)), keep, nw.LimitContext(tokens=5), nw.KeepHeads(k=1, by="norm")]
 
 
+@pytest.mark.slow
 @each(("jamba", "recurrent_gemma", "llama", "falcon_h1", "kimi_linear", "minimax", "inkling", "hrm_text"))
 def test_forks_of_a_cut_model_answer_as_they_do_alone(name: str) -> None:
     """Several interventions of prompts of several lengths in one batch: rows share keys, layers without heads count tokens."""

@@ -22,6 +22,7 @@ from needlework.experiments.plan import get
 from needlework.reports.page import report as write_report
 
 
+@pytest.mark.slow
 def test_the_steps_add_one_experiment_each_and_every_claim_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,6 +59,7 @@ def test_the_steps_add_one_experiment_each_and_every_claim_is_told_once(
     assert "needlework ask smollm2-135m" in said
 
 
+@pytest.mark.slow
 def test_a_claim_is_one_sentence_with_the_number_of_every_model(
     tmp_path: Path,
 ) -> None:
@@ -76,6 +78,7 @@ def test_a_claim_is_one_sentence_with_the_number_of_every_model(
     assert [row[0] for row in table.texts()] == list(frame.models)
 
 
+@pytest.mark.slow
 def test_a_claim_is_told_when_it_is_decided_and_again_if_the_outcome_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +101,7 @@ def test_a_claim_is_told_when_it_is_decided_and_again_if_the_outcome_changes(
     ]
 
 
+@pytest.mark.slow
 def test_report_and_playground_link_to_each_other(tmp_path: Path) -> None:
     out = synthetic.write(tmp_path / "run", ("tiny-griffin",), per_cell=1)
     played = demo.write_playground(CachedModels().subject("tiny-griffin"), out)

@@ -26,6 +26,7 @@ def figures() -> ModuleType:
     return module
 
 
+@pytest.mark.slow
 def test_readme_takes_what_the_plan_asks_for_by_the_kind_of_task(figures: ModuleType, tmp_path: Path) -> None:
     run = synthetic.write(tmp_path / "run", ("tiny-jamba", "tiny-mamba"), per_cell=1)
     before = figures.demo_table(load([run]))

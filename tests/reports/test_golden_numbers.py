@@ -83,6 +83,7 @@ def stored(name: str, folder: Path) -> Path:
     return folder / name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["synthetic", "version2"])
 def test_no_number_of_a_stored_run_changes(name: str, tmp_path: Path) -> None:
     expected = json.loads(FILE.read_text(encoding="utf-8"))[name]

@@ -47,6 +47,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return runs
 
 
+@pytest.mark.slow
 def test_differences_are_paired_by_sample(pair: list[Path]) -> None:
     frame = load(pair)
     pair_models(frame, pair[0])
@@ -65,6 +66,7 @@ def test_differences_are_paired_by_sample(pair: list[Path]) -> None:
     assert words.startswith("against tiny-griffin, ")
 
 
+@pytest.mark.slow
 def test_the_base_may_be_either_run_or_a_model(pair: list[Path]) -> None:
     for against, base in (
         (pair[1], "tiny-griffin (b)"),
@@ -89,6 +91,7 @@ def test_heads_are_kept_lost_and_new(pair: list[Path]) -> None:
     assert found[".".join(map(str, best["tiny-griffin (b)"]))][1] == "1"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_paired_is_refused(pair: list[Path], tmp_path: Path) -> None:
     with pytest.raises(nw.NeedleworkError, match="neither one of these runs nor a model in them: tiny-griffin"):
         nw.report(pair, tmp_path, against="other")
@@ -106,12 +109,14 @@ def test_what_cannot_be_paired_is_refused(pair: list[Path], tmp_path: Path) -> N
         nw.report([pair[0], tmp_path / "other"], tmp_path, against=pair[0])
 
 
+@pytest.mark.slow
 def test_the_page_opens_with_what_changed(pair: list[Path], tmp_path: Path) -> None:
     text = nw.report(pair, tmp_path, against=pair[0]).read_text(encoding="utf-8")
     assert text.split("<nav")[0].count("against tiny-griffin, ") == 1
     assert "tiny-griffin (b) against tiny-griffin" in text.split('id="comparison"')[1].split("</section>")[0]
 
 
+@pytest.mark.slow
 def test_the_conclusion_is_about_the_difference_and_details_are_folded(pair: list[Path], tmp_path: Path) -> None:
     written = write_report(pair, tmp_path, pair[0], pictures=False)
     assert written.headline == headline(_paired(pair))
@@ -137,6 +142,7 @@ def test_changes_exclude_zero_and_are_ordered_by_size(pair: list[Path]) -> None:
     assert shown == sorted(shown, key=lambda what: -abs(every[what]["value"]))
 
 
+@pytest.mark.slow
 def test_equal_runs_have_no_change(tmp_path: Path) -> None:
     runs = [synthetic.write(tmp_path / name, ("tiny-griffin",), per_cell=1) for name in ("a", "b")]
     store = Store(runs[1])

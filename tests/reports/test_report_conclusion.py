@@ -28,6 +28,7 @@ def judged_as(frame: Frame, *words: Word) -> list[Verdict]:
     return [replace(verdict, word=word) for verdict, word in zip(first, words, strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words,said",
     [
@@ -54,6 +55,7 @@ def test_each_model_has_the_numbers_that_decided_with_n_and_interval(frame: Fram
     assert "tiny-mamba" not in found, "no claim is about it"
 
 
+@pytest.mark.slow
 def test_the_opening_speaks_of_what_was_found_before_anything_else(page: Path) -> None:
     body = page.read_text(encoding="utf-8").split("<body>")[1]
     opening = re.sub(r"<[^>]*>", " ", body.split("<nav")[0]).replace("\u00a0", " ")
@@ -69,6 +71,7 @@ def test_a_model_that_finds_too_little_has_that_for_a_conclusion(frame: Frame) -
     assert "can be tested" not in dict(conclusions(frame, mixed))["tiny-jamba"]
 
 
+@pytest.mark.slow
 def test_a_condition_of_a_claim_is_not_told_as_an_own_intervention(tmp_path: Path) -> None:
     model, own = "tiny-griffin", "ablate_attention(layers=[1], phase='decode')"
     folder = synthetic.write(tmp_path / "run", (model,))

@@ -155,6 +155,7 @@ def test_the_headline_is_by_layers_where_no_claim_is_decided(
     assert headline(frame, verdicts(frame)) == says
 
 
+@pytest.mark.slow
 def test_the_figure_of_the_headline_is_open_and_the_command_says_what_it_says(tmp_path: Path) -> None:
     stored(tmp_path, ONE_SUFFICES)
     written = write_report(tmp_path, pictures=False)

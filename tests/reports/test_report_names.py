@@ -52,6 +52,7 @@ def named(few: Path, directory: Path, name: str) -> Path:
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_any_name_is_shown_and_breaks_nothing(few: Path, tmp_path: Path, kind: str) -> None:
     run = named(few, tmp_path / "run", HOSTILE[kind])
@@ -68,6 +69,7 @@ def test_any_name_is_shown_and_breaks_nothing(few: Path, tmp_path: Path, kind: s
     assert "\x07" not in said
 
 
+@pytest.mark.slow
 def test_bytes_that_are_no_text_do_not_hide_a_run(few: Path, tmp_path: Path) -> None:
     run = shutil.copytree(few, tmp_path / "run")
     whole = len(load([run]).data)

@@ -46,6 +46,7 @@ def counted(trials: list[Row], model: str, text: str, **wanted: object) -> stats
     return stats.wilson(sum(t.scores["correct"] for t in own), len(own))
 
 
+@pytest.mark.slow
 def test_accuracies_equal_plain_counting(frame: Frame, trials: list[Row]) -> None:
     for model in ("tiny-griffin", "tiny-jamba"):
         of_model = ModelTrials(frame, model)
@@ -97,6 +98,7 @@ def test_failed_trials_are_left_out_and_counted(tmp_path: Path, trials: list[Row
     assert (frame.failed, len(frame.data)) == (3, 7)
 
 
+@pytest.mark.slow
 def test_models_of_several_runs_stand_side_by_side(tmp_path: Path, run: Path) -> None:
     other = synthetic.write(tmp_path / "other", ("tiny-griffin",), per_cell=1)
     store = Store(other)
@@ -126,6 +128,7 @@ def test_evidence_finds_every_experiment(frame: Frame) -> None:
     assert not collect(ModelTrials(frame, "tiny-mamba"), helps).has_attention
 
 
+@pytest.mark.slow
 def test_every_figure_has_its_panels(frame: Frame) -> None:
     browser = Browser(frame)
     for name in FIGURES:
@@ -283,6 +286,7 @@ def test_a_control_is_drawn_only_where_it_was_measured(tmp_path: Path) -> None:
     assert not any("random" in series.label for panel in panels for series in panel.series)
 
 
+@pytest.mark.slow
 def test_what_was_never_known_has_no_share_left(tmp_path: Path) -> None:
     """A baseline at chance, divided by itself, says nothing: its curve is left out, the others stay."""
     directory = synthetic.write(tmp_path / "run", models=("tiny-jamba",), per_cell=1)
@@ -334,6 +338,7 @@ def test_labels_of_lines_stand_outside_the_plot_and_those_of_columns_have_space(
     assert len(at) >= 8
 
 
+@pytest.mark.slow
 def test_every_panel_names_its_model(frame: Frame) -> None:
     browser = Browser(frame)
     made = [make_figure(name, frame, browser) for name in FIGURES]

@@ -145,6 +145,7 @@ def test_the_finding_is_a_picture_file_too(seen: Overview, tmp_path: Path) -> No
     assert all(block.rule.title in drawn for block in seen.blocks)
 
 
+@pytest.mark.slow
 def test_files_show_what_the_page_draws_in_its_light_colours(frame: Frame) -> None:
     """A file is the page's drawing, rendered: every dot, cell and word, in the colours of the style sheet."""
     for name in ("heads", "exposure", "dissociation"):
@@ -181,6 +182,7 @@ def test_families_are_of_one_name_or_of_one_anatomy() -> None:
     assert families([*models[:1], *models[:1]], ["x", "x"]) == [], "one model in two runs"
 
 
+@pytest.mark.slow
 def test_the_plans_name_stands_on_top_and_what_it_is_about_is_folded(pair: tuple[Path, Path], tmp_path: Path) -> None:
     text = report(list(pair), tmp_path, pictures=False).read_text(encoding="utf-8")
     head, rest = text.split("<nav")

@@ -84,6 +84,7 @@ def test_every_key_of_a_figure_has_its_trials(page: Path) -> None:
     assert all(0 <= i < len(data["trials"]) for cell in data["cells"].values() for i in cell["trials"])
 
 
+@pytest.mark.slow
 def test_answers_cannot_leave_their_place(hostile: Path) -> None:
     text = hostile.read_text(encoding="utf-8")
     parsed = outline(hostile)
@@ -113,6 +114,7 @@ def test_script_json_is_safe_and_comes_back(text: str) -> None:
     assert json.loads(made)["a"] == ("?" if text == "\ud800" else text)
 
 
+@pytest.mark.slow
 def test_no_block_only_says_that_something_was_not_run(tmp_path: Path) -> None:
     """What was not run is a cell of the picture; a claim that nobody was asked about is named below it, with its command."""
     synthetic.write(tmp_path / "m", ("tiny-griffin", "tiny-mamba"), per_cell=1)
@@ -140,6 +142,7 @@ def test_every_column_is_explained(run: Path) -> None:
             assert explain.explain(column), column
 
 
+@pytest.mark.slow
 def test_two_runs_side_by_side(tmp_path: Path, run: Path) -> None:
     other = synthetic.write(tmp_path / "second", ("tiny-jamba",), per_cell=1)
     store = Store(other)
@@ -150,6 +153,7 @@ def test_two_runs_side_by_side(tmp_path: Path, run: Path) -> None:
     assert "tiny-jamba (second)" in path.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_same_run_gives_the_same_page(run: Path, page: Path, tmp_path: Path) -> None:
     assert report([run], tmp_path, pictures=False).read_bytes() == page.read_bytes()
 
@@ -168,6 +172,7 @@ def test_pictures_of_every_figure(tmp_path: Path) -> None:
     assert (tmp_path / "figures" / "needles.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", [".html", ".png", ".svg"])
 def test_a_full_disk_leaves_the_report_of_before(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.write(tmp_path, ("tiny-mamba",), per_cell=1)
@@ -208,12 +213,14 @@ def test_the_summary_cuts_neither_a_name_nor_a_verdict(run: Path) -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+@pytest.mark.slow
 def test_a_report_needs_no_torch(run: Path, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from needlework.reports import report;"
     code += f"report([Path({str(run)!r})], Path({str(tmp_path)!r}), pictures=False); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_playground_beside_the_report_is_linked(run: Path, tmp_path: Path) -> None:
     link = '<a href="play.html">Playground</a>'
     assert link not in report([run], tmp_path, pictures=False).read_text(encoding="utf-8")

@@ -505,6 +505,7 @@ def test_needles_by_association_are_judged_alone_and_too_few_found_are_not_testa
     assert "not testable Attention does the retrieving: untouched it finds less than 80 %" in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_without_tasks_of_more_hops_there_is_no_figure_of_them(run: Path) -> None:
     frame = load([run])
     assert not make_figure("hops", frame, Browser(frame)).panels

@@ -96,6 +96,7 @@ def test_parquet(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert parquet.read_table(seen).num_rows == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["csv", "json", "parquet", "lm-eval"])
 def test_an_export_that_cannot_be_written_leaves_what_was_there(finished: Path, to: str) -> None:
     """Files may not grow beyond a size here, so that writing breaks off in the middle, as on a full disk."""
@@ -230,6 +231,7 @@ def test_the_description_is_what_runs(plan_file: Path, finished: Path) -> None:
     assert 0 < told.memory_bytes < psutil.virtual_memory().total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "column", [f for f in fields(Row) if (f.default, f.default_factory) != (MISSING, MISSING)], ids=lambda f: f.name
 )

@@ -144,6 +144,7 @@ def test_a_store_of_older_scores_is_told_and_mended(all_kinds: Path, monkeypatch
     assert table(all_kinds) == before
 
 
+@pytest.mark.slow
 def test_the_command_says_how_many_changed(plan_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TASKS, "fake", fakes.FakeTask)
     out = tmp_path / "out"

@@ -68,6 +68,7 @@ def test_no_content_word_of_the_question_is_in_a_needle(world: str, topic: str) 
         assert stems(question) - {"clue", "person"} <= stems(" ".join((known["needle"], *known["parts"]))) | {"one"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", ["toy", "byte"])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("layout", ["plain", "jrt"])

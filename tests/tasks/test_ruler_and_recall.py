@@ -31,6 +31,7 @@ def both(tokenizer: Any, kind: str, **spec: Any) -> tuple[Any, list[Any]]:
     return task, chosen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("world", ["toy", "byte", "joined"])
 @pytest.mark.parametrize("layout", ["plain", "jrt"])

@@ -119,6 +119,7 @@ def test_only_needles_and_questions_name_the_name(make: Maker) -> None:
         assert len(mentions) == len(sample.named("needle")) + asked
 
 
+@pytest.mark.slow
 @each_niah
 def test_a_twin_differs_in_its_value_alone(make: Maker) -> None:
     tokenizer = build()

@@ -30,6 +30,7 @@ def with_change(**change: Any) -> dict[str, Any]:
     return {**GOOD, **change}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", recipes.builtin_recipes())
 def test_built_in_recipes_are_sound(name: str) -> None:
     recipe = recipes.find_recipe(name)
@@ -72,6 +73,7 @@ def test_a_bad_recipe_is_told_what_is_wrong(change: dict[str, Any], message: str
         recipes.validate_recipe(with_change(**change), "mine.yaml")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -177,6 +179,7 @@ def test_stages_follow_the_step() -> None:
     assert recipe.longest == 128
 
 
+@pytest.mark.slow
 def test_parameters_start_as_large_as_the_recipe_says() -> None:
     plain, scaled = (
         recipes.validate_recipe(with_change(**change), "test") for change in ({}, {"initial_std": {"embed_tokens": 0.5}})
@@ -188,6 +191,7 @@ def test_parameters_start_as_large_as_the_recipe_says() -> None:
         training.build_model(recipes.validate_recipe(with_change(initial_std={"embedd_tokens": 0.5}), "test"))
 
 
+@pytest.mark.slow
 def test_vectors_start_evenly_spaced_where_the_recipe_says_so() -> None:
     granite = recipes.find_recipe("tiny-granite").model_dump()
     spaced = training.build_model(recipes.validate_recipe({**granite, "initial_range": {"dt_bias": (-3.0, 3.0)}}, "test"))

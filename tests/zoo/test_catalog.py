@@ -106,6 +106,7 @@ def test_a_shipped_model_is_complete_and_made_by_its_recipe(name: str) -> None:
     assert all(figure["n"] >= 180 for some in effects.values() for figure in some.values())
 
 
+@pytest.mark.slow
 @each_model
 def test_a_shipped_model_does_what_its_card_says(name: str) -> None:
     """Fresh samples, few of them: the card's value must lie in their interval, widened by the card's own."""
