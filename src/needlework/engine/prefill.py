@@ -82,7 +82,7 @@ class KeptPrefills:
         while held > self.most_bytes:
             _, oldest = self._results.popitem(last=False)
             held -= oldest.memory.nbytes() if oldest.memory else 0
-        memories = [one.memory.select(torch.zeros(1, dtype=torch.long)) for one in found if one.memory]
+        memories = [one.memory.select(torch.zeros(1, dtype=torch.int64, device=one.logits.device)) for one in found if one.memory]
         receipts = [receipt for one in found for receipt in one.receipts]
         return PrefillResult(Memory.join(memories), torch.cat([one.logits for one in found]), receipts)
 
