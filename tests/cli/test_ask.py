@@ -9,6 +9,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+import needlework as nw
 from needlework.cli import app
 
 START = """
@@ -30,19 +31,37 @@ def test_a_short_prompt_needs_neither_compiled_kernels_nor_torchs_compiler() -> 
     assert done.stdout.splitlines()[-1] == "[]"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["tiny-jamba", "tiny-granite"])
-def test_models_of_other_families_are_loaded_the_short_way_too(model: str) -> None:
-    code = START.partition("unneeded")[0].replace("tiny-griffin-small", model)
-    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+PROMPT = "the secret code of loran is 4 7 1 . question : what is the secret code of loran ? answer :"
+LOADED = """
+import json, sys
+from typer.testing import CliRunner
+import needlework as nw
+from needlework.cli import app
+from needlework.model import quick_import
+load, calls = nw.load, []
+nw.load = lambda *args, **options: calls.append(args) or load(*args, **options)
+if sys.argv[2:]:
+    quick_import._unchanged = None  # so that the short way fails
+acts = ["--intervene", "none", "--intervene", "ablate_attention()"]
+shown = CliRunner().invoke(app, ["ask", sys.argv[1], PROMPT, *acts, "--json"])
+assert shown.exit_code == 0, shown.output
+print(json.dumps([len(calls), [answer["text"] for answer in json.loads(shown.stdout)]]))
+""".replace("PROMPT", repr(PROMPT))
 
 
 @pytest.mark.slow
-def test_a_model_that_needs_more_of_the_compiler_is_loaded_as_usual() -> None:
-    code = START.partition("unneeded")[0].replace(
-        "shown =", "from needlework.model import quick_import\nquick_import._unchanged = None\nshown ="
-    )
-    subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+@pytest.mark.parametrize("way", ["short", "usual"])
+@pytest.mark.parametrize("model", ["tiny-griffin", "tiny-jamba", "tiny-granite"])
+def test_either_way_of_loading_gives_the_answers_of_load(model: str, way: str) -> None:
+    words = [sys.executable, "-c", LOADED, model, *(["fail"] if way == "usual" else [])]
+    done = subprocess.run(words, capture_output=True, text=True, check=True)
+    loads, texts = json.loads(done.stdout.splitlines()[-1])
+    assert way == "usual" or loads == 1, "the short way failed"
+    subject = nw.load(model, kernels="stock")
+    for intervention, text in zip(("none", "ablate_attention()"), texts, strict=True):
+        answer = subject.generate([PROMPT], intervention)[0].text
+        assert text
+        assert answer.startswith(text), "ask ends at the full stop"
 
 
 def test_unknown_words_are_named_and_the_answer_of_a_zoo_model_ends_at_the_full_stop() -> None:
